@@ -1,0 +1,383 @@
+"""RLOOConfig: transformers' TrainingArguments plus RLOO's own options, under TRL's names.
+
+Options are grouped as in TRL's own class; what rloom adds stands in groups of its own. Defaults that differ from
+TrainingArguments follow TRL. `older_names.py` owns the names that older documents use.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+from dataclasses import dataclass, field, fields
+from typing import Any, ClassVar
+
+import torch
+from transformers import TrainingArguments
+
+from rloom.algo.objectives import (
+    AGGREGATIONS,
+    ESTIMATORS,
+    KL_PLACEMENTS,
+    OBJECTIVES,
+    RATIO_LEVELS,
+    SURROGATES,
+    Objective,
+)
+from rloom.errors import ConfigError, UnknownOptionError, check_choice, did_you_mean
+from rloom.older_names import INIT_ONLY_NAMES, OlderNames
+
+logger = logging.getLogger(__name__)
+
+
+def _option(default: Any, help: str) -> Any:
+    return field(default=default, metadata={"help": help})
+
+
+def _refuse_unknown(cls: type) -> type:
+    """Give the generated constructor two habits: it remembers which options were given, and knows near misses."""
+    generated = cls.__init__  # type: ignore[misc]
+    names = [f.name for f in fields(cls) if f.init]
+    defaults = {f.name: f.default for f in fields(cls)}
+
+    @functools.wraps(generated)
+    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
+        for name in kwargs:
+            if name not in names and name not in INIT_ONLY_NAMES:
+                hint = did_you_mean(name, [*names, *INIT_ONLY_NAMES])
+                raise UnknownOptionError(f"{cls.__name__} has no option '{name}'{hint}")
+        given = set(names[: len(args)]) | set(kwargs)
+        if given.issuperset(names):  # a command-line parser passes every option: tell by the value then
+            values = dict(zip(names, args, strict=False)) | kwargs
+            given = {name for name in given if values[name] != defaults.get(name)}
+        self._given = frozenset(given)
+        self._init_only = {name: kwargs.pop(name) for name in INIT_ONLY_NAMES if name in kwargs}
+        generated(self, *args, **kwargs)
+
+    cls.__init__ = __init__  # type: ignore[misc]
+    return cls
+
+
+@_refuse_unknown
+@dataclass
+class RLOOConfig(OlderNames, TrainingArguments):
+    """Options of [`RLOOTrainer`]: all of [`~transformers.TrainingArguments`], TRL's for RLOO, and rloom's own.
+
+    An option that does not exist is an error that names the nearest one. The names of older documents (`rloo_k`,
+    `kl_coef`, `total_episodes`, …) are accepted: see docs/older-names.md.
+
+    >>> config = RLOOConfig("out", per_device_train_batch_size=8, num_generations=4, report_to="none")
+    >>> config.generation_batch_size, config.steps_per_generation, config.beta
+    (8, 1, 0.05)
+    >>> RLOOConfig("out", betta=0.1)
+    Traceback (most recent call last):
+        ...
+    rloom.errors.UnknownOptionError: RLOOConfig has no option 'betta'; did you mean 'beta'?
+    """
+
+    _VALID_DICT_FIELDS: ClassVar[list[str]] = [
+        *TrainingArguments._VALID_DICT_FIELDS,
+        "model_init_kwargs",
+        "transformers_continuous_batching_config",
+        "generation_kwargs",
+        "chat_template_kwargs",
+    ]
+
+    # TrainingArguments' own, with TRL's defaults
+    learning_rate: float = _option(1e-6, "Initial learning rate.")
+    logging_steps: float = _option(10, "Updates between two logs; below 1: as a share of the run.")
+    gradient_checkpointing: bool = _option(True, "Recompute activations in the backward pass to save memory.")
+    bf16: bool | None = _option(
+        None,
+        "bfloat16 mixed precision. Unset: on, unless fp16 is set or the device does not do bfloat16 fast.",
+    )
+    lr_scheduler_kwargs: dict | str | None = _option(None, "Further arguments of the learning-rate schedule.")
+    remove_unused_columns: bool | None = _option(
+        False, "Keep only the prompt (and images); reward functions then see no other column."
+    )
+
+    # The model and the reference
+    model_init_kwargs: dict[str, Any] | str | None = _option(
+        None, "Arguments of `from_pretrained` when the model is given by name (`dtype`, `revision`, …)."
+    )
+    trust_remote_code: bool = _option(False, "Allow models and tokenizers that bring their own Python code.")
+    router_aux_loss_coef: float | None = _option(
+        None, "Weight of a mixture-of-experts model's load-balancing loss; unset: the model's own; 0: off."
+    )
+    disable_dropout: bool = _option(False, "Switch dropout off in policy and reference.")
+
+    # The data
+    num_generations: int = _option(2, "K, the number of completions per prompt; at least 2.")
+    num_generations_eval: int | None = _option(None, "Completions per prompt in evaluation; unset: K.")
+    max_completion_length: int = _option(512, "Longest completion, in tokens.")
+    ds3_gather_for_generation: bool = _option(True, "DeepSpeed ZeRO-3: gather the weights to generate.")
+    shuffle_dataset: bool | None = _option(True, "Shuffle the training prompts, anew in each epoch.")
+    pad_to_multiple_of: int | str | None = _option("auto", "Pad prompts and completions to such a multiple.")
+
+    # Generation
+    generation_batch_size: int | None = _option(
+        None, "Completions per rollout, over all processes. Unset: those of `steps_per_generation` steps."
+    )
+    steps_per_generation: int | None = _option(
+        None, "Steps of `per_device_train_batch_size` per rollout. Unset: `gradient_accumulation_steps`."
+    )
+    temperature: float = _option(1.0, "Sampling temperature, above 0; also that of all log-probabilities.")
+    top_p: float = _option(1.0, "Nucleus sampling: keep the smallest set of tokens with this probability.")
+    top_k: int = _option(0, "Keep the k likeliest tokens; 0: all.")
+    min_p: float | None = _option(None, "Keep tokens at least this likely, relative to the likeliest.")
+    generation_kwargs: dict | str | None = _option(None, "Further options of the generation engine.")
+    chat_template_kwargs: dict | str | None = _option(None, "Further arguments of the chat template.")
+    repetition_penalty: float = _option(1.0, "Above 1: discourage tokens that have appeared already.")
+    cache_implementation: str | None = _option(None, "The cache that `model.generate` uses.")
+
+    # vLLM
+    use_vllm: bool = _option(False, "Generate with vLLM.")
+    vllm_mode: str = _option("colocate", 'How to run vLLM: "server" or "colocate".')
+    vllm_model_impl: str = _option("vllm", 'Model implementation inside vLLM: "vllm" or "transformers".')
+    vllm_enable_sleep_mode: bool = _option(False, "Let vLLM's memory go while training.")
+    vllm_structured_outputs_regex: str | None = _option(None, "Completions must match this expression.")
+    vllm_server_base_url: str | None = _option(None, "Address of the vLLM server.")
+    vllm_server_host: str = _option("0.0.0.0", "Host of the vLLM server.")
+    vllm_server_port: int = _option(8000, "Port of the vLLM server.")
+    vllm_server_timeout: float = _option(240.0, "Seconds to wait for the vLLM server.")
+    vllm_group_port: int = _option(51216, "Port for sending weights to the vLLM server.")
+    vllm_gpu_memory_utilization: float = _option(0.3, "Share of GPU memory for a colocated vLLM.")
+    vllm_max_model_length: int | None = _option(None, "Context length of vLLM.")
+    vllm_tensor_parallel_size: int = _option(1, "Tensor parallelism of a colocated vLLM.")
+
+    # The objective, as in TRL
+    beta: float = _option(0.05, "Weight of the KL from the reference; 0: no reference is kept.")
+    num_iterations: int = _option(1, "Passes over each rollout (μ).")
+    epsilon: float = _option(0.2, "Clip of the ratio, below and (unless `epsilon_high` is set) above 1.")
+    epsilon_high: float | None = _option(None, "Clip of the ratio above 1.")
+    reward_weights: list[float] | None = _option(None, "One weight per reward function; unset: 1 each.")
+    normalize_advantages: bool | None = _option(
+        None,
+        "Bring the advantages of a rollout to mean 0 and standard deviation 1. Unset: as `objective` says.",
+    )
+    reward_clip_range: tuple[float, float] | None = _option(None, "Hold scores within (min, max).")
+    mask_truncated_completions: bool = _option(
+        False, 'Leave truncated completions out of the loss; the same as `truncated_completions="mask"`.'
+    )
+    sync_ref_model: bool = _option(False, "Let the reference follow the policy.")
+    ref_model_mixup_alpha: float = _option(0.6, "reference ← α·policy + (1−α)·reference at each sync.")
+    ref_model_sync_steps: int = _option(512, "Updates between two syncs of the reference.")
+
+    # The objective, beyond TRL
+    objective: str = _option(
+        "trl",
+        "Whose RLOO: trl, paper, openrlhf, verl or reinforce++. The options below override its choices.",
+    )
+    advantage_estimator: str | None = _option(None, f"The baseline: {', '.join(ESTIMATORS)}.")
+    baseline_momentum: float = _option(0.9, 'Memory of the "moving_average" baseline.')
+    kl_estimator: str | None = _option(None, "k1, k2, k3, or full (over the whole vocabulary).")
+    kl_placement: str | None = _option(None, f"Where the KL goes: {', '.join(KL_PLACEMENTS)}.")
+    ratio_level: str | None = _option(None, "One ratio per completion (sequence) or per token (token).")
+    surrogate: str | None = _option(None, "clip (PPO's clipped ratio) or reinforce (plain log-probabilities).")
+    loss_aggregation: str | None = _option(None, f"How the loss is averaged: {', '.join(AGGREGATIONS)}.")
+    dual_clip: float | None = _option(None, "Bound of the ratio where the advantage is negative; 0: off.")
+    advantage_clip: float | None = _option(None, "Hold advantages within ± this; 0: off.")
+    normalize_rewards: str | None = _option(None, "Bring scores to a common scale: batch, running or off.")
+    missing_eos_penalty: float | None = _option(
+        None, "Taken from the score of a completion that does not end by itself."
+    )
+    length_regularization: str | None = _option(None, "Charge for length: linear or soft_overlong.")
+    length_coefficient: float = _option(1.0, "The most that the length of a completion can cost.")
+    length_margin: int | None = _option(
+        None, "soft_overlong: the last tokens over which the charge rises; unset: a fifth of the limit."
+    )
+    truncated_completions: str | None = _option(
+        None, "Completions cut off at the limit: keep, mask (no loss) or exclude (no loss, no baseline)."
+    )
+
+    # What is shown
+    log_completions: bool = _option(False, "Print a table of completions at each log; also to W&B and Trackio.")
+    log_multimodal: bool = _option(True, "Include images in those tables.")
+    num_completions_to_print: int | None = _option(None, "Rows of the printed table; unset: all.")
+    log_unique_prompts: bool = _option(False, "One row per prompt in the tables.")
+
+    # transformers' continuous batching
+    use_transformers_continuous_batching: bool = _option(False, "Generate with transformers' own engine.")
+    transformers_continuous_batching_config: dict | str | None = _option(None, "Options of that engine.")
+    use_transformers_paged: bool = _option(False, "Older name of `use_transformers_continuous_batching`.")
+
+    def __post_init__(self) -> None:
+        if self.bf16 is None:
+            self.bf16 = not self.fp16 and _bf16_is_fast(self.use_cpu)
+        super().__post_init__()
+        self.translate_older_names()
+        self._resolve_padding()
+        self._resolve_batches()
+        self._resolve_objective()
+        self._check_sampling()
+        self._check_unsupported()
+        self.finish_older_names()
+
+    # -- resolution: what was left open gets its value
+
+    def _resolve_padding(self) -> None:
+        if self.pad_to_multiple_of in ("auto", None, "none", "null"):
+            self.pad_to_multiple_of = None
+        else:
+            self.pad_to_multiple_of = int(self.pad_to_multiple_of)
+
+    def _resolve_batches(self) -> None:
+        """`generation_batch_size` and `steps_per_generation` from each other, in whole groups."""
+        per_step = self.per_device_train_batch_size * self.world_size
+        if self.generation_batch_size is not None and self.steps_per_generation is not None:
+            if self.generation_batch_size != per_step * self.steps_per_generation:
+                raise ConfigError(
+                    "'generation_batch_size' and 'steps_per_generation' can not be both configured at the same time: "
+                    f"{self.generation_batch_size} is not {per_step} × {self.steps_per_generation}"
+                )
+        elif self.generation_batch_size is not None:
+            if self.generation_batch_size % per_step:
+                raise ConfigError(
+                    f"generation_batch_size ({self.generation_batch_size}) must be divisible by the global batch "
+                    f"size ({per_step}): {_nearest(self.generation_batch_size, per_step)}"
+                )
+            self.steps_per_generation = self.generation_batch_size // per_step
+        else:
+            self.steps_per_generation = self.steps_per_generation or self.gradient_accumulation_steps
+            self.generation_batch_size = per_step * self.steps_per_generation
+        self._check_groups()
+
+    def _check_groups(self) -> None:
+        if self.num_generations < 2:
+            raise ConfigError(
+                "RLOO requires at least 2 generations per prompt: with one there is no other completion to compare "
+                f"with. You set num_generations={self.num_generations}."
+            )
+        assert self.generation_batch_size is not None
+        if self.generation_batch_size % self.num_generations:
+            raise ConfigError(
+                f"generation_batch_size ({self.generation_batch_size}) must be divisible by num_generations "
+                f"({self.num_generations}), so that a rollout holds whole groups: "
+                f"{_nearest(self.generation_batch_size, self.num_generations)}. It is "
+                f"per_device_train_batch_size ({self.per_device_train_batch_size}) × processes ({self.world_size}) "
+                f"× steps_per_generation ({self.steps_per_generation})."
+            )
+        prompts = self.generation_batch_size // self.num_generations
+        if prompts % self.world_size:
+            raise ConfigError(
+                f"a rollout holds {prompts} prompts, which {self.world_size} processes cannot share evenly; "
+                f"{_nearest(prompts, self.world_size)} prompts would do: change per_device_train_batch_size, "
+                "steps_per_generation or num_generations"
+            )
+        per_eval = self.num_generations_eval or self.num_generations
+        if self.eval_strategy != "no" and (self.per_device_eval_batch_size * self.world_size) % per_eval:
+            raise ConfigError(
+                f"The global eval batch size ({self.per_device_eval_batch_size} * {self.world_size}) must be "
+                f"divisible by the number of generations used for evaluation ({per_eval}): "
+                f"{_nearest(self.per_device_eval_batch_size * self.world_size, per_eval)}"
+            )
+
+    def _resolve_objective(self) -> None:
+        check_choice("objective", self.objective, OBJECTIVES)
+        preset = OBJECTIVES[self.objective]
+        for name in Objective.names():
+            if getattr(self, name) is None:
+                setattr(self, name, getattr(preset, name))
+        for name in ("dual_clip", "advantage_clip"):
+            setattr(self, name, getattr(self, name) or None)
+        self.normalize_rewards = None if self.normalize_rewards == "off" else self.normalize_rewards
+        check_choice("advantage_estimator", self.advantage_estimator, ESTIMATORS)
+        check_choice("kl_estimator", self.kl_estimator, ("k1", "k2", "k3", "full"))
+        check_choice("kl_placement", self.kl_placement, KL_PLACEMENTS)
+        check_choice("ratio_level", self.ratio_level, RATIO_LEVELS)
+        check_choice("surrogate", self.surrogate, SURROGATES)
+        check_choice("loss_aggregation", self.loss_aggregation, AGGREGATIONS)
+        if self.normalize_rewards is not None:
+            check_choice("normalize_rewards", self.normalize_rewards, ("batch", "running", "off"))
+        if self.length_regularization is not None:
+            check_choice("length_regularization", self.length_regularization, ("linear", "soft_overlong"))
+        self._resolve_truncation()
+        self._check_objective()
+
+    def _resolve_truncation(self) -> None:
+        if self.truncated_completions is None:
+            self.truncated_completions = "mask" if self.mask_truncated_completions else "keep"
+        check_choice("truncated_completions", self.truncated_completions, ("keep", "mask", "exclude"))
+        if self.mask_truncated_completions and self.truncated_completions == "keep":
+            raise ConfigError(
+                'mask_truncated_completions=True and truncated_completions="keep" contradict each other; '
+                "give one of them"
+            )
+
+    def _check_objective(self) -> None:
+        if (self.epsilon_high is not None and self.epsilon_high < 0) or self.epsilon < 0:
+            raise ConfigError("epsilon and epsilon_high must not be negative")
+        if self.kl_placement.startswith("reward_tokens") and self.ratio_level == "sequence":  # type: ignore[union-attr]
+            raise ConfigError(
+                f'kl_placement="{self.kl_placement}" gives each token its own advantage, which a ratio per completion '
+                'cannot use; set ratio_level="token" or kl_placement="reward"'
+            )
+        if self.kl_placement == "loss" and self.kl_estimator == "k1" and self.beta:
+            raise ConfigError(
+                'k1 in the loss has a gradient that is zero in expectation; set kl_estimator="k2", "k3" or "full", '
+                'or kl_placement="reward"'
+            )
+        if self.sync_ref_model and not self.beta:
+            raise ConfigError(
+                "sync_ref_model=True needs a reference, and with beta=0.0 there is none; set beta above 0 or "
+                "sync_ref_model=False"
+            )
+        if self.reward_clip_range is not None:
+            low, high = self.reward_clip_range
+            if not low < high:
+                raise ConfigError(f"reward_clip_range must be (min, max), not {self.reward_clip_range}")
+            self.reward_clip_range = (float(low), float(high))
+        if self.num_iterations < 1:
+            raise ConfigError(f"num_iterations must be at least 1, not {self.num_iterations}")
+
+    # -- refusals
+
+    def _check_sampling(self) -> None:
+        if self.temperature <= 0:
+            raise ConfigError(
+                f"temperature must be above 0, not {self.temperature}: at 0 all completions of a prompt are the same "
+                "and there is nothing to compare"
+            )
+        if not 0 < self.top_p <= 1:
+            raise ConfigError(f"top_p must be in (0, 1], not {self.top_p}")
+        if self.top_k < 0:
+            raise ConfigError(f"top_k must be 0 (all tokens) or positive, not {self.top_k}")
+        if self.min_p is not None and not 0 <= self.min_p <= 1:
+            raise ConfigError(f"min_p must be in [0, 1], not {self.min_p}")
+        if self.max_completion_length is None or self.max_completion_length < 1:
+            raise ConfigError(f"max_completion_length must be at least 1, not {self.max_completion_length}")
+
+    def _check_unsupported(self) -> None:
+        if self.use_vllm:
+            raise ConfigError(
+                "use_vllm=True: this version of rloom generates with transformers only; set use_vllm=False"
+            )
+        if self.use_transformers_continuous_batching or self.use_transformers_paged:
+            raise ConfigError(
+                "use_transformers_continuous_batching=True: rloom generates with model.generate; leave it False"
+            )
+        if self.auto_find_batch_size:
+            raise ConfigError(
+                "auto_find_batch_size is not supported by RLOO: halving the batch would cut groups apart. Set it to "
+                "False and lower per_device_train_batch_size, raising gradient_accumulation_steps to match: how a "
+                "batch is split never changes the gradient"
+            )
+        parallelism = self.parallelism_config
+        if parallelism is not None and (parallelism.cp_enabled or parallelism.sp_enabled):
+            raise ConfigError("context and sequence parallelism are not supported; set cp_size=1 and sp_size=1")
+
+
+def _nearest(value: int, divisor: int) -> str:
+    """The multiples of `divisor` around `value`, in words."""
+    below, above = value // divisor * divisor, -(-value // divisor) * divisor
+    return f"the nearest that is: {above}" if not below else f"the nearest that are: {below} and {above}"
+
+
+def _bf16_is_fast(use_cpu: bool) -> bool:
+    """Whether bfloat16 autocast pays on the device that training will run on.
+
+    On a CPU without native bfloat16 it is several times slower than float32 (docs/architecture.md has the number),
+    and on GPUs before Ampere it is emulated; TRL turns it on everywhere.
+    """
+    if use_cpu or not torch.accelerator.is_available():
+        return False
+    return not torch.cuda.is_available() or torch.cuda.is_bf16_supported(including_emulation=False)

@@ -1,0 +1,119 @@
+"""Checking data sets before any model is loaded. `datasets` is used when installed, never required."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from torch.utils.data import IterableDataset as TorchIterableDataset
+
+from rloom.errors import DataError, did_you_mean
+
+
+class RowList(list):
+    """A list of rows that looks enough like a map-style data set: indexable, sized, with column names."""
+
+    @property
+    def column_names(self) -> list[str]:
+        """The columns of all rows, in order of appearance."""
+        return list(dict.fromkeys(name for row in self for name in row))
+
+
+def is_iterable(dataset: Any) -> bool:
+    """Whether `dataset` is a stream: no length, no index."""
+    return isinstance(dataset, TorchIterableDataset) or not hasattr(dataset, "__getitem__")
+
+
+def check_train_dataset(dataset: Any, max_steps: int) -> Any:
+    """The training set, checked; a plain list of rows is accepted too."""
+    if dataset is None:
+        raise DataError("`train_dataset` is required: a data set with a column 'prompt'")
+    if isinstance(dataset, Mapping):
+        raise TypeError(
+            f"`train_dataset` must be a `Dataset` or `IterableDataset`, got `{type(dataset).__name__}` with the splits "
+            f"{', '.join(map(repr, dataset))}: pass one of them"
+        )
+    dataset = check_dataset(dataset, "train_dataset")
+    if is_iterable(dataset) and max_steps <= 0:
+        raise DataError(
+            "an iterable `train_dataset` has no length: set `max_steps` (args.max_steps must be set to a positive "
+            "value)"
+        )
+    return dataset
+
+
+def check_eval_dataset(dataset: Any) -> Any:
+    """The evaluation set or sets, checked; None stays None."""
+    if dataset is None:
+        return None
+    if isinstance(dataset, Mapping):
+        for name, part in dataset.items():
+            check_dataset(part, f"eval_dataset[{name!r}]")
+        return dataset
+    return check_dataset(dataset, "eval_dataset")
+
+
+def check_dataset(dataset: Any, name: str) -> Any:
+    """One data set: of a known kind, not empty, with a 'prompt' column of one format."""
+    if isinstance(dataset, list) and not isinstance(dataset, RowList):
+        dataset = RowList(dataset)
+    if isinstance(dataset, (str, bytes)) or not (hasattr(dataset, "__getitem__") or isinstance(dataset, Iterable)):
+        raise TypeError(
+            f"`{name}` must be a `Dataset` or `IterableDataset`, or a list of rows, got `{type(dataset).__name__}`."
+        )
+    if not is_iterable(dataset) and len(dataset) == 0:
+        raise DataError(f"`{name}` is empty: it has no rows to take prompts from")
+    _check_columns(dataset, name)
+    if isinstance(dataset, RowList):
+        _check_formats(dataset, name)
+    return dataset
+
+
+def _check_columns(dataset: Any, name: str) -> None:
+    columns = getattr(dataset, "column_names", None)
+    if columns is None and not is_iterable(dataset):
+        columns = list(dataset[0])
+    if columns is not None and "prompt" not in columns:
+        hint = did_you_mean("prompt", columns)
+        raise DataError(
+            f"`{name}` has no column 'prompt'; its columns are {', '.join(map(repr, columns))}{hint}. "
+            "Rename one: dataset.rename_column(old, 'prompt')"
+        )
+
+
+def prompt_format(prompt: Any, where: str) -> str:
+    """`"text"` or `"messages"`, or an error that says what a prompt is."""
+    if isinstance(prompt, str):
+        return "text"
+    if isinstance(prompt, Sequence) and prompt and all(isinstance(m, Mapping) and "role" in m for m in prompt):
+        return "messages"
+    raise DataError(
+        f"{where}: a prompt is text, or a list of messages with 'role' and 'content'; got {type(prompt).__name__}: "
+        f"{str(prompt)[:80]!r}"
+    )
+
+
+def _check_formats(rows: RowList, name: str) -> None:
+    first = None
+    for index, row in enumerate(rows):
+        if "prompt" not in row:
+            raise DataError(f"`{name}`[{index}] has no 'prompt'")
+        kind = prompt_format(row["prompt"], f"`{name}`[{index}]")
+        first = first or kind
+        if kind != first:
+            raise DataError(
+                f"`{name}` mixes prompt formats: row 0 is {first}, row {index} is {kind}; use one of them throughout"
+            )
+
+
+def check_same_format(train: Any, evaluation: Any) -> None:
+    """Training and evaluation prompts of different formats are almost surely a mistake."""
+    parts = evaluation.values() if isinstance(evaluation, Mapping) else [evaluation]
+    for part in parts:
+        if part is None or is_iterable(part) or is_iterable(train):
+            continue
+        kinds = [prompt_format(d[0]["prompt"], "the first prompt") for d in (train, part)]
+        if kinds[0] != kinds[1]:
+            raise DataError(
+                f"mixed prompt formats: the training prompts are {kinds[0]}, the evaluation prompts {kinds[1]}"
+            )

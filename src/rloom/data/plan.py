@@ -1,0 +1,173 @@
+"""Which prompts are sampled when, and which update trains on which part of which rollout. No tensors but one shuffle.
+
+The arithmetic is TRL's, said once. A *rollout* holds P prompts, hence P·K completions, in S parts
+(`steps_per_generation`); it is passed over μ times (`num_iterations`). In reading order that is a stream of parts
+
+    rollout 0: 0 1 … S−1  0 1 … S−1  (μ times)   rollout 1: 0 1 … S−1 …
+
+and an *update* takes the next A of them (`gradient_accumulation_steps`), fewer at the end of an epoch. With S = A and
+μ = 1, the default, one update is one rollout.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from rloom.errors import DataError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Schedule:
+    """How rollouts are cut into updates.
+
+    >>> schedule = Schedule(prompts=2, parts=4, passes=2, parts_per_update=3)
+    >>> [[(p.rollout, p.part) for p in update] for update in schedule.updates(rollouts=1)]
+    [[(0, 0), (0, 1), (0, 2)], [(0, 3), (0, 0), (0, 1)], [(0, 2), (0, 3)]]
+    """
+
+    prompts: int  # of this process, per rollout
+    parts: int
+    passes: int
+    parts_per_update: int
+    world_size: int = 1
+    rank: int = 0
+
+    def num_rollouts(self, num_prompts: int) -> int:
+        """Whole rollouts that a data set of `num_prompts` makes; the rest of an epoch does not fill one."""
+        return num_prompts // (self.prompts * self.world_size)
+
+    def num_updates(self, rollouts: int) -> int:
+        """Updates that so many rollouts make."""
+        return -(-rollouts * self.parts * self.passes // self.parts_per_update)
+
+    def updates(self, rollouts: int) -> Iterator[list[PartRef]]:
+        """The parts that each update of an epoch trains on."""
+        stream = [
+            PartRef(rollout=rollout, part=part, parts=self.parts)
+            for rollout in range(rollouts)
+            for _ in range(self.passes)
+            for part in range(self.parts)
+        ]
+        for start in range(0, len(stream), self.parts_per_update):
+            yield stream[start : start + self.parts_per_update]
+
+    def local(self, indices: list[int], rollout: int) -> list[int]:
+        """This process' prompts of a rollout, from the epoch's order."""
+        start = (rollout * self.world_size + self.rank) * self.prompts
+        return indices[start : start + self.prompts]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PartRef:
+    """One part of one rollout, by number; rollouts are counted from the start of the epoch."""
+
+    rollout: int
+    part: int
+    parts: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UpdatePlan:
+    """One update: its parts, the rollouts they belong to, and each rollout's prompts (indices, later rows).
+
+    `whole[r]` says that this update is the first to use rollout r and trains on all of it, so that nothing of it
+    has to be computed beforehand at the rollout's weights.
+    """
+
+    epoch: int
+    parts: list[PartRef]
+    prompts: dict[int, list[Any]]
+    whole: dict[int, bool]
+
+    def key(self, rollout: int) -> tuple[int, int]:
+        """The rollout's identity over the whole run."""
+        return (self.epoch, rollout)
+
+
+def plan_epoch(schedule: Schedule, epoch: int, indices: list[int]) -> Iterator[UpdatePlan]:
+    """The updates of one epoch, given the order of the prompts."""
+    seen: set[int] = set()
+    for parts in schedule.updates(schedule.num_rollouts(len(indices))):
+        yield _plan(schedule, epoch, parts, seen, lambda rollout: schedule.local(indices, rollout))
+
+
+def _plan(schedule: Schedule, epoch: int, parts: list[PartRef], seen: set[int], prompts_of: Any) -> UpdatePlan:
+    used = list(dict.fromkeys(ref.rollout for ref in parts))
+    covered = {r: {ref.part for ref in parts if ref.rollout == r} for r in used}
+    plan = UpdatePlan(
+        epoch=epoch,
+        parts=parts,
+        prompts={rollout: prompts_of(rollout) for rollout in used},
+        whole={r: r not in seen and len(covered[r]) == schedule.parts for r in used},
+    )
+    seen.update(used)
+    return plan
+
+
+class PlanSampler:
+    """Yields the epoch's updates as batches of one [`UpdatePlan`] each, for a DataLoader's `batch_sampler`.
+
+    The order depends on (seed, epoch) alone, so that a resumed run finds the very order of the first.
+    """
+
+    def __init__(self, schedule: Schedule, num_prompts: int, *, shuffle: bool, seed: int) -> None:
+        self.schedule, self.num_prompts, self.shuffle, self.seed = schedule, num_prompts, shuffle, seed
+        self.epoch = 0
+        needed = schedule.prompts * schedule.world_size
+        if num_prompts < needed:
+            raise DataError(
+                f"the data set has {num_prompts} prompts, and one rollout needs {needed}: add prompts, or lower "
+                "per_device_train_batch_size or steps_per_generation"
+            )
+
+    @property
+    def num_left_out(self) -> int:
+        """Prompts that do not fill a rollout and sit out this epoch; others do in the next when shuffled."""
+        return self.num_prompts % (self.schedule.prompts * self.schedule.world_size)
+
+    def set_epoch(self, epoch: int) -> None:
+        """Which epoch the next iteration is."""
+        self.epoch = epoch
+
+    def order(self) -> list[int]:
+        """The order of the prompts in this epoch."""
+        if not self.shuffle:
+            return list(range(self.num_prompts))
+        generator = torch.Generator().manual_seed(self.seed + self.epoch)
+        return torch.randperm(self.num_prompts, generator=generator).tolist()
+
+    def __iter__(self) -> Iterator[list[UpdatePlan]]:
+        for plan in plan_epoch(self.schedule, self.epoch, self.order()):
+            yield [plan]
+
+    def __len__(self) -> int:
+        return self.schedule.num_updates(self.schedule.num_rollouts(self.num_prompts))
+
+
+def plan_stream(schedule: Schedule, epoch: int, rows: Iterator[Any]) -> Iterator[UpdatePlan]:
+    """The updates of a stream of rows whose length is not known; a rest that fills no rollout is left out."""
+    per_rollout = schedule.prompts * schedule.world_size
+    window: dict[int, list[Any]] = {}
+    seen: set[int] = set()
+    pending: list[PartRef] = []
+    rollout = 0
+    chunk: list[Any] = []
+    for row in rows:
+        chunk.append(row)
+        if len(chunk) < per_rollout:
+            continue
+        start = schedule.rank * schedule.prompts
+        window[rollout], chunk = chunk[start : start + schedule.prompts], []
+        for _ in range(schedule.passes):
+            pending += [PartRef(rollout=rollout, part=p, parts=schedule.parts) for p in range(schedule.parts)]
+        rollout += 1
+        while len(pending) >= schedule.parts_per_update:
+            parts, pending = pending[: schedule.parts_per_update], pending[schedule.parts_per_update :]
+            yield _plan(schedule, epoch, parts, seen, window.__getitem__)
+        window = {r: kept for r, kept in window.items() if any(ref.rollout == r for ref in pending)}
+    if pending:
+        yield _plan(schedule, epoch, pending, seen, window.__getitem__)

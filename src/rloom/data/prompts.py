@@ -1,0 +1,96 @@
+"""From a data set's rows to token ids: plain text or chat messages, checked against the model."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from typing import Any
+
+from rloom.data.datasets import prompt_format
+from rloom.errors import DataError
+from rloom.types import Prompt
+
+logger = logging.getLogger(__name__)
+
+
+class PromptEncoder:
+    """Turns rows into [`Prompt`]s with the model's tokenizer and chat template.
+
+    `context_length` is the model's limit on prompt plus completion, None if it has none. `columns` are those that
+    reward functions may see, None for all.
+    """
+
+    def __init__(
+        self,
+        processing_class: Any,
+        *,
+        template_kwargs: dict[str, Any],
+        context_length: int | None,
+        max_completion_length: int,
+        columns: tuple[str, ...] | None = None,
+    ) -> None:
+        self.processing_class = processing_class
+        self.template_kwargs = template_kwargs
+        self.context_length = context_length
+        self.max_completion_length = max_completion_length
+        self.columns = columns
+        self._warned = False
+
+    def encode(self, rows: Sequence[dict[str, Any]]) -> list[Prompt]:
+        """Prompts of one format, in order."""
+        kinds = [prompt_format(row["prompt"], "prompt") for row in rows]
+        if len(set(kinds)) > 1:
+            raise DataError("mixed prompt formats: some prompts are text, others lists of messages; use one of them")
+        contents = [row["prompt"] for row in rows]
+        ids = self._chat_ids(contents) if kinds[0] == "messages" else self._text_ids(contents)
+        prompts = [
+            Prompt(content=content, token_ids=list(tokens), columns=self._columns(row))
+            for content, tokens, row in zip(contents, ids, rows, strict=True)
+        ]
+        for prompt in prompts:
+            self._check_length(prompt)
+        return prompts
+
+    def _columns(self, row: dict[str, Any]) -> dict[str, Any]:
+        return row if self.columns is None else {name: row[name] for name in self.columns if name in row}
+
+    def _text_ids(self, texts: list[str]) -> list[list[int]]:
+        return self.processing_class(text=texts)["input_ids"]
+
+    def _chat_ids(self, conversations: list[Any]) -> list[list[int]]:
+        if getattr(self.processing_class, "chat_template", None) is None:
+            raise DataError(
+                "the prompts are lists of messages and the tokenizer has no chat template; set "
+                "`tokenizer.chat_template`, use an instruction-tuned model's tokenizer, or give the prompts as text"
+            )
+        return self.processing_class.apply_chat_template(
+            conversation=conversations,
+            add_generation_prompt=True,
+            tokenize=True,
+            return_dict=True,
+            **self.template_kwargs,
+        )["input_ids"]
+
+    def _check_length(self, prompt: Prompt) -> None:
+        if not prompt.token_ids:
+            raise DataError(
+                "a prompt has no tokens (an empty text, and the tokenizer adds none): drop it, or give the tokenizer "
+                "a beginning-of-sequence token"
+            )
+        if self.context_length is None:
+            return
+        room = self.context_length - len(prompt.token_ids)
+        if room < 1:
+            raise DataError(
+                f"a prompt has {len(prompt.token_ids)} tokens, and the model's context is {self.context_length}: "
+                f"shorten or filter the prompts. It begins: {str(prompt.content)[:80]!r}"
+            )
+        if room < self.max_completion_length and not self._warned:
+            self._warned = True
+            logger.warning(
+                "a prompt of %d tokens and max_completion_length=%d exceed the model's context of %d; completions of "
+                "such prompts run past what the model was trained for",
+                len(prompt.token_ids),
+                self.max_completion_length,
+                self.context_length,
+            )

@@ -1,0 +1,60 @@
+"""What can go wrong, as a small tree.
+
+    RloomError
+    ├── ConfigError (ValueError)     an option, or a combination of options, that cannot be honoured
+    ├── UnknownOptionError (TypeError)  an option that does not exist; names the nearest one that does
+    ├── DataError (ValueError)       a data set or a prompt that cannot be trained on
+    ├── RewardError (ValueError)     a reward function returned something that is not a score
+    └── EngineError (RuntimeError)   generation did not deliver what was asked of it
+
+Each also is the built-in exception that callers of TRL's trainer catch, so scripts keep working.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+
+
+class RloomError(Exception):
+    """Base of every error that rloom raises on purpose."""
+
+
+class ConfigError(RloomError, ValueError):
+    """An option, or a combination of options, that cannot be honoured."""
+
+
+class UnknownOptionError(RloomError, TypeError):
+    """An option that does not exist."""
+
+
+class DataError(RloomError, ValueError):
+    """A data set or a prompt that cannot be trained on."""
+
+
+class RewardError(RloomError, ValueError):
+    """A reward function returned something that is not a score."""
+
+
+class EngineError(RloomError, RuntimeError):
+    """Generation did not deliver what was asked of it."""
+
+
+def did_you_mean(name: str, known: Iterable[str]) -> str:
+    """A short hint naming the nearest known name, or an empty string.
+
+    >>> did_you_mean("betta", ["beta", "epsilon"])
+    "; did you mean 'beta'?"
+    >>> did_you_mean("zzz", ["beta", "epsilon"])
+    ''
+    """
+    close = difflib.get_close_matches(name, list(known), n=1, cutoff=0.6)
+    return f"; did you mean '{close[0]}'?" if close else ""
+
+
+def check_choice(option: str, value: object, choices: Iterable[str]) -> None:
+    """Raise a [`ConfigError`] that names the nearest choice unless `value` is one of `choices`."""
+    known = list(choices)
+    if value not in known:
+        hint = did_you_mean(str(value), known)
+        raise ConfigError(f"`{option}` must be one of {', '.join(map(repr, known))}, not {value!r}{hint}")

@@ -1,0 +1,107 @@
+"""Generation with `model.generate`: the engine that works for every model that transformers can sample from."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import GenerationConfig
+
+from rloom.errors import ConfigError, EngineError
+from rloom.generation.base import Sampling, cut_at_end
+from rloom.types import Group, Prompt
+
+
+class TransformersEngine:
+    """Samples from the very model that is trained, all groups of a rollout in one left-padded batch."""
+
+    def __init__(
+        self, get_model: Callable[[], Any], sampling: Sampling, *, pad_to_multiple_of: int | None = None
+    ) -> None:
+        if sampling.extra.get("num_return_sequences", 1) != 1:
+            raise ConfigError("generation_kwargs: set num_generations instead of num_return_sequences")
+        self.get_model, self.sampling, self.pad_to_multiple_of = get_model, sampling, pad_to_multiple_of
+        self.generation_config = GenerationConfig(**_generate_options(sampling), disable_compile=True)
+
+    def generate(self, prompts: Sequence[Prompt], num_generations: int, *, seed: int) -> Iterator[Group]:
+        """Yield the groups in order, once all are done: `model.generate` hands over nothing earlier."""
+        model = self.get_model()
+        rows = [prompt.token_ids for prompt in prompts for _ in range(num_generations)]
+        input_ids, attention_mask = _pad_left(rows, self.sampling.pad_token_id, self.pad_to_multiple_of)
+        device = next(model.parameters()).device
+        with torch.no_grad(), _sampling_mode(model, self.generation_config), _own_randomness(seed, device):
+            output = model.generate(
+                input_ids=input_ids.to(device),
+                attention_mask=attention_mask.to(device),
+                generation_config=self.generation_config,
+            )
+        sampled = output[:, input_ids.shape[1] :].tolist()
+        if len(sampled) != len(rows):
+            raise EngineError(f"model.generate returned {len(sampled)} completions, {len(rows)} were asked for")
+        completions = [cut_at_end(tokens, self.sampling.eos_token_ids) for tokens in sampled]
+        for index, prompt in enumerate(prompts):
+            start = index * num_generations
+            yield Group(prompt=prompt, completions=completions[start : start + num_generations])
+
+
+def _generate_options(sampling: Sampling) -> dict[str, Any]:
+    return {
+        "max_new_tokens": sampling.max_completion_length,
+        "do_sample": True,
+        "temperature": sampling.temperature,
+        "top_p": sampling.top_p,
+        "top_k": sampling.top_k,
+        "min_p": sampling.min_p,
+        "repetition_penalty": sampling.repetition_penalty,
+        "eos_token_id": list(sampling.eos_token_ids),
+        "pad_token_id": sampling.pad_token_id,
+        **sampling.extra,
+    }
+
+
+def _pad_left(rows: list[list[int]], pad: int, multiple: int | None) -> tuple[Tensor, Tensor]:
+    """Rows padded on the left to one width, and their mask. (B, P)"""
+    width = max(map(len, rows))
+    if multiple:
+        width = -(-width // multiple) * multiple
+    input_ids = torch.full((len(rows), width), pad, dtype=torch.long)
+    attention_mask = torch.zeros_like(input_ids)
+    for row, tokens in enumerate(rows):
+        input_ids[row, width - len(tokens) :] = torch.tensor(tokens)
+        attention_mask[row, width - len(tokens) :] = 1
+    return input_ids, attention_mask
+
+
+@contextmanager
+def _sampling_mode(model: Any, generation_config: GenerationConfig) -> Iterator[None]:
+    """Evaluation mode (no dropout, caching allowed), and no sampling options but ours.
+
+    `generate` fills what its argument leaves open from the model's own generation config, so that a checkpoint's
+    top_k or repetition penalty would silently change what is sampled from: ours takes its place meanwhile.
+    """
+    owners = [model]
+    if hasattr(model, "get_base_model"):  # a PeftModel copies its config onto the model inside
+        owners.append(model.get_base_model())
+    before = [owner.generation_config for owner in owners]
+    was_training = model.training
+    model.eval()
+    for owner in owners:
+        owner.generation_config = generation_config
+    try:
+        yield
+    finally:
+        for owner, config in zip(owners, before, strict=True):
+            owner.generation_config = config
+        model.train(was_training)
+
+
+@contextmanager
+def _own_randomness(seed: int, device: torch.device) -> Iterator[None]:
+    """Draw from `seed` alone, and leave the process' random state as it was."""
+    devices = [device] if device.type == "cuda" else []
+    with torch.random.fork_rng(devices=devices):
+        torch.manual_seed(seed)
+        yield

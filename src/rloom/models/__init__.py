@@ -1,0 +1,1 @@
+"""The networks: loading them, their log-probabilities, and the frozen reference."""

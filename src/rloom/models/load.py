@@ -1,0 +1,170 @@
+"""Loading the policy and its tokenizer, as TRL does: by name or path, or taken as given; LoRA on top."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import torch
+import transformers
+from torch import nn
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoProcessor,
+    PreTrainedTokenizerBase,
+    ProcessorMixin,
+)
+
+from rloom.errors import ConfigError
+
+logger = logging.getLogger(__name__)
+
+
+def is_peft_model(model: Any) -> bool:
+    """Whether `model` is a PeftModel, without importing peft when it is not."""
+    return hasattr(model, "peft_config") and hasattr(model, "get_base_model")
+
+
+def load_policy(
+    model: Any,
+    init_kwargs: dict[str, Any] | None,
+    *,
+    trust_remote_code: bool,
+    quantization_config: Any = None,
+) -> Any:
+    """The model to train: loaded if it is a name or path, else as given."""
+    if not isinstance(model, str):
+        for name, value in (("model_init_kwargs", init_kwargs), ("quantization_config", quantization_config)):
+            if value is not None:
+                logger.warning("`%s` has no effect: the model is already instantiated", name)
+        return model
+    kwargs = dict(init_kwargs or {})
+    if quantization_config is not None:
+        if "quantization_config" in kwargs:
+            raise ConfigError("`quantization_config` is given twice: as an argument and in `model_init_kwargs`")
+        kwargs["quantization_config"] = quantization_config
+    kwargs.setdefault("trust_remote_code", trust_remote_code)
+    return load_model(model, **kwargs)
+
+
+def load_model(name: str, **kwargs: Any) -> Any:
+    """`from_pretrained` with the architecture that the checkpoint names, in float32 unless told otherwise."""
+    kwargs["dtype"] = _dtype(kwargs.get("dtype", "float32"))
+    config = AutoConfig.from_pretrained(name, trust_remote_code=kwargs.get("trust_remote_code", False))
+    architecture = getattr(transformers, (config.architectures or [""])[0], None) or AutoModelForCausalLM
+    return architecture.from_pretrained(name, **kwargs)
+
+
+def _dtype(value: Any) -> Any:
+    if value is None or value == "auto" or isinstance(value, torch.dtype):
+        return value
+    if value in ("bfloat16", "float16", "float32"):
+        return getattr(torch, value)
+    raise ConfigError(f"`dtype` must be 'auto', 'bfloat16', 'float16', 'float32' or a torch.dtype, not {value!r}")
+
+
+def load_processing_class(processing_class: Any, model: Any, revision: str | None, trust_remote_code: bool) -> Any:
+    """The tokenizer or processor: as given, or loaded by the model's name."""
+    if processing_class is None:
+        name = model.config._name_or_path
+        if not name:
+            raise ConfigError("the model has no name to load a tokenizer by; pass `processing_class`")
+        processing_class = AutoProcessor.from_pretrained(
+            name,
+            revision=revision,
+            truncation_side="left",
+            padding_side="left",
+            trust_remote_code=trust_remote_code,
+        )
+    if not isinstance(processing_class, (PreTrainedTokenizerBase, ProcessorMixin)):
+        raise TypeError("The `processing_class` must be either a `PreTrainedTokenizerBase` or a `ProcessorMixin`")
+    return processing_class
+
+
+def tokenizer_of(processing_class: Any) -> PreTrainedTokenizerBase:
+    """The tokenizer inside a processor, or the tokenizer itself."""
+    return processing_class.tokenizer if isinstance(processing_class, ProcessorMixin) else processing_class
+
+
+def agree_on_tokens(model: Any, tokenizer: Any, extra_stop: int | None) -> list[int]:
+    """All tokens that end a completion; sets the padding token on model and tokenizer alike.
+
+    Every end token that the model's generation config declares counts (an end-of-turn token, say), and the
+    tokenizer's own.
+    """
+    declared = getattr(model.generation_config, "eos_token_id", None)
+    ends = [] if declared is None else [declared] if isinstance(declared, int) else list(declared)
+    if tokenizer.eos_token_id is not None and tokenizer.eos_token_id not in ends:
+        ends = [tokenizer.eos_token_id, *ends]
+    if extra_stop is not None and extra_stop not in ends:
+        ends.append(extra_stop)
+    if not ends:
+        raise ConfigError(
+            "neither the tokenizer nor the model's generation config has an end-of-sequence token, so no completion "
+            "could end; set `tokenizer.eos_token` or `model.generation_config.eos_token_id`"
+        )
+    if tokenizer.pad_token_id is None:
+        tokenizer.pad_token_id = ends[0]
+    model.config.get_text_config().pad_token_id = tokenizer.pad_token_id
+    model.generation_config.pad_token_id = tokenizer.pad_token_id
+    return ends
+
+
+def context_length(model: Any) -> int | None:
+    """The longest sequence that the model's positions allow, None if they do not limit it."""
+    config = model.config.get_text_config()
+    for name in ("max_position_embeddings", "n_positions", "max_seq_len"):
+        value = getattr(config, name, None)
+        if isinstance(value, int) and value > 0:
+            return value
+    return None
+
+
+def wrap_peft(model: Any, peft_config: Any, *, gradient_checkpointing: bool) -> Any:
+    """The model under a new adapter, or as it is when `peft_config` is None."""
+    if peft_config is not None:
+        model = _new_adapter(model, peft_config)
+    if is_peft_model(model) and gradient_checkpointing:
+        model.enable_input_require_grads()  # or checkpointed blocks behind frozen embeddings get no gradient
+    return model
+
+
+def _new_adapter(model: Any, peft_config: Any) -> Any:
+    try:
+        from peft import PeftConfig, get_peft_model
+    except ImportError as error:
+        raise ImportError("`peft_config` needs the package peft: pip install 'rloom[peft]'") from error
+    if not isinstance(peft_config, PeftConfig):
+        raise TypeError(f"`peft_config` must be a `peft.PeftConfig`, got {type(peft_config).__name__}.")
+    if is_peft_model(model):
+        raise ConfigError(
+            "the model is a PeftModel already and `peft_config` is given too; merge and unload the adapter first, or "
+            "leave `peft_config` out to train the adapter that is there"
+        )
+    model = get_peft_model(model, peft_config)
+    if getattr(model, "is_loaded_in_4bit", False) or getattr(model, "is_loaded_in_8bit", False):
+        # QLoRA trains its adapters in bfloat16; DoRA's magnitudes move by less than bfloat16 can hold.
+        for name, parameter in model.named_parameters():
+            if parameter.requires_grad and "lora_magnitude_vector" not in name:
+                parameter.data = parameter.data.to(torch.bfloat16)
+    return model
+
+
+def disable_dropout(model: nn.Module) -> None:
+    """Set every dropout probability to 0, also those that attention layers keep as a plain number."""
+    for module in model.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = 0.0
+        for name in ("attention_dropout", "attn_dropout", "dropout"):
+            if isinstance(getattr(module, name, None), float):
+                setattr(module, name, 0.0)
+
+
+def has_dropout(model: nn.Module) -> bool:
+    """Whether any dropout probability is above 0."""
+    return any(
+        (isinstance(module, nn.Dropout) and module.p > 0)
+        or (isinstance(p := getattr(module, "attention_dropout", None), float) and p > 0)
+        for module in model.modules()
+    )

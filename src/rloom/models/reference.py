@@ -1,0 +1,134 @@
+"""The frozen anchor of the KL: a copy of the policy as it was given, or the policy with its adapters switched."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from rloom.models.load import is_peft_model
+
+REF_ADAPTER = "ref"
+
+
+class Reference(Protocol):
+    """A model to compare the policy with. `use(policy)` yields the module to run, in evaluation mode."""
+
+    def use(self, policy: Any) -> Any:
+        """A context manager that yields the module to call."""
+        ...
+
+    def sync(self, policy: Any, alpha: float) -> None:
+        """reference ← α·policy + (1−α)·reference"""
+        ...
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """The weights, for a checkpoint."""
+        ...
+
+    def load_state_dict(self, state: dict[str, Tensor]) -> None:
+        """The weights, from a checkpoint."""
+        ...
+
+
+class FrozenReference:
+    """A model of its own, never trained."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model = model.eval().requires_grad_(False)
+
+    @contextmanager
+    def use(self, policy: Any) -> Iterator[Any]:
+        """Yields the copy."""
+        yield self.model
+
+    @torch.no_grad()
+    def sync(self, policy: Any, alpha: float) -> None:
+        """Move the copy towards the policy."""
+        for mine, theirs in zip(self.model.parameters(), policy.parameters(), strict=True):
+            mine.mul_(1 - alpha).add_(theirs.to(mine.dtype), alpha=alpha)
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """All parameters by name (buffers never change)."""
+        return {name: parameter.detach() for name, parameter in self.model.named_parameters()}
+
+    @torch.no_grad()
+    def load_state_dict(self, state: dict[str, Tensor]) -> None:
+        """Copy the parameters in."""
+        for name, parameter in self.model.named_parameters():
+            parameter.copy_(state[name])
+
+
+class AdapterReference:
+    """The policy's own base weights: adapters off, or a frozen copy of the adapter under the name "ref"."""
+
+    def __init__(self, *, adapter: str | None) -> None:
+        self.adapter = adapter
+        self._policy: Any = None
+
+    @contextmanager
+    def use(self, policy: Any) -> Iterator[Any]:
+        """Yields the policy itself, with its adapters switched."""
+        if self.adapter is None:
+            with policy.disable_adapter():
+                yield policy
+            return
+        active = policy.active_adapter
+        policy.set_adapter(self.adapter)
+        try:
+            yield policy
+        finally:
+            policy.set_adapter(active)
+            _freeze(policy, self.adapter)
+
+    @torch.no_grad()
+    def sync(self, policy: Any, alpha: float) -> None:
+        """Move the frozen adapter towards the trained one."""
+        for mine, theirs in _pairs(policy, policy.active_adapter, self.adapter):
+            mine.mul_(1 - alpha).add_(theirs, alpha=alpha)
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """Nothing: transformers saves every adapter of the model beside the trained one."""
+        return {}
+
+    def load_state_dict(self, state: dict[str, Tensor]) -> None:
+        """Nothing, see `state_dict`."""
+
+
+def make_reference(policy: Any, *, new_adapter: bool, follows: bool, other: nn.Module | None) -> Reference:
+    """The reference for a policy as it was given.
+
+    `other` is a model to use instead of a copy. A PeftModel whose adapter was there before training, or whose
+    reference shall follow the policy, keeps a frozen copy of the adapter; a fresh adapter is simply switched off.
+    """
+    if other is not None:
+        return FrozenReference(other)
+    if not is_peft_model(policy):
+        return FrozenReference(copy.deepcopy(policy))
+    if new_adapter and not follows:
+        return AdapterReference(adapter=None)
+    active = policy.active_adapter
+    policy.add_adapter(REF_ADAPTER, policy.peft_config[active])
+    with torch.no_grad():
+        for mine, theirs in _pairs(policy, active, REF_ADAPTER):
+            mine.copy_(theirs)
+    policy.set_adapter(active)
+    _freeze(policy, REF_ADAPTER)
+    return AdapterReference(adapter=REF_ADAPTER)
+
+
+def _pairs(policy: Any, active: str, frozen: str | None) -> Iterator[tuple[Tensor, Tensor]]:
+    """(frozen, trained) parameters of two adapters."""
+    for name, parameter in policy.named_parameters():
+        if f".{active}." in name:
+            yield policy.get_parameter(name.replace(f".{active}.", f".{frozen}.")), parameter
+
+
+def _freeze(policy: Any, adapter: str) -> None:
+    for name, parameter in policy.named_parameters():
+        if f".{adapter}." in name:
+            parameter.requires_grad_(False)

@@ -1,0 +1,1 @@
+"""What a run shows: metrics, tables of completions, progress."""

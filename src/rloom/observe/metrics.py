@@ -1,0 +1,65 @@
+"""Numbers on their way to the log. Values stay where they were computed until they are logged."""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+class Metrics:
+    """Values per mode ("train", "eval") and name; a log takes their mean and starts anew.
+
+    NaN means that there was nothing to measure and is passed over; a name with nothing else logs None.
+
+    >>> metrics = Metrics()
+    >>> metrics.add("train", "reward", 1.0); metrics.add("train", "reward", torch.tensor(2.0))
+    >>> metrics.flush("train")
+    {'reward': 1.5}
+    """
+
+    def __init__(self) -> None:
+        self.values: dict[str, defaultdict[str, list[Any]]] = {
+            "train": defaultdict(list),
+            "eval": defaultdict(list),
+        }
+
+    def add(self, mode: str, name: str, value: float | Tensor) -> None:
+        """One more value."""
+        self.values[mode][name].append(value)
+
+    def set(self, mode: str, name: str, value: float) -> None:
+        """A value that replaces earlier ones, such as a running total."""
+        self.values[mode][name] = [value]
+
+    def flush(self, mode: str) -> dict[str, float | None]:
+        """The means since the last flush."""
+        result: dict[str, float | None] = {}
+        for name, values in self.values[mode].items():
+            known = [v for v in map(float, values) if not math.isnan(v)]
+            result[name] = sum(known) / len(known) if known else None
+        self.values[mode].clear()
+        return result
+
+    def state_dict(self) -> dict[str, dict[str, list[float]]]:
+        """What has not been logged yet."""
+        return {
+            mode: {name: [float(v) for v in values] for name, values in named.items()}
+            for mode, named in self.values.items()
+        }
+
+    def load_state_dict(self, state: dict[str, dict[str, list[float]]]) -> None:
+        """Go on where a checkpoint stopped."""
+        for mode, named in state.items():
+            self.values[mode].clear()
+            for name, values in named.items():
+                self.values[mode][name] = list(values)
+
+
+def scalar_mean(total: Tensor, count: Tensor | float) -> Tensor:
+    """total / count as a tensor, NaN when there is nothing to count."""
+    count = torch.as_tensor(count, dtype=total.dtype, device=total.device)
+    return torch.where(count > 0, total / count.clamp(min=1), torch.full_like(total, math.nan))

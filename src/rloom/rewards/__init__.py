@@ -1,0 +1,7 @@
+"""What scores completions: functions, models, objects, called alike and checked alike."""
+
+from rloom.rewards.base import Reward, RewardBatch, RewardSet
+from rloom.rewards.functions import FunctionReward, ObjectReward
+from rloom.rewards.model import ModelReward
+
+__all__ = ["FunctionReward", "ModelReward", "ObjectReward", "Reward", "RewardBatch", "RewardSet"]

@@ -1,0 +1,77 @@
+"""From what a user passes as `reward_funcs` to a [`RewardSet`]."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import nn
+from transformers import AutoModelForSequenceClassification, AutoTokenizer
+
+from rloom.errors import RewardError
+from rloom.rewards.base import Reward
+from rloom.rewards.functions import FunctionReward, ObjectReward
+from rloom.rewards.model import ModelReward
+
+
+def as_list(value: Any) -> list[Any]:
+    """One or several, as a list; None is none."""
+    if value is None:
+        return []
+    return list(value) if isinstance(value, (list, tuple)) else [value]
+
+
+def check_rewards(functions: list[Any], processing_classes: Any) -> list[Any]:
+    """What can be said before anything is loaded; returns one processing class (or None) per function."""
+    if not functions:
+        raise RewardError("no reward function: pass one or several as `reward_funcs`")
+    for function in functions:
+        if not (isinstance(function, (str, nn.Module)) or callable(function) or hasattr(function, "get_rewards")):
+            raise RewardError(
+                f"a reward is a function, a model, a model's name or path, or an object with get_rewards(prompts, "
+                f"completions); got {type(function).__name__}"
+            )
+    classes = as_list(processing_classes) or [None] * len(functions)
+    if len(classes) != len(functions):
+        raise RewardError(
+            f"The number of reward processing classes ({len(classes)}) must match the number of reward functions "
+            f"({len(functions)})."
+        )
+    return classes
+
+
+def load_reward_model(name: str, *, trust_remote_code: bool, init_kwargs: dict[str, Any] | None) -> nn.Module:
+    """A reward model by name or path, with one output."""
+    kwargs = {"trust_remote_code": trust_remote_code, **(init_kwargs or {})}
+    return AutoModelForSequenceClassification.from_pretrained(name, num_labels=1, **kwargs)
+
+
+def build_reward(
+    function: Any,
+    tokenizer: Any,
+    *,
+    place: Callable[[nn.Module], nn.Module],
+    template_kwargs: dict[str, Any],
+) -> Reward:
+    """One reward of the right kind. `place` moves a model to the device that it shall run on."""
+    if isinstance(function, nn.Module):
+        name = str(getattr(function.config, "_name_or_path", "") or type(function).__name__)
+        model = place(function)
+        return ModelReward(model, tokenizer, name=name.rstrip("/").split("/")[-1], template_kwargs=template_kwargs)
+    if hasattr(function, "get_rewards"):
+        return ObjectReward(function)
+    return FunctionReward(function)
+
+
+def reward_tokenizer(model: Any, tokenizer: Any, *, revision: str | None, trust_remote_code: bool) -> Any:
+    """The tokenizer of a reward model, loaded by the model's name if none is given, with a padding token.
+
+    The model reads its score at the last token that is not padding, so both must agree on which token that is.
+    """
+    if tokenizer is None:
+        name = model.config._name_or_path
+        tokenizer = AutoTokenizer.from_pretrained(name, revision=revision, trust_remote_code=trust_remote_code)
+    if tokenizer.pad_token_id is None:
+        tokenizer.pad_token = tokenizer.eos_token
+    model.config.get_text_config().pad_token_id = tokenizer.pad_token_id
+    return tokenizer

@@ -1,0 +1,69 @@
+"""Rewards that are a user's function or object."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+from rloom.errors import RewardError, did_you_mean
+from rloom.rewards.base import RewardBatch
+
+
+class FunctionReward:
+    """A callable, sync or async, that takes any subset of the documented arguments.
+
+    >>> reward = FunctionReward(lambda completions: [float(len(c)) for c in completions])
+    >>> reward.score(RewardBatch(prompts=["a"], completions=["four"], completion_ids=[[1]]))
+    [4.0]
+    """
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        self.function = function
+        self.name = callable_name(function)
+        self.accepted = _accepted(function)  # None: everything
+
+    def score(self, batch: RewardBatch) -> Any:
+        """Call the function, with what it takes."""
+        arguments = batch.arguments()
+        if self.accepted is None:
+            return self.function(**arguments)
+        for name, required in self.accepted.items():
+            if required and name not in arguments:
+                raise RewardError(
+                    f"The reward function '{self.name}' wants an argument '{name}', which is neither a column of the "
+                    f"data set nor one of the documented arguments{did_you_mean(name, arguments)}. There are: "
+                    f"{', '.join(sorted(arguments))}"
+                )
+        return self.function(**{name: arguments[name] for name in self.accepted if name in arguments})
+
+
+class ObjectReward:
+    """An object with `get_rewards(prompts, completions)`."""
+
+    def __init__(self, scorer: Any) -> None:
+        self.scorer = scorer
+        self.name = type(scorer).__name__
+
+    def score(self, batch: RewardBatch) -> Any:
+        """Ask the object."""
+        return self.scorer.get_rewards(batch.prompts, batch.completions)
+
+
+def callable_name(function: Callable[..., Any]) -> str:
+    """The name that metrics carry: the function's, the wrapped function's, or the object's class."""
+    while isinstance(function, functools.partial):
+        function = function.func
+    return getattr(function, "__name__", type(function).__name__)
+
+
+def _accepted(function: Callable[..., Any]) -> dict[str, bool] | None:
+    """Parameter names and whether each is required; None when the function takes any keyword."""
+    try:
+        parameters = inspect.signature(function).parameters.values()
+    except (TypeError, ValueError):  # some builtins have no signature
+        return None
+    if any(p.kind is p.VAR_KEYWORD for p in parameters):
+        return None
+    return {p.name: p.default is p.empty for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}

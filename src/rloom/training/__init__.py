@@ -1,0 +1,1 @@
+"""The trainer and its parts: collecting rollouts, learning from them, keeping checkpoints."""

@@ -1,0 +1,359 @@
+"""Putting a trainer together: what is checked before anything is loaded, what is loaded, what is built from it."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+from torch.utils.data import DataLoader
+from transformers import ProcessorMixin
+
+from rloom.config import RLOOConfig
+from rloom.data import datasets
+from rloom.data.loader import as_is, map_style_loader, stream_loader
+from rloom.data.plan import PlanSampler, Schedule
+from rloom.data.prompts import PromptEncoder
+from rloom.errors import ConfigError
+from rloom.generation.base import Engine, Sampling
+from rloom.generation.transformers import TransformersEngine
+from rloom.models import load as loading
+from rloom.models.reference import Reference, make_reference
+from rloom.observe.completions import CompletionLog
+from rloom.observe.metrics import Metrics
+from rloom.rewards.base import RewardSet
+from rloom.rewards.build import as_list, build_reward, check_rewards, load_reward_model, reward_tokenizer
+from rloom.training.credit import Credit, Shaper
+from rloom.training.learner import Learner
+from rloom.training.rollouts import Collector
+
+logger = logging.getLogger(__name__)
+
+TEXT_COLUMNS = ("prompt", "image", "images")
+
+
+@dataclass(slots=True, kw_only=True)
+class Policy:
+    """The model to train, with its tokenizer."""
+
+    model: Any
+    processing_class: Any
+    tokenizer: Any
+    eos_token_ids: list[int]
+    new_adapter: bool
+
+
+@dataclass(slots=True, kw_only=True)
+class Parts:
+    """What the step is made of."""
+
+    rewards: RewardSet
+    reward_classes: list[Any]
+    reference: Reference | None
+    credit: Credit
+    shaper: Shaper
+    metrics: Metrics
+    completion_log: CompletionLog
+    collector: Collector
+    learner: Learner
+
+
+# -- before anything is loaded
+
+
+def default_config(model: Any) -> RLOOConfig:
+    """Options for a trainer that was given none: an output folder named after the model."""
+    name = model if isinstance(model, str) else getattr(getattr(model, "config", None), "_name_or_path", "")
+    return RLOOConfig(f"{(name or 'model').rstrip('/').split('/')[-1]}-RLOO")
+
+
+def choose_model(model: Any, args: Any) -> tuple[Any, str | None]:
+    """The model, and the path of a reference that is not a copy of it."""
+    if model is None:
+        if args.sft_model_path is None:
+            raise ConfigError("no model: pass `model` (a name, a path or an instance)")
+        return args.sft_model_path, None
+    return model, args.sft_model_path
+
+
+def choose_rewards(
+    reward_funcs: Any, reward_model: Any, processing_classes: Any, args: Any
+) -> tuple[list[Any], list[Any]]:
+    """The rewards as given under any of their names, and one processing class (or None) for each."""
+    given = {
+        "reward_funcs": reward_funcs,
+        "reward_model": reward_model,
+        "reward_model_path": args.reward_model_path,
+    }
+    named = [name for name, value in given.items() if value is not None]
+    if len(named) > 1:
+        raise ConfigError(f"rewards are given twice, as `{named[0]}` and as `{named[1]}`: give one of them")
+    functions = as_list(given[named[0]]) if named else []
+    if args.reward_weights is not None and len(args.reward_weights) != len(functions):
+        raise ConfigError(
+            f"Number of reward weights ({len(args.reward_weights)}) must match number of reward functions "
+            f"({len(functions)})"
+        )
+    return functions, check_rewards(functions, processing_classes)
+
+
+def check_data(train: Any, evaluation: Any, args: Any) -> tuple[Any, Any]:
+    """Both data sets, checked."""
+    evaluations = evaluation.values() if isinstance(evaluation, dict) else [evaluation]
+    if any(d is not None and datasets.is_iterable(d) for d in (train, *evaluations)):
+        if args.accelerator_config.dispatch_batches:
+            raise ConfigError(
+                "Iterable datasets require `dispatch_batches=False`, but it is set to `True` in `accelerator_config`. "
+                "Please set it to `False`."
+            )
+        args.accelerator_config.dispatch_batches = False
+    train = datasets.check_train_dataset(train, args.max_steps)
+    evaluation = datasets.check_eval_dataset(evaluation)
+    datasets.check_same_format(train, evaluation)
+    if datasets.is_iterable(train):
+        if args.dataloader_num_workers:
+            logger.warning("an iterable data set is read by one process: dataloader_num_workers is set to 0")
+            args.dataloader_num_workers = 0
+    else:
+        PlanSampler(schedule(args), len(train), shuffle=False, seed=0)  # refuses a data set that fills no rollout
+    return train, evaluation
+
+
+# -- loading
+
+
+def load(model: Any, processing_class: Any, args: Any, quantization_config: Any, peft_config: Any) -> Policy:
+    """The policy as it will be trained: loaded, with its tokens agreed on, under its adapter."""
+    revision = (args.model_init_kwargs or {}).get("revision") if isinstance(model, str) else None
+    model = loading.load_policy(
+        model,
+        args.model_init_kwargs,
+        trust_remote_code=args.trust_remote_code,
+        quantization_config=quantization_config,
+    )
+    processing_class = loading.load_processing_class(processing_class, model, revision, args.trust_remote_code)
+    if isinstance(processing_class, ProcessorMixin):
+        raise ConfigError(
+            "vision-language models are not supported by this version of rloom; pass a text model and its tokenizer"
+        )
+    tokenizer = loading.tokenizer_of(processing_class)
+    eos_token_ids = loading.agree_on_tokens(model, tokenizer, args.stop_token_id)
+    model = loading.wrap_peft(model, peft_config, gradient_checkpointing=args.gradient_checkpointing)
+    if args.disable_dropout:
+        loading.disable_dropout(model)
+    return Policy(
+        model=model,
+        processing_class=processing_class,
+        tokenizer=tokenizer,
+        eos_token_ids=eos_token_ids,
+        new_adapter=peft_config is not None,
+    )
+
+
+def check_devices(trainer: Any) -> None:
+    """Refuse the ways of running that this version does not know."""
+    if trainer.args.n_gpu > 1:
+        raise ConfigError(
+            "several GPUs are visible to one process, which Trainer would use through nn.DataParallel: make one "
+            "visible with CUDA_VISIBLE_DEVICES=0"
+        )
+    if trainer.accelerator.num_processes > 1:
+        raise ConfigError("this version of rloom trains in one process; launch the script with plain `python`")
+
+
+# -- building
+
+
+def build(
+    trainer: Any,
+    policy: Policy,
+    functions: list[Any],
+    reward_classes: list[Any],
+    reference_path: str | None,
+    engine: Engine | None,
+) -> Parts:
+    """Everything that the step uses, from the trainer's options and its model on its device."""
+    args = trainer.args
+    rewards, classes = _rewards(trainer, functions, reward_classes, args)
+    reference = _reference(trainer, policy, reference_path, args) if args.beta != 0.0 else None
+    metrics, log = Metrics(), CompletionLog(args.generation_batch_size)
+    credit, shaper = Credit(args), Shaper(args, rewards.weights)
+    learner = Learner(
+        args,
+        policy=trainer.model,
+        reference=reference,
+        credit=credit,
+        metrics=metrics,
+        pad_token_id=policy.tokenizer.pad_token_id,
+        aux_loss_weight=_aux_loss_weight(trainer.model, args.router_aux_loss_coef),
+    )
+    collector = Collector(
+        encoder=_encoder(policy, args),
+        engine=engine
+        or TransformersEngine(
+            lambda: trainer.model, _sampling(policy, args), pad_to_multiple_of=args.pad_to_multiple_of
+        ),
+        score=lambda *inputs: trainer._calculate_rewards(*inputs),
+        shaper=shaper,
+        decode=lambda ids: policy.processing_class.batch_decode(ids, skip_special_tokens=True),
+        reward_names=rewards.names,
+        truncated=str(args.truncated_completions),
+        metrics=metrics,
+        log=log,
+        count_tokens=trainer._count_tokens,
+    )
+    _hint_dropout(trainer.model, args)
+    return Parts(
+        rewards=rewards,
+        reward_classes=classes,
+        reference=reference,
+        credit=credit,
+        shaper=shaper,
+        metrics=metrics,
+        completion_log=log,
+        collector=collector,
+        learner=learner,
+    )
+
+
+def _rewards(trainer: Any, functions: list[Any], classes: list[Any], args: Any) -> tuple[RewardSet, list[Any]]:
+    classes = list(classes)
+    revision = (args.model_init_kwargs or {}).get("revision")
+    for index, function in enumerate(functions):
+        by_name = isinstance(function, str)
+        if by_name:
+            functions[index] = load_reward_model(
+                function, trust_remote_code=args.trust_remote_code, init_kwargs=args.model_init_kwargs
+            )
+        if isinstance(functions[index], nn.Module):
+            classes[index] = reward_tokenizer(
+                functions[index],
+                classes[index],
+                revision=revision if by_name else None,
+                trust_remote_code=args.trust_remote_code,
+            )
+
+    def place(model: nn.Module) -> nn.Module:
+        return trainer.accelerator.prepare_model(model, evaluation_mode=True, device_placement=True)
+
+    built = [
+        build_reward(function, tokenizer, place=place, template_kwargs=args.chat_template_kwargs or {})
+        for function, tokenizer in zip(functions, classes, strict=True)
+    ]
+    return RewardSet(built, args.reward_weights), classes
+
+
+def _reference(trainer: Any, policy: Policy, path: str | None, args: Any) -> Reference:
+    other = None
+    if path is not None:
+        dtype = getattr(trainer.model, "dtype", None)
+        other = loading.load_model(path, dtype=dtype, trust_remote_code=args.trust_remote_code).to(args.device)
+    reference = make_reference(trainer.model, new_adapter=policy.new_adapter, follows=args.sync_ref_model, other=other)
+    if hasattr(reference, "model"):
+        if args.disable_dropout:
+            loading.disable_dropout(reference.model)
+        reference.model = trainer.accelerator.prepare_model(reference.model, evaluation_mode=True)
+    return reference
+
+
+def _sampling(policy: Policy, args: Any) -> Sampling:
+    extra = dict(args.generation_kwargs or {})
+    if args.cache_implementation is not None:
+        extra["cache_implementation"] = args.cache_implementation
+    if policy.tokenizer.bos_token_id is not None:
+        extra.setdefault("bos_token_id", policy.tokenizer.bos_token_id)
+    return Sampling(
+        max_completion_length=args.max_completion_length,
+        eos_token_ids=tuple(policy.eos_token_ids),
+        pad_token_id=policy.tokenizer.pad_token_id,
+        temperature=args.temperature,
+        top_p=args.top_p,
+        top_k=args.top_k,
+        min_p=args.min_p,
+        repetition_penalty=args.repetition_penalty,
+        extra=extra,
+    )
+
+
+def _encoder(policy: Policy, args: Any) -> PromptEncoder:
+    return PromptEncoder(
+        policy.processing_class,
+        template_kwargs=args.chat_template_kwargs or {},
+        context_length=loading.context_length(policy.model),
+        max_completion_length=args.max_completion_length,
+        columns=TEXT_COLUMNS if args.remove_unused_columns else None,
+    )
+
+
+def _aux_loss_weight(model: Any, wanted: float | None) -> float:
+    """The weight of a mixture of experts' load-balancing loss; 0 for other models."""
+    config = model.config.get_text_config()
+    is_moe = hasattr(config, "output_router_logits")
+    if wanted and not is_moe:
+        raise ConfigError(
+            f"router_aux_loss_coef={wanted}: {type(model).__name__} is not a mixture of experts that returns its "
+            "router logits; leave the option unset"
+        )
+    if not is_moe:
+        return 0.0
+    return float(getattr(config, "router_aux_loss_coef", 0.0) if wanted is None else wanted)
+
+
+def _hint_dropout(model: nn.Module, args: Any) -> None:
+    several = args.num_iterations > 1 or args.steps_per_generation > args.gradient_accumulation_steps
+    if several and not args.disable_dropout and loading.has_dropout(model):
+        logger.warning(
+            "the model has dropout: with several updates per rollout its noise enters the ratio to the old policy and "
+            "gets clipped; disable_dropout=True is the better choice"
+        )
+
+
+# -- loaders
+
+
+def schedule(args: Any) -> Schedule:
+    """How this run's rollouts are cut into updates."""
+    prompts = args.generation_batch_size // args.num_generations // args.world_size
+    return Schedule(
+        prompts=prompts,
+        parts=args.steps_per_generation,
+        passes=args.num_iterations,
+        parts_per_update=args.gradient_accumulation_steps,
+        world_size=args.world_size,
+        rank=args.process_index,
+    )
+
+
+def train_loader(dataset: Any, args: Any, plan: Schedule) -> DataLoader:
+    """Loader whose batches are updates."""
+    if datasets.is_iterable(dataset):
+        if args.shuffle_dataset and hasattr(dataset, "shuffle"):
+            dataset = dataset.shuffle(seed=args.seed)
+        return stream_loader(dataset, plan)
+    sampler = PlanSampler(plan, len(dataset), shuffle=bool(args.shuffle_dataset), seed=args.seed)
+    if sampler.num_left_out:
+        logger.warning(
+            "%d of the %d prompts do not fill a rollout and sit out each epoch%s",
+            sampler.num_left_out,
+            len(dataset),
+            " (others each time)" if args.shuffle_dataset else "",
+        )
+    return map_style_loader(dataset, sampler, **_loader_options(args))
+
+
+def eval_loader(dataset: Any, args: Any) -> DataLoader:
+    """Loader whose batches are lists of rows."""
+    prompts = max(1, args.eval_batch_size // (args.num_generations_eval or args.num_generations))
+    options = _loader_options(args)
+    if datasets.is_iterable(dataset):
+        options = {}
+    return DataLoader(dataset, batch_size=prompts, collate_fn=as_is, **options)
+
+
+def _loader_options(args: Any) -> dict[str, Any]:
+    return {
+        "num_workers": args.dataloader_num_workers,
+        "persistent_workers": args.dataloader_persistent_workers,
+        "prefetch_factor": args.dataloader_prefetch_factor,
+    }

@@ -1,0 +1,125 @@
+"""From raw scores to advantages, with the options resolved once. The formulas live in `algo`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rloom.algo import (
+    MovingAverage,
+    RunningMoments,
+    batch_mean,
+    clip,
+    clip_advantages,
+    comparable,
+    group_mean,
+    leave_one_out,
+    length_penalty,
+    missing_eos,
+    no_baseline,
+    normalize,
+    reward_to_go,
+    weighted_sum,
+)
+from rloom.config import RLOOConfig
+
+
+class Shaper:
+    """score_i = Σ_f w_f·f_i − penalties, then normalised, then clipped. Keeps the running moments."""
+
+    def __init__(self, config: RLOOConfig, weights: Tensor) -> None:
+        self.weights = weights
+        self.penalty = config.missing_eos_penalty
+        self.length_kind = config.length_regularization
+        limit = config.max_completion_length
+        self.length_options: dict[str, Any] = {
+            "coefficient": config.length_coefficient,
+            "max_length": limit,
+            "margin": config.length_margin or max(1, limit // 5),
+        }
+        self.normalization = config.normalize_rewards
+        self.limits = config.reward_clip_range
+        self.moments = RunningMoments()
+
+    def __call__(self, scores: Tensor, lengths: Tensor, ended: Tensor, *, update: bool) -> Tensor:
+        """(N, F) → (N,), NaN where nothing could score. `update=False` leaves the moments alone (evaluation)."""
+        score = missing_eos(weighted_sum(scores, self.weights), ended, self.penalty)
+        score = score - length_penalty(lengths, self.length_kind, **self.length_options)
+        if self.normalization == "batch":
+            score = normalize(score)
+        elif self.normalization == "running":
+            if update:
+                self.moments.update(score)
+            score = self.moments.normalize(score)
+        return clip(score, self.limits)
+
+
+class Credit:
+    """Rewards and advantages from shaped scores and, when the KL is part of the reward, token KLs."""
+
+    def __init__(self, config: RLOOConfig) -> None:
+        self.beta = config.beta
+        self.placement = str(config.kl_placement)
+        self.estimator = str(config.advantage_estimator)
+        self.advantage_clip = config.advantage_clip
+        self.normalize_advantages = bool(config.normalize_advantages)
+        self.average = MovingAverage(momentum=config.baseline_momentum)
+
+    @property
+    def needs_kl(self) -> bool:
+        """Whether advantages depend on log-probabilities, and not on scores alone."""
+        return self.beta != 0.0 and self.placement != "loss"
+
+    @property
+    def needs_batch(self) -> bool:
+        """Whether advantages compare across groups, so that all of a rollout must be known first."""
+        return self.normalize_advantages or self.estimator in ("batch_mean", "moving_average")
+
+    def advantages(
+        self, score: Tensor, groups: Tensor, kl: Tensor | None, mask: Tensor | None, *, update: bool = True
+    ) -> Tensor:
+        """(N,), or (N, T) when the KL is credited per token. `kl` and `mask` are (N, T), None when not needed."""
+        in_reward = kl is not None and self.placement in ("reward", "reward_tokens")
+        reward = score - self.beta * (kl * mask).sum(-1) if in_reward else score  # type: ignore[operator]
+        result = clip_advantages(self._estimate(reward, groups, update), self.advantage_clip)
+        usable = comparable(reward, groups) if self._in_groups else ~reward.isnan()
+        if kl is not None and self.placement.startswith("reward_tokens"):
+            assert mask is not None
+            result, usable = self._per_token(result, usable, kl, mask)
+        if self.normalize_advantages and usable.any():
+            known = torch.where(usable, result, result.new_full((), torch.nan))
+            result = normalize(known)
+        return torch.where(usable, result, torch.zeros_like(result))
+
+    @property
+    def _in_groups(self) -> bool:
+        return self.estimator in ("leave_one_out", "group_mean", "group_mean_std")
+
+    def _estimate(self, reward: Tensor, groups: Tensor, update: bool) -> Tensor:
+        estimators: dict[str, Callable[[], Tensor]] = {
+            "leave_one_out": lambda: leave_one_out(reward, groups),
+            "group_mean": lambda: group_mean(reward, groups),
+            "group_mean_std": lambda: group_mean(reward, groups, divide_by_std=True),
+            "batch_mean": lambda: batch_mean(reward),
+            "moving_average": lambda: self.average.advantages(reward, update=update),
+            "none": lambda: no_baseline(reward),
+        }
+        return estimators[self.estimator]()
+
+    def _per_token(self, result: Tensor, usable: Tensor, kl: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
+        """Token t answers for the KL from t on only: what came before it does not depend on it."""
+        to_go = reward_to_go(kl, mask)  # (N, T)
+        charged = self.beta * (kl * mask).sum(-1, keepdim=True) if self.placement == "reward_tokens" else 0.0
+        per_token = result.unsqueeze(-1) + charged - self.beta * to_go
+        return per_token, usable.unsqueeze(-1) & (mask > 0)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The moving average."""
+        return {"value": self.average.value}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on where a checkpoint stopped."""
+        self.average.value = state["value"]

@@ -1,0 +1,190 @@
+"""Collecting rollouts (prompts → completions → scores) and keeping them while updates still need them."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import logging
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rloom.algo import masked_std, weighted_sum
+from rloom.data.plan import UpdatePlan
+from rloom.data.prompts import PromptEncoder
+from rloom.errors import EngineError
+from rloom.generation.base import Engine
+from rloom.observe.completions import CompletionLog
+from rloom.observe.metrics import Metrics
+from rloom.training.credit import Shaper
+from rloom.types import Group, Rollout, Share
+
+logger = logging.getLogger(__name__)
+
+ScoreFunction = Callable[[list[dict[str, Any]], list[Any], list[Any], list[list[int]]], Tensor]
+
+
+def derive_seed(*parts: Any) -> int:
+    """A 63-bit seed from anything that JSON can write; the same parts give the same seed on every machine.
+
+    >>> derive_seed(42, "train", 0, 3) == derive_seed(42, "train", 0, 3)
+    True
+    """
+    digest = hashlib.sha256(json.dumps(parts).encode()).digest()
+    return int.from_bytes(digest[:8], "big") >> 1
+
+
+class Collector:
+    """Runs the engine and the rewards for a batch of rows, and writes down what came out."""
+
+    def __init__(
+        self,
+        *,
+        encoder: PromptEncoder,
+        engine: Engine,
+        score: ScoreFunction,
+        shaper: Shaper,
+        decode: Callable[[list[list[int]]], list[str]],
+        reward_names: list[str],
+        truncated: str,
+        metrics: Metrics,
+        log: CompletionLog,
+        count_tokens: Callable[[int], int],
+    ) -> None:
+        self.encoder, self.engine, self.score, self.shaper = encoder, engine, score, shaper
+        self.decode, self.reward_names, self.truncated = decode, reward_names, truncated
+        self.metrics, self.log, self.count_tokens = metrics, log, count_tokens
+
+    def collect(self, rows: Sequence[dict[str, Any]], num_generations: int, *, seed: int, mode: str) -> Rollout:
+        """One rollout: K completions for each row's prompt, scored."""
+        prompts = self.encoder.encode(rows)
+        groups = self._in_order(prompts, list(self.engine.generate(prompts, num_generations, seed=seed)))
+        self._decode(groups)
+        flat = [(group.prompt, completion) for group in groups for completion in group.completions]
+        if not flat:
+            raise EngineError("the engine returned no completion at all; see its messages above")
+        inputs = [prompt.columns for prompt, _ in flat]
+        texts = [_as_reply(prompt.conversational, c.text) for prompt, c in flat]
+        ids = [c.token_ids for _, c in flat]
+        scores = self.score(inputs, [prompt.content for prompt, _ in flat], texts, ids).cpu().float()
+        rollout = self._rollout(groups, scores, mode)
+        self._record(groups, scores, mode)
+        self._log_completions([prompt.content for prompt, _ in flat], texts, scores)
+        return rollout
+
+    def _in_order(self, prompts: list[Any], groups: list[Group]) -> list[Group]:
+        """Groups in the order of the prompts, whatever order they finished in; none may be lost."""
+        position = {id(prompt): index for index, prompt in enumerate(prompts)}
+        groups.sort(key=lambda group: position[id(group.prompt)])
+        if len(groups) != len(prompts):
+            raise EngineError(f"the engine returned {len(groups)} groups for {len(prompts)} prompts")
+        return groups
+
+    def _decode(self, groups: list[Group]) -> None:
+        completions = [c for group in groups for c in group.completions]
+        for completion, text in zip(completions, self.decode([c.token_ids for c in completions]), strict=True):
+            completion.text = text
+
+    def _rollout(self, groups: list[Group], scores: Tensor, mode: str) -> Rollout:
+        completions = [c for group in groups for c in group.completions]
+        truncated = torch.tensor([c.truncated for c in completions])
+        lengths = torch.tensor([len(c.token_ids) for c in completions])
+        score = self.shaper(scores, lengths, ~truncated, update=mode == "train")
+        trained = lengths > 0
+        if self.truncated != "keep":
+            trained &= ~truncated
+        if self.truncated == "exclude":
+            score = torch.where(truncated, torch.full_like(score, torch.nan), score)
+        logprobs = [c.logprobs for c in completions]
+        return Rollout(
+            prompt_ids=[group.prompt.token_ids for group in groups for _ in group.completions],
+            completion_ids=[c.token_ids for c in completions],
+            groups=torch.tensor([index for index, group in enumerate(groups) for _ in group.completions]),
+            scores=scores,
+            score=score,
+            trained=trained,
+            sampling_logprobs=None if any(p is None for p in logprobs) else logprobs,  # type: ignore[arg-type]
+        )
+
+    # -- what is written down
+
+    def _record(self, groups: list[Group], scores: Tensor, mode: str) -> None:
+        completions = [c for group in groups for c in group.completions]
+        lengths = torch.tensor([float(len(c.token_ids)) for c in completions])
+        ended = torch.tensor([not c.truncated for c in completions])
+        prompt_tokens = sum(len(group.prompt.token_ids) * len(group.completions) for group in groups)
+        new_tokens = prompt_tokens + int(lengths.sum()) if mode == "train" else 0
+        self.metrics.set(mode, "num_tokens", self.count_tokens(new_tokens))
+        add = lambda name, value: self.metrics.add(mode, name, value)  # noqa: E731
+        add("completions/mean_length", lengths.mean())
+        add("completions/min_length", lengths.min())
+        add("completions/max_length", lengths.max())
+        add("completions/clipped_ratio", (~ended).float().mean())
+        finished = lengths[ended] if ended.any() else torch.zeros(1)
+        add("completions/mean_terminated_length", finished.mean())
+        add("completions/min_terminated_length", finished.min())
+        add("completions/max_terminated_length", finished.max())
+        self._record_scores(groups, scores, add)
+
+    def _record_scores(self, groups: list[Group], scores: Tensor, add: Callable[[str, Any], None]) -> None:
+        for index, name in enumerate(self.reward_names):
+            add(f"rewards/{name}/mean", scores[:, index].nanmean())
+            add(f"rewards/{name}/std", masked_std(scores[:, index]))
+        total = weighted_sum(scores, self.shaper.weights)
+        add("reward", total.nanmean())
+        add("reward_std", masked_std(total))
+        spreads = [masked_std(part) for part in total.split([len(group.completions) for group in groups])]
+        equal = [bool(torch.isclose(s, torch.zeros(()))) for s in spreads]
+        add("frac_reward_zero_std", sum(equal) / len(equal))
+        asked = max(len(group.completions) for group in groups)
+        missing = sum(asked - len(group.completions) for group in groups)
+        unscored = int(total.isnan().sum())
+        if missing or unscored:
+            add("completions/unscored_ratio", (missing + unscored) / (asked * len(groups)))
+
+    def _log_completions(self, prompts: list[Any], completions: list[Any], scores: Tensor) -> None:
+        columns = self.log.columns
+        columns["prompt"].extend(prompts)
+        columns["completion"].extend(completions)
+        for index, name in enumerate(self.reward_names):
+            columns["rewards"][name].extend(scores[:, index].tolist())
+
+
+def _as_reply(conversational: bool, text: str) -> Any:
+    return [{"role": "assistant", "content": text}] if conversational else text
+
+
+class RolloutBuffer:
+    """The rollouts that the present and later updates train on. A checkpoint holds them."""
+
+    def __init__(self, make: Callable[[UpdatePlan, int], Rollout], num_uses: int) -> None:
+        self.make, self.num_uses = make, num_uses
+        self.rollouts: dict[tuple[int, int], tuple[Rollout, int]] = {}
+
+    def take(self, plan: UpdatePlan) -> list[Share]:
+        """The shares of an update; rollouts that are not there yet are made, those used up are let go."""
+        shares: list[Share] = []
+        for ref in plan.parts:
+            key = plan.key(ref.rollout)
+            if key not in self.rollouts:
+                self.rollouts[key] = (self.make(plan, ref.rollout), self.num_uses)
+            rollout, left = self.rollouts[key]
+            shares.append(Share(rollout=rollout, rows=rollout.rows(ref.part, ref.parts)))
+            self.rollouts[key] = (rollout, left - 1)
+        self.rollouts = {key: entry for key, entry in self.rollouts.items() if entry[1] > 0}
+        return shares
+
+    def state_dict(self) -> list[dict[str, Any]]:
+        """The rollouts that later updates need, as plain data."""
+        names = [field.name for field in dataclasses.fields(Rollout)]
+        return [
+            {"key": list(key), "left": left, "rollout": {name: getattr(rollout, name) for name in names}}
+            for key, (rollout, left) in self.rollouts.items()
+        ]
+
+    def load_state_dict(self, state: list[dict[str, Any]]) -> None:
+        """Go on where a checkpoint stopped."""
+        self.rollouts = {tuple(e["key"]): (Rollout(**e["rollout"]), e["left"]) for e in state}

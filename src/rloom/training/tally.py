@@ -1,0 +1,57 @@
+"""Sums over the micro-batches of one update, turned into metrics once at its end. All stay on the device."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from rloom.algo import LossTerms
+from rloom.models.logprobs import TokenStats
+from rloom.observe.metrics import Metrics, scalar_mean
+
+
+@dataclass(slots=True)
+class Tally:
+    """What an update's forwards said."""
+
+    entropy: Tensor | float = 0.0
+    kl: Tensor | float = 0.0
+    aux_loss: Tensor | float = 0.0
+    tokens: Tensor | float = 0.0
+    kl_tokens: Tensor | float = 0.0
+    low: list[Tensor] = field(default_factory=list)  # share clipped per completion, (B,) each
+    high: list[Tensor] = field(default_factory=list)
+
+    @torch.no_grad()
+    def add(self, stats: TokenStats, terms: LossTerms, mask: Tensor, kl: Tensor | None) -> None:
+        """Take in one micro-batch."""
+        self.entropy = self.entropy + (stats.entropy * mask).sum()
+        self.tokens = self.tokens + mask.sum()
+        self.low.append(_per_completion(terms.low_clipped, mask))
+        self.high.append(_per_completion(terms.high_clipped, mask))
+        if kl is not None:
+            self.kl = self.kl + (kl * mask).sum()
+            self.kl_tokens = self.kl_tokens + mask.sum()
+
+    def record(self, metrics: Metrics, mode: str) -> None:
+        """Hand the means over."""
+        if not self.low:  # nothing was trained on
+            return
+        metrics.add(mode, "entropy", scalar_mean(torch.as_tensor(self.entropy), self.tokens))
+        if isinstance(self.kl, Tensor):
+            metrics.add(mode, "kl", scalar_mean(self.kl, self.kl_tokens))
+        if isinstance(self.aux_loss, Tensor):
+            metrics.add(mode, "aux_loss", self.aux_loss)
+        low, high = torch.cat(self.low), torch.cat(self.high)
+        metrics.add(mode, "clip_ratio/low_mean", low.mean())
+        metrics.add(mode, "clip_ratio/low_min", low.min())
+        metrics.add(mode, "clip_ratio/high_mean", high.mean())
+        metrics.add(mode, "clip_ratio/high_max", high.max())
+        metrics.add(mode, "clip_ratio/region_mean", (low + high).mean())
+
+
+def _per_completion(clipped: Tensor, mask: Tensor) -> Tensor:
+    flags = clipped.float()
+    return flags if flags.dim() == 1 else (flags * mask).sum(-1) / mask.sum(-1).clamp(min=1)

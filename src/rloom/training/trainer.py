@@ -1,0 +1,395 @@
+"""RLOOTrainer: a transformers Trainer whose step samples, scores, compares and updates."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from pathlib import Path
+from typing import Any
+
+from accelerate.utils import set_seed
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+from transformers import Trainer, TrainerCallback
+
+from rloom.config import RLOOConfig
+from rloom.data.loader import as_is
+from rloom.data.plan import UpdatePlan
+from rloom.generation.base import Engine
+from rloom.rewards.base import RewardBatch
+from rloom.training import assemble, checkpoint
+from rloom.training.callbacks import SampleTable, SyncReference
+from rloom.training.card import model_card
+from rloom.training.rollouts import RolloutBuffer, derive_seed
+from rloom.types import MicroBatch, Rollout
+
+logger = logging.getLogger(__name__)
+
+
+class RLOOTrainer(Trainer):
+    """Trains a language model with REINFORCE Leave-One-Out. The constructor is TRL's.
+
+    ```python
+    from rloom import RLOOConfig, RLOOTrainer
+
+    def brevity(completions, **kwargs):
+        return [-float(len(text)) for text in completions]
+
+    trainer = RLOOTrainer(
+        model="Qwen/Qwen2.5-0.5B-Instruct",
+        reward_funcs=brevity,
+        args=RLOOConfig("short", num_generations=8, per_device_train_batch_size=16),
+        train_dataset=[{"prompt": "Why is the sky blue?"}, {"prompt": "What is a prime?"}],
+    )
+    trainer.train()
+    ```
+
+    Args:
+        model: a name or path, a `PreTrainedModel`, or a `PeftModel`.
+        reward_funcs: one or a list of: functions (sync or async), sequence-classification models or their names,
+            objects with `get_rewards(prompts, completions)`.
+        args: the options; defaults of [`RLOOConfig`] if not given.
+        train_dataset: rows with a `prompt` (text or messages); further columns go to the reward functions. A
+            `datasets.Dataset`, an `IterableDataset` (with `max_steps`), or a plain list of dicts.
+        eval_dataset: the same, or a dict of several.
+        processing_class: the tokenizer; loaded by the model's name if not given.
+        reward_processing_classes: tokenizers of reward models, in the order of `reward_funcs`.
+        callbacks, optimizers: as in `transformers.Trainer`.
+        quantization_config: how to quantize a model that is loaded by name.
+        peft_config: an adapter to train instead of the whole model.
+        reward_model: older name of `reward_funcs`.
+        engine: what generates; `model.generate` if not given.
+    """
+
+    _tag_names = ("rloom", "rloo")
+    _name = "RLOO"
+
+    def __init__(
+        self,
+        model: Any = None,
+        reward_funcs: Any = None,
+        args: RLOOConfig | None = None,
+        train_dataset: Any = None,
+        eval_dataset: Any = None,
+        processing_class: Any = None,
+        reward_processing_classes: Any = None,
+        callbacks: list[TrainerCallback] | None = None,
+        optimizers: tuple[Any, Any] = (None, None),
+        quantization_config: Any = None,
+        peft_config: Any = None,
+        *,
+        reward_model: Any = None,
+        engine: Engine | None = None,
+    ) -> None:
+        args = args or assemble.default_config(model)
+        model, reference_path = assemble.choose_model(model, args)
+        functions, reward_classes = assemble.choose_rewards(reward_funcs, reward_model, reward_processing_classes, args)
+        train_dataset, eval_dataset = assemble.check_data(train_dataset, eval_dataset, args)
+        # Everything above is checked before any model is loaded; adapters draw random weights, hence the seed here.
+        set_seed(args.seed)
+        policy = assemble.load(model, processing_class, args, quantization_config, peft_config)
+        super().__init__(
+            model=policy.model,
+            args=args,
+            data_collator=as_is,
+            train_dataset=train_dataset,
+            eval_dataset=eval_dataset,
+            processing_class=policy.processing_class,
+            callbacks=callbacks,
+            optimizers=optimizers,
+        )
+        assemble.check_devices(self)
+        parts = assemble.build(self, policy, functions, reward_classes, reference_path, engine)
+        self.rewards, self.collector, self.learner = parts.rewards, parts.collector, parts.learner
+        self.credit, self.shaper = parts.credit, parts.shaper
+        self.reference = parts.reference
+        self.metrics, self.completion_log = parts.metrics, parts.completion_log
+        self.schedule = assemble.schedule(args)
+        self.buffer = RolloutBuffer(self._make_rollout, self.schedule.parts * self.schedule.passes)
+        self._resumed: dict[str, Any] | None = None
+        self._eval_prefix: str | None = None  # while evaluating: what metric names begin with
+        self._elapsed = 0.0  # seconds of training before this call, when resumed
+        self._train_began = 0.0
+        self._publish(policy, functions, parts)
+        # Each process draws its own dropout.
+        set_seed(args.seed, device_specific=True)
+        if args.sync_ref_model:
+            assert self.reference is not None  # the config refuses sync_ref_model without a KL
+            self.add_callback(SyncReference(self.reference))
+        if args.num_sample_generations:
+            self.add_callback(SampleTable(self.completion_log, args.num_sample_generations))
+
+    def _publish(self, policy: Any, functions: list[Any], parts: Any) -> None:
+        """The attributes that TRL's trainer has and scripts read."""
+        self.reward_funcs, self.reward_func_names = functions, parts.rewards.names
+        self.reward_processing_classes = parts.reward_classes
+        self.reward_weights = parts.rewards.weights
+        self.ref_model = getattr(parts.reference, "model", None)
+        self.eos_token_ids = policy.eos_token_ids
+        self.aux_loss_enabled = parts.learner.aux_loss_weight != 0.0
+        self._metrics, self._logs = self.metrics.values, self.completion_log.columns
+        if hasattr(self.model, "add_model_tags"):
+            self.model.add_model_tags(list(self._tag_names))
+
+    # -- the step
+
+    def training_step(
+        self, model: nn.Module, inputs: UpdatePlan, num_items_in_batch: Tensor | int | None = None
+    ) -> Tensor:
+        """One update: take (or collect) its rollouts, then forward and backward over micro-batches."""
+        began = time.perf_counter()
+        model.train()
+        if hasattr(self.optimizer, "train") and callable(self.optimizer.train):
+            self.optimizer.train()  # schedule-free optimizers have modes
+        shares = self.buffer.take(inputs)
+        loss = self.learner.accumulate(model, shares, compute_loss=self.compute_loss, backward=self._backward)
+        self._log_advantages([share.rollout for share in shares])
+        self.metrics.add("train", "step_time", time.perf_counter() - began)
+        return loss
+
+    def _make_rollout(self, plan: UpdatePlan, number: int) -> Rollout:
+        """Collect a rollout and compute what cannot wait for the training forward."""
+        seed = derive_seed(self.args.seed, "train", *plan.key(number), self.args.process_index)
+        rows = plan.prompts[number]
+        rollout = self.collector.collect(rows, self.args.num_generations, seed=seed, mode="train")
+        self.learner.prepare(self.model_wrapped, rollout, whole=plan.whole[number])
+        return rollout
+
+    def compute_loss(
+        self,
+        model: nn.Module,
+        inputs: MicroBatch,
+        return_outputs: bool = False,
+        num_items_in_batch: Tensor | int | None = None,
+    ) -> Tensor:
+        """A micro-batch's share of the update's loss; override it to add a term of your own."""
+        if return_outputs:
+            raise ValueError("The RLOOTrainer does not support returning outputs")
+        with self.compute_loss_context_manager():
+            return self.learner.loss(model, inputs)
+
+    def _backward(self, loss: Tensor, last: bool) -> None:
+        """Gradients of one micro-batch; processes synchronise at the last one only."""
+        with nullcontext() if last else self.accelerator.no_sync(self.model_wrapped):
+            self.accelerator.backward(loss)
+
+    def _calculate_rewards(
+        self,
+        inputs: list[dict[str, Any]],
+        prompts: list[Any],
+        completions: list[Any],
+        completion_ids_list: list[Any],
+    ) -> Tensor:
+        """Scores (N, F), NaN for None. TRL's hook: override it to score in a way of your own."""
+        columns = {name: [row.get(name) for row in inputs] for name in inputs[0] if name != "prompt"}
+        batch = RewardBatch(
+            prompts=prompts,
+            completions=completions,
+            completion_ids=completion_ids_list,
+            columns=columns,
+            trainer_state=self.state,
+            log_extra=lambda column, values: self._logs["extra"][column].extend(values),
+            log_metric=lambda name, value: self.metrics.add(self._mode, name, value),
+        )
+        return self.rewards.score(batch)
+
+    @property
+    def _mode(self) -> str:
+        return "train" if self._eval_prefix is None else "eval"
+
+    # -- data: one batch of the loader is one update
+
+    def get_train_dataloader(self) -> DataLoader:
+        """Batches are updates: the prompts of the rollouts that an update trains on, and which parts of them."""
+        return assemble.train_loader(self.train_dataset, self.args, self.schedule)
+
+    def get_eval_dataloader(self, eval_dataset: Any = None) -> DataLoader:
+        """Batches of prompts, so many that their completions fill `per_device_eval_batch_size`."""
+        if eval_dataset is None and self.eval_dataset is None:
+            raise ValueError("Trainer: evaluation requires an eval_dataset.")
+        if isinstance(eval_dataset, str):
+            eval_dataset = self.eval_dataset[eval_dataset]
+        return assemble.eval_loader(self.eval_dataset if eval_dataset is None else eval_dataset, self.args)
+
+    @contextmanager
+    def _one_batch_per_update(self) -> Iterator[None]:
+        """Hide the accumulation from the Trainer's loop, which would count batches for it: ours are whole updates."""
+        steps, self.args.gradient_accumulation_steps = self.args.gradient_accumulation_steps, 1
+        self._accumulation_steps = steps
+        try:
+            yield
+        finally:
+            self.args.gradient_accumulation_steps = steps
+
+    def _inner_training_loop(self, *args: Any, **kwargs: Any) -> Any:
+        self.buffer.rollouts.clear()
+        self._elapsed, self._train_began = 0.0, time.time()
+        with self._one_batch_per_update():
+            return super()._inner_training_loop(*args, **kwargs)
+
+    def _get_num_items_in_batch(self, batch_samples: list[Any], device: torch.device) -> None:
+        """Nothing to count: the learner divides by the update's own denominator."""
+
+    def _track_num_input_tokens(self, inputs: UpdatePlan) -> None:
+        """Counted when a rollout is collected."""
+
+    def floating_point_ops(self, inputs: UpdatePlan) -> int:
+        """6 per parameter and token run forward and backward; sampling and the reference are not counted."""
+        return 6 * self.model.num_parameters(exclude_embeddings=True) * self.learner.tokens_forward
+
+    def get_total_train_batch_size(self, args: Any) -> int:
+        """Completions per update, over all processes."""
+        return self._train_batch_size * self._accumulation_steps * args.world_size
+
+    # -- evaluation
+
+    def evaluate(
+        self, eval_dataset: Any = None, ignore_keys: list[str] | None = None, metric_key_prefix: str = "eval"
+    ) -> dict[str, float]:
+        """Generate for the evaluation prompts and report rewards, lengths and KL as `eval_*`."""
+        before, self._eval_prefix = self._eval_prefix, metric_key_prefix
+        try:
+            return super().evaluate(eval_dataset, ignore_keys, metric_key_prefix)
+        finally:
+            self._eval_prefix = before
+
+    def prediction_step(
+        self, model: nn.Module, inputs: Any, prediction_loss_only: bool, ignore_keys: list[str] | None = None
+    ) -> tuple[Tensor, None, None]:
+        """Generate and score a batch of prompts; the same prompts get the same noise in every evaluation."""
+        count = self.args.num_generations_eval or self.args.num_generations
+        seed = derive_seed(self.args.seed, "eval", self.args.process_index, [str(row["prompt"]) for row in inputs])
+        rollout = self.collector.collect(inputs, count, seed=seed, mode="eval")
+        loss = self.learner.evaluate(model, rollout)
+        self._log_advantages([rollout])
+        return loss.detach(), None, None
+
+    # -- logs
+
+    def log(self, logs: dict[str, Any], start_time: float | None = None) -> None:
+        """Add the metrics since the last log, under TRL's names, and print or send the table of completions."""
+        prefix = "" if self._eval_prefix is None else f"{self._eval_prefix}_"
+        logs.update({f"{prefix}{name}": value for name, value in self.metrics.flush(self._mode).items()})
+        super().log(logs, start_time)
+        if self.args.log_completions and self.accelerator.is_main_process:
+            self.completion_log.show(self.state.global_step, self.args)
+
+    def _log_advantages(self, rollouts: list[Rollout]) -> None:
+        """Advantages join the table when they are known: with the first update of a rollout."""
+        for rollout in {id(r): r for r in rollouts}.values():
+            if not rollout.logged:
+                rollout.logged = True
+                values = [0.0 if a is None else float(a.mean()) if a.numel() else 0.0 for a in rollout.advantages]
+                self._logs["advantages"].extend(values)
+
+    def _count_tokens(self, new: int) -> int:
+        self.state.num_input_tokens_seen += new
+        return self.state.num_input_tokens_seen
+
+    # -- checkpoints
+
+    def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Any:
+        """Train; `resume_from_checkpoint=True` goes on from the newest checkpoint that is whole."""
+        if resume_from_checkpoint is True:
+            found = checkpoint.newest_whole(self.args.output_dir)
+            if found is None:
+                raise ValueError(f"No valid checkpoint found in output directory ({self.args.output_dir})")
+            resume_from_checkpoint = str(found)
+        return super().train(resume_from_checkpoint, *args, **kwargs)
+
+    def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
+        folder = Path(self._get_output_dir(trial=trial)) / f"checkpoint-{self.state.global_step}"
+        name = self.args.hub_model_id or Path(self.args.output_dir).name
+        self.create_model_card(model_name=name.split("/")[-1])
+        if not self.args.save_only_model:
+            moved = self.reference.state_dict() if self.reference and self.args.sync_ref_model else None
+            checkpoint.save(folder, self._state(), moved)
+        super()._save_checkpoint(model, trial)
+
+    def _state(self) -> dict[str, Any]:
+        """What the next update depends on, and transformers does not keep."""
+        moments = self.shaper.moments
+        return {
+            "rollouts": self.buffer.state_dict(),
+            "metrics": self.metrics.state_dict(),
+            "completions": self.completion_log.state_dict(),
+            "moments": [moments.count, moments.mean, moments.squares],
+            "credit": self.credit.state_dict(),
+            "loss": [float(self._tr_loss), self._total_loss_scalar],
+            "steps": [self._globalstep_last_logged, self._initial_global_step],
+            "elapsed": self._elapsed + time.time() - self._train_began,
+        }
+
+    def _load_optimizer_and_scheduler(self, folder: str | None) -> None:
+        super()._load_optimizer_and_scheduler(folder)
+        if folder is None:
+            return
+        state, reference = checkpoint.load(folder, self.args.device)
+        if reference is not None and self.reference is not None:
+            self.reference.load_state_dict(reference)
+        if state is None:
+            logger.warning("%s was not written by rloom: rollouts in use and running statistics start anew", folder)
+            return
+        self.buffer.load_state_dict(state["rollouts"])
+        self.metrics.load_state_dict(state["metrics"])
+        self.completion_log.load_state_dict(state["completions"])
+        moments = self.shaper.moments
+        moments.count, moments.mean, moments.squares = state["moments"]
+        self.credit.load_state_dict(state["credit"])
+        self._elapsed = state["elapsed"]
+        self._resumed = state
+
+    def _run_epoch(self, *args: Any, **kwargs: Any) -> None:
+        """The Trainer zeroes its running loss when it resumes: put back what the checkpoint had."""
+        if self._resumed is not None:
+            loss, total = self._resumed["loss"]
+            self._tr_loss.fill_(loss)
+            self._total_loss_scalar = total
+            self._globalstep_last_logged, self._initial_global_step = self._resumed["steps"]
+            self._resumed = None
+        super()._run_epoch(*args, **kwargs)
+
+    def _finalize_training(self, trial: Any, num_train_samples: int, start_time: float) -> Any:
+        return super()._finalize_training(trial, num_train_samples, start_time - self._elapsed)
+
+    def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
+        """Save the options as the user gave them, not as the loop sees them."""
+        seen = self.args.gradient_accumulation_steps
+        self.args.gradient_accumulation_steps = getattr(self, "_accumulation_steps", seen)
+        try:
+            super()._save(output_dir, state_dict)
+        finally:
+            self.args.gradient_accumulation_steps = seen
+
+    def create_model_card(
+        self,
+        language: Any = None,
+        license: Any = None,
+        tags: str | list[str] | None = None,
+        model_name: str | None = None,
+        finetuned_from: str | None = None,
+        tasks: Any = None,
+        dataset_tags: Any = None,
+        dataset: Any = None,
+        dataset_args: Any = None,
+        *,
+        dataset_name: str | None = None,
+    ) -> None:
+        """Write a model card to the output folder."""
+        if not self.is_world_process_zero():
+            return
+        given = {tags} if isinstance(tags, str) else set(tags or ())
+        name = model_name or Path(self.args.output_dir).name
+        card = model_card(
+            self.args,
+            model_id=finetuned_from or getattr(self.model.config, "_name_or_path", None),
+            name=name,
+            repository=self.hub_model_id or self.args.output_dir,
+            dataset=dataset_name,
+            tags=given | set(self._tag_names),
+        )
+        folder = Path(self.args.output_dir)
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "README.md").write_text(card)
