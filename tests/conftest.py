@@ -16,7 +16,10 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 torch.set_num_threads(1)
 
 LETTERS = "abcdefghijklmnopqrstuvwxyz0123456789 .,>=+"
-CHAT = "{% for m in messages %}{{ m['role'][0] }}>{{ m['content'] }}{% endfor %}{% if add_generation_prompt %}a>{% endif %}"
+CHAT = (
+    "{% for m in messages %}{{ m['role'][0] }}>{{ m['content'] }}{% endfor %}"
+    "{% if add_generation_prompt %}a>{% endif %}"
+)
 
 
 def make_tokenizer(**changes) -> PreTrainedTokenizerFast:

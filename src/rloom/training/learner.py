@@ -113,7 +113,7 @@ class Learner:
             (share.rollout, rows)
             for share in merge(shares)
             for rows in plan_rows(
-                share.rollout, share.rows, self._max_rows, whole_groups=self._one_forward(share.rollout)
+                share.rollout, share.rows, self._max_rows, whole_groups=self._one_forward(share.rollout, share.rows)
             )
         ]
         total = torch.zeros((), device=self._device)
@@ -131,7 +131,7 @@ class Learner:
         """A micro-batch's share of the update's loss, ready for backward."""
         rollout, mask = batch.rollout, batch.completion_mask
         first = rollout.policy_logprobs[batch.rows[0]] is None
-        one_forward = self._one_forward(rollout)
+        one_forward = self._one_forward(rollout, batch.rows)
         keep_logits = self.exact and (self.kl_in_loss or one_forward)
         stats = self._forward(model, batch, keep_logits=keep_logits, with_aux_loss=self.aux_loss_weight != 0.0)
         if first:
@@ -149,7 +149,7 @@ class Learner:
             loss = loss + self.config.beta * aggregate(kl, mask, self.aggregation) / self.denominator
         if stats.aux_loss is not None:
             loss = loss + self._weighted_aux_loss(stats.aux_loss, batch)
-        self.tally.add(stats, terms, mask, self._recorded_kl(batch))
+        self.tally.add(stats, terms, mask)
         return loss
 
     @torch.no_grad()
@@ -160,7 +160,7 @@ class Learner:
         self.denominator = self._denominator([share])
         self.tally = Tally()
         total = torch.zeros((), device=self._device)
-        one_forward = self._one_forward(rollout)
+        one_forward = self._one_forward(rollout, share.rows)
         for rows in plan_rows(rollout, share.rows, self._max_rows, whole_groups=one_forward):
             batch = self._pad(rollout, rows)
             if batch is not None:
@@ -171,9 +171,9 @@ class Learner:
 
     # -- parts
 
-    def _one_forward(self, rollout: Rollout) -> bool:
-        """Whether this rollout's advantages are still to come from the training forward."""
-        return self.credit.needs_kl and rollout.advantages[0] is None
+    def _one_forward(self, rollout: Rollout, rows: Sequence[int]) -> bool:
+        """Whether the advantages of these rows are still to come from the training forward."""
+        return self.credit.needs_kl and any(rollout.advantages[row] is None for row in rows)
 
     def _forward(self, model: Any, batch: MicroBatch, **options: Any) -> TokenStats:
         return token_stats(model, batch, temperature=self.config.temperature, accepts=self.accepts, **options)
@@ -243,11 +243,11 @@ class Learner:
         self.tokens_in_update, self.tokens_forward = tokens, forward
         return float(max(1, tokens if self.aggregation == "token_mean" else completions))
 
-    def _recorded_kl(self, batch: MicroBatch) -> Tensor | None:
-        """Token KLs of rows that are trained on for the first time, for the metric."""
-        if self.config.beta == 0.0 or batch.rollout.kl[batch.rows[0]] is None:
-            return None
-        return self._gather(batch.rollout.kl, batch)
+    def record_kl(self, rollout: Rollout, mode: str) -> None:
+        """The mean token KL of a rollout, once it is known."""
+        known = [kl for kl in rollout.kl if kl is not None]
+        if known:
+            self.metrics.add(mode, "kl", torch.cat(known).mean())
 
     # -- rows and tensors
 

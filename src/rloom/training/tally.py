@@ -17,31 +17,24 @@ class Tally:
     """What an update's forwards said."""
 
     entropy: Tensor | float = 0.0
-    kl: Tensor | float = 0.0
     aux_loss: Tensor | float = 0.0
     tokens: Tensor | float = 0.0
-    kl_tokens: Tensor | float = 0.0
     low: list[Tensor] = field(default_factory=list)  # share clipped per completion, (B,) each
     high: list[Tensor] = field(default_factory=list)
 
     @torch.no_grad()
-    def add(self, stats: TokenStats, terms: LossTerms, mask: Tensor, kl: Tensor | None) -> None:
+    def add(self, stats: TokenStats, terms: LossTerms, mask: Tensor) -> None:
         """Take in one micro-batch."""
         self.entropy = self.entropy + (stats.entropy * mask).sum()
         self.tokens = self.tokens + mask.sum()
         self.low.append(_per_completion(terms.low_clipped, mask))
         self.high.append(_per_completion(terms.high_clipped, mask))
-        if kl is not None:
-            self.kl = self.kl + (kl * mask).sum()
-            self.kl_tokens = self.kl_tokens + mask.sum()
 
     def record(self, metrics: Metrics, mode: str) -> None:
         """Hand the means over."""
         if not self.low:  # nothing was trained on
             return
         metrics.add(mode, "entropy", scalar_mean(torch.as_tensor(self.entropy), self.tokens))
-        if isinstance(self.kl, Tensor):
-            metrics.add(mode, "kl", scalar_mean(self.kl, self.kl_tokens))
         if isinstance(self.aux_loss, Tensor):
             metrics.add(mode, "aux_loss", self.aux_loss)
         low, high = torch.cat(self.low), torch.cat(self.high)

@@ -145,7 +145,7 @@ class RLOOTrainer(Trainer):
             self.optimizer.train()  # schedule-free optimizers have modes
         shares = self.buffer.take(inputs)
         loss = self.learner.accumulate(model, shares, compute_loss=self.compute_loss, backward=self._backward)
-        self._log_advantages([share.rollout for share in shares])
+        self._note_first_use([share.rollout for share in shares])
         self.metrics.add("train", "step_time", time.perf_counter() - began)
         return loss
 
@@ -229,7 +229,7 @@ class RLOOTrainer(Trainer):
         with self._one_batch_per_update():
             return super()._inner_training_loop(*args, **kwargs)
 
-    def _get_num_items_in_batch(self, batch_samples: list[Any], device: torch.device) -> None:
+    def _get_num_items_in_batch(self, batch_samples: list[Any], device: Any) -> None:
         """Nothing to count: the learner divides by the update's own denominator."""
 
     def _track_num_input_tokens(self, inputs: UpdatePlan) -> None:
@@ -263,7 +263,7 @@ class RLOOTrainer(Trainer):
         seed = derive_seed(self.args.seed, "eval", self.args.process_index, [str(row["prompt"]) for row in inputs])
         rollout = self.collector.collect(inputs, count, seed=seed, mode="eval")
         loss = self.learner.evaluate(model, rollout)
-        self._log_advantages([rollout])
+        self._note_first_use([rollout])
         return loss.detach(), None, None
 
     # -- logs
@@ -276,13 +276,14 @@ class RLOOTrainer(Trainer):
         if self.args.log_completions and self.accelerator.is_main_process:
             self.completion_log.show(self.state.global_step, self.args)
 
-    def _log_advantages(self, rollouts: list[Rollout]) -> None:
-        """Advantages join the table when they are known: with the first update of a rollout."""
+    def _note_first_use(self, rollouts: list[Rollout]) -> None:
+        """KL and advantages are known with the first update of a rollout: they join the log then."""
         for rollout in {id(r): r for r in rollouts}.values():
             if not rollout.logged:
                 rollout.logged = True
                 values = [0.0 if a is None else float(a.mean()) if a.numel() else 0.0 for a in rollout.advantages]
                 self._logs["advantages"].extend(values)
+                self.learner.record_kl(rollout, self._mode)
 
     def _count_tokens(self, new: int) -> int:
         self.state.num_input_tokens_seen += new
