@@ -66,9 +66,8 @@ class FrozenReference:
 class AdapterReference:
     """The policy's own base weights: adapters off, or a frozen copy of the adapter under the name "ref"."""
 
-    def __init__(self, *, adapter: str | None) -> None:
-        self.adapter = adapter
-        self._policy: Any = None
+    def __init__(self, policy: Any, *, adapter: str | None) -> None:
+        self.policy, self.adapter = policy, adapter
 
     @contextmanager
     def use(self, policy: Any) -> Iterator[Any]:
@@ -92,11 +91,19 @@ class AdapterReference:
             mine.mul_(1 - alpha).add_(theirs, alpha=alpha)
 
     def state_dict(self) -> dict[str, Tensor]:
-        """Nothing: transformers saves every adapter of the model beside the trained one."""
-        return {}
+        """The frozen adapter's parameters by name; empty when adapters are simply switched off."""
+        return {name: parameter.detach() for name, parameter in self._frozen()}
 
+    @torch.no_grad()
     def load_state_dict(self, state: dict[str, Tensor]) -> None:
-        """Nothing, see `state_dict`."""
+        """Copy the parameters in."""
+        for name, parameter in self._frozen():
+            parameter.copy_(state[name])
+
+    def _frozen(self) -> list[tuple[str, Tensor]]:
+        if self.adapter is None:
+            return []
+        return [(n, p) for n, p in self.policy.named_parameters() if f".{self.adapter}." in n]
 
 
 def make_reference(policy: Any, *, new_adapter: bool, follows: bool, other: nn.Module | None) -> Reference:
@@ -110,7 +117,7 @@ def make_reference(policy: Any, *, new_adapter: bool, follows: bool, other: nn.M
     if not is_peft_model(policy):
         return FrozenReference(copy.deepcopy(policy))
     if new_adapter and not follows:
-        return AdapterReference(adapter=None)
+        return AdapterReference(policy, adapter=None)
     active = policy.active_adapter
     policy.add_adapter(REF_ADAPTER, policy.peft_config[active])
     with torch.no_grad():
@@ -118,7 +125,7 @@ def make_reference(policy: Any, *, new_adapter: bool, follows: bool, other: nn.M
             mine.copy_(theirs)
     policy.set_adapter(active)
     _freeze(policy, REF_ADAPTER)
-    return AdapterReference(adapter=REF_ADAPTER)
+    return AdapterReference(policy, adapter=REF_ADAPTER)
 
 
 def _pairs(policy: Any, active: str, frozen: str | None) -> Iterator[tuple[Tensor, Tensor]]:

@@ -42,7 +42,9 @@ class CompletionLog:
             **padded,
         }
 
-    def print(self, step: int, limit: int | None, *, unique_prompts: bool = False) -> None:
+    def print(
+        self, step: int, limit: int | None, *, unique_prompts: bool = False, console: Console | None = None
+    ) -> None:
         """Print the table (a sample of `limit` rows spread over it)."""
         table = self.table(step)
         rows = list(range(len(table["prompt"])))
@@ -51,7 +53,7 @@ class CompletionLog:
         if limit is not None and len(rows) > limit:
             rows = [rows[i * len(rows) // limit] for i in range(limit)]
         if rows:
-            Console().print(render(table, rows, title=f"Step {step}"))
+            (console or Console()).print(render(table, rows, title=f"Step {step}"))
 
     def show(self, step: int, args: Any) -> None:
         """Print the table, and send it to the trackers that take tables, as the options say."""

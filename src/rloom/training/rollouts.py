@@ -62,10 +62,10 @@ class Collector:
         """One rollout: K completions for each row's prompt, scored."""
         prompts = self.encoder.encode(rows)
         groups = self._in_order(prompts, list(self.engine.generate(prompts, num_generations, seed=seed)))
-        self._decode(groups)
         flat = [(group.prompt, completion) for group in groups for completion in group.completions]
         if not flat:
             raise EngineError("the engine returned no completion at all; see its messages above")
+        self._decode(groups)
         inputs = [prompt.columns for prompt, _ in flat]
         texts = [_as_reply(prompt.conversational, c.text) for prompt, c in flat]
         ids = [c.token_ids for _, c in flat]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import shutil
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
@@ -18,6 +19,7 @@ from rloom.config import RLOOConfig
 from rloom.data.loader import as_is
 from rloom.data.plan import UpdatePlan
 from rloom.generation.base import Engine
+from rloom.models.reference import REF_ADAPTER
 from rloom.rewards.base import RewardBatch
 from rloom.training import assemble, checkpoint
 from rloom.training.callbacks import SampleTable, SyncReference
@@ -216,12 +218,11 @@ class RLOOTrainer(Trainer):
     @contextmanager
     def _one_batch_per_update(self) -> Iterator[None]:
         """Hide the accumulation from the Trainer's loop, which would count batches for it: ours are whole updates."""
-        steps, self.args.gradient_accumulation_steps = self.args.gradient_accumulation_steps, 1
-        self._accumulation_steps = steps
+        self.args.gradient_accumulation_steps = 1
         try:
             yield
         finally:
-            self.args.gradient_accumulation_steps = steps
+            self.args.gradient_accumulation_steps = self.schedule.parts_per_update
 
     def _inner_training_loop(self, *args: Any, **kwargs: Any) -> Any:
         self.buffer.rollouts.clear()
@@ -241,7 +242,7 @@ class RLOOTrainer(Trainer):
 
     def get_total_train_batch_size(self, args: Any) -> int:
         """Completions per update, over all processes."""
-        return self._train_batch_size * self._accumulation_steps * args.world_size
+        return self._train_batch_size * self.schedule.parts_per_update * args.world_size
 
     # -- evaluation
 
@@ -357,12 +358,16 @@ class RLOOTrainer(Trainer):
 
     def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
         """Save the options as the user gave them, not as the loop sees them."""
-        seen = self.args.gradient_accumulation_steps
-        self.args.gradient_accumulation_steps = getattr(self, "_accumulation_steps", seen)
+        seen, self.args.gradient_accumulation_steps = (
+            self.args.gradient_accumulation_steps,
+            self.schedule.parts_per_update,
+        )
         try:
             super()._save(output_dir, state_dict)
         finally:
             self.args.gradient_accumulation_steps = seen
+        # peft saves the reference's frozen adapter as well; it belongs to the run, not to the model.
+        shutil.rmtree(Path(output_dir or self.args.output_dir) / REF_ADAPTER, ignore_errors=True)
 
     def create_model_card(
         self,

@@ -1,0 +1,141 @@
+"""`rloom demo`: a small model learns to sort digits, from a reward alone, in front of your eyes.
+
+The trainer is the one that users get; only the task is made up. See rloom/demo/task.py for it.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.table import Table
+from transformers import TrainerCallback
+from transformers.utils import logging as transformers_logging
+
+from rloom import RLOOConfig, RLOOTrainer
+from rloom.demo import task
+from rloom.observe.progress import LiveProgress, plot
+
+STEPS = 200
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DemoResult:
+    """What the demo shows, for tests."""
+
+    before: dict[str, float]
+    after: dict[str, float]
+    rewards: list[float]
+    seconds: float
+
+
+class Tables(TrainerCallback):
+    """Sample completions at the start, in the middle and at the end."""
+
+    def __init__(self, console: Console) -> None:
+        self.console = console
+        self.log: Any = None
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Print at the first, middle and last update."""
+        if state.global_step in (1, state.max_steps // 2, state.max_steps):
+            self.log.print(state.global_step, 5, console=self.console)
+
+
+def run(*, seed: int, steps: int | None, output: str) -> int:
+    """The verb."""
+    demo(seed=seed, steps=steps or STEPS, output=output, console=Console())
+    return 0
+
+
+def demo(*, seed: int, steps: int, output: str, console: Console) -> DemoResult:
+    """Make a task and a model, warm it up, train it with RLOO, and measure before and after."""
+    began = time.perf_counter()
+    torch.set_num_threads(1)  # the model is so small that a second thread only costs
+    _quiet()
+    console.rule("rloom demo: learning to sort digits from a reward")
+    tokenizer = task.make_tokenizer()
+    model = task.make_model(tokenizer, seed)
+    train, held_out = task.make_prompts(4096, seed), task.make_prompts(512, seed, split="held_out")
+    console.print(
+        f"The task: [bold]{train[0]['prompt']}[/] → [bold]{train[0]['answer']}[/]. A llama of "
+        f"{sum(p.numel() for p in model.parameters()):,} random weights, a second of supervised warm-up, then RLOO: "
+        f"8 completions per prompt, reward 1 for the exact answer, else 0."
+    )
+    task.warm_up(model, tokenizer, train, seed=seed)
+    before = _measure(model, tokenizer, held_out, seed)
+    trainer = make_trainer(model, tokenizer, train, seed=seed, steps=steps, output=output, console=console)
+    trainer.train()
+    after = _measure(trainer.model, tokenizer, held_out, seed)
+    trainer.save_model()
+    rewards = [entry["reward"] for entry in trainer.state.log_history if "reward" in entry]
+    console.print(plot(rewards, title="reward (mean of 256 completions) per update"))
+    console.print(_summary(before, after, len(held_out)))
+    seconds = time.perf_counter() - began
+    console.print(f"{seconds:.0f} seconds in all. The trained model is in {Path(output)}; transformers loads it.")
+    return DemoResult(before=before, after=after, rewards=rewards, seconds=seconds)
+
+
+def make_trainer(
+    model: Any, tokenizer: Any, rows: list[dict[str, str]], *, seed: int, steps: int, output: str, console: Console
+) -> RLOOTrainer:
+    """The trainer with the demo's settings: nothing here that a user's own script could not do."""
+    config = RLOOConfig(
+        output,
+        max_steps=steps,
+        num_generations=8,
+        per_device_train_batch_size=256,
+        max_completion_length=task.MAX_COMPLETION_LENGTH,
+        learning_rate=3e-4,
+        beta=0.02,
+        seed=seed,
+        logging_steps=1,
+        save_strategy="no",
+        report_to="none",
+        disable_tqdm=True,
+        gradient_checkpointing=False,
+        use_cpu=True,
+        log_level="error",
+    )
+    tables, progress = Tables(console), LiveProgress(console)
+    trainer = RLOOTrainer(
+        model, task.exact_match, config, rows, processing_class=tokenizer, callbacks=[tables, progress]
+    )
+    tables.log = trainer.completion_log
+    _drop_printer(trainer)
+    return trainer
+
+
+def _drop_printer(trainer: RLOOTrainer) -> None:
+    """Without tqdm transformers prints every log as a dict; the panel shows it better."""
+    from transformers import PrinterCallback
+
+    trainer.remove_callback(PrinterCallback)
+
+
+def _measure(model: Any, tokenizer: Any, rows: list[dict[str, str]], seed: int) -> dict[str, float]:
+    return {
+        "sampled": task.accuracy(model, tokenizer, rows, sampled=True, seed=seed),
+        "greedy": task.accuracy(model, tokenizer, rows, sampled=False, seed=seed),
+    }
+
+
+def _summary(before: dict[str, float], after: dict[str, float], count: int) -> Table:
+    table = Table(title=f"accuracy, {count} held-out prompts")
+    for name in ("", "before", "after", "rise"):
+        table.add_column(name, justify="left" if not name else "right")
+    for how in before:
+        table.add_row(how, f"{before[how]:.2f}", f"{after[how]:.2f}", f"{after[how] - before[how]:+.2f}")
+    return table
+
+
+def _quiet() -> None:
+    """Only what the demo itself has to say."""
+    transformers_logging.set_verbosity_error()
+    transformers_logging.disable_progress_bar()
+    logging.getLogger("rloom").setLevel(logging.ERROR)

@@ -1,0 +1,36 @@
+"""An argument parser that knows near misses."""
+
+from __future__ import annotations
+
+import argparse
+import re
+from typing import Any, NoReturn
+
+from rloom.errors import did_you_mean
+
+
+class Parser(argparse.ArgumentParser):
+    """argparse, whose complaint about an unknown flag or verb names the nearest one that exists.
+
+    >>> parser = Parser(prog="rloom", exit_on_error=False)
+    >>> _ = parser.add_argument("--steps")
+    >>> parser.hint("unrecognized arguments: --step 3")
+    "; did you mean '--steps'?"
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **{"allow_abbrev": False, **kwargs})  # a near miss is told, not guessed
+
+    def hint(self, message: str) -> str:
+        """What to append to argparse's message."""
+        if match := re.search(r"unrecognized arguments: (\S+)", message):
+            known = [flag for action in self._actions for flag in action.option_strings]
+            return did_you_mean(match[1].split("=")[0], known)
+        if match := re.search(r"invalid choice: '([^']+)'", message):
+            return did_you_mean(match[1], re.findall(r"'([^']+)'", message.split("choose from", 1)[-1]) or
+                                re.findall(r"[\w-]+", message.split("choose from", 1)[-1]))  # fmt: skip
+        return ""
+
+    def error(self, message: str) -> NoReturn:
+        """Print usage and the message, with the hint, and leave with 2."""
+        super().error(message + self.hint(message))

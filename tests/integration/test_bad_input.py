@@ -1,0 +1,144 @@
+"""Mistakes are told before a model is loaded where that is possible, and in words that say what to change."""
+
+from __future__ import annotations
+
+import pytest
+
+from rloom import FakeEngine, RLOOTrainer
+from rloom.errors import ConfigError, DataError, RewardError
+from tests.conftest import make_model, make_tokenizer
+
+CHAT_ROWS = [{"prompt": [{"role": "user", "content": "hi"}]}, {"prompt": [{"role": "user", "content": "why."}]}]
+
+
+def ones(completions):
+    return [1.0] * len(completions)
+
+
+def build(config, rows, *, model="no/such-model", reward=ones, **options):
+    """A trainer whose model cannot be loaded: an error that comes later than the checks would name the model."""
+    return RLOOTrainer(model, reward, config(), rows, **options)
+
+
+@pytest.mark.parametrize(
+    ("rows", "message"),
+    [
+        (None, "`train_dataset` is required"),
+        ([], "empty"),
+        ([{"text": "a"}, {"text": "b"}], "no column 'prompt'; its columns are 'text'"),
+        ([{"prompts": "a"}, {"prompts": "b"}], "did you mean 'prompts'"),
+        ([{"prompt": "a"}, CHAT_ROWS[0]], "mixes prompt formats: row 0 is text, row 1 is messages"),
+        ([{"prompt": "a"}, {"prompt": 3}], r"\[1\]: a prompt is text, or a list of messages"),
+        ([{"prompt": "a"}], "has 1 prompts, and one rollout needs 2"),
+    ],
+)
+def test_training_data(config, rows, message):
+    with pytest.raises(DataError, match=message):
+        build(config, rows)
+
+
+def test_a_data_set_of_datasets(config):
+    from datasets import Dataset
+
+    with pytest.raises(DataError, match="no column 'prompt'"):
+        build(config, Dataset.from_dict({"question": ["a", "b"]}))
+    with pytest.raises(DataError, match="set `max_steps`"):
+        build(config, Dataset.from_dict({"prompt": ["a", "b"]}).to_iterable_dataset())
+
+
+def test_splits_instead_of_a_data_set(config, rows):
+    with pytest.raises(TypeError, match="pass one of them"):
+        build(config, {"train": rows})
+
+
+def test_evaluation_data(config, rows):
+    with pytest.raises(DataError, match="mixed prompt formats"):
+        build(config, rows, eval_dataset=CHAT_ROWS)
+    with pytest.raises(DataError, match=r"eval_dataset\['a'\]` is empty"):
+        build(config, rows, eval_dataset={"a": []})
+
+
+def test_rewards_are_checked_before_loading(config, rows):
+    with pytest.raises(RewardError, match="no reward function"):
+        build(config, rows, reward=None)
+    with pytest.raises(RewardError, match="a reward is a function"):
+        build(config, rows, reward=3)
+    with pytest.raises(RewardError, match="must match"):
+        build(config, rows, reward=[ones, ones], reward_processing_classes=make_tokenizer())
+    with pytest.raises(ConfigError, match=r"weights .1. must match number of reward functions .2."):
+        RLOOTrainer("no/such-model", [ones, ones], config(reward_weights=[1.0]), rows)
+    with pytest.raises(ConfigError, match="given twice"):
+        build(config, rows, reward_model=ones)
+
+
+def test_no_model(config, rows):
+    with pytest.raises(ConfigError, match="no model"):
+        build(config, rows, model=None)
+
+
+def test_tokenizer_without_end_token(config, rows):
+    model = make_model()
+    model.generation_config.eos_token_id = None
+    tokenizer = make_tokenizer(eos_token=None)
+    with pytest.raises(ConfigError, match="end-of-sequence"):
+        build(config, rows, model=model, processing_class=tokenizer)
+
+
+def test_chat_prompts_without_a_template(config):
+    tokenizer = make_tokenizer()
+    tokenizer.chat_template = None
+    trainer = build(config, CHAT_ROWS, model=make_model(), processing_class=tokenizer)
+    with pytest.raises(DataError, match="no chat template"):
+        trainer.train()
+
+
+def test_prompt_longer_than_the_context(config):
+    rows = [{"prompt": "a"}, {"prompt": "b" * 200}]
+    trainer = build(config, rows, model=make_model(), processing_class=make_tokenizer())
+    with pytest.raises(DataError, match="200 tokens, and the model's context is 128"):
+        trainer.train()
+
+
+def test_empty_prompt(config):
+    rows = [{"prompt": "a"}, {"prompt": ""}]
+    with pytest.raises(DataError, match="no tokens"):
+        build(config, rows, model=make_model(), processing_class=make_tokenizer()).train()
+
+
+@pytest.mark.parametrize(
+    ("returned", "message"),
+    [
+        (lambda n: [1.0] * (n - 1), "'bad' returned 3 rewards, but 4 were expected"),
+        (lambda n: "good", "'bad' returned str"),
+        (lambda n: [1.0] * (n - 1) + [float("nan")], "'bad' returned NaN for sample 3"),
+        (lambda n: [float("inf")] * n, "'bad' returned infinity for sample 0"),
+    ],
+)
+def test_reward_that_returns_nonsense(config, rows, returned, message):
+    def bad(completions):
+        return returned(len(completions))
+
+    trainer = build(config, rows, model=make_model(), processing_class=make_tokenizer(), reward=bad)
+    with pytest.raises(RewardError, match=message):
+        trainer.train()
+
+
+def test_stream_that_fills_no_rollout(config):
+    from datasets import Dataset
+
+    stream = Dataset.from_dict({"prompt": ["a"]}).to_iterable_dataset()
+    trainer = RLOOTrainer(make_model(), ones, config(max_steps=2), stream, processing_class=make_tokenizer())
+    with pytest.raises(DataError, match="before it filled a rollout of 2 prompts"):
+        trainer.train()
+
+
+def test_router_loss_of_a_dense_model(config, rows):
+    with pytest.raises(ConfigError, match="not a mixture of experts"):
+        RLOOTrainer(make_model(), ones, config(router_aux_loss_coef=0.1), rows, processing_class=make_tokenizer())
+
+
+def test_engine_that_returns_nothing(config, rows):
+    engine = FakeEngine(lambda prompt, k, seed: None, eos_token_ids=[2])
+    trainer = build(config, rows, model=make_model(), processing_class=make_tokenizer(), engine=engine)
+    with pytest.raises(RuntimeError, match="no completion at all"):
+        trainer.train()

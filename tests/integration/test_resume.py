@@ -1,0 +1,97 @@
+"""A run that is killed and resumed ends as the run that was never stopped: to the bit."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+SCRIPT = Path(__file__).with_name("resume_run.py")
+
+
+def run(kind: str, *jobs: str) -> None:
+    done = subprocess.run([sys.executable, str(SCRIPT), kind, *jobs], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-3000:]
+
+
+def last_checkpoint(output: Path) -> Path:
+    return max(output.glob("checkpoint-*"), key=lambda p: int(p.name.split("-")[1]))
+
+
+def assert_same(left: Path, right: Path) -> None:
+    """The same weights, optimizer, schedule, random state, reference, rollouts and state, byte for byte."""
+    assert left.name == right.name
+    names = {p.relative_to(left) for p in left.rglob("*") if p.is_file()}
+    assert names == {p.relative_to(right) for p in right.rglob("*") if p.is_file()}
+    weights = [n for n in names if n.suffix == ".safetensors"]
+    assert weights
+    for name in weights:
+        assert (left / name).read_bytes() == (right / name).read_bytes(), name
+    for name in ("optimizer.pt", "scheduler.pt", "rloom_state.pt", "reference.pt"):
+        if (left / name).exists():
+            a, b = (torch.load(folder / name, weights_only=True) for folder in (left, right))
+            assert_equal(strip(a), strip(b), name)
+    states = [json.loads((folder / "trainer_state.json").read_text()) for folder in (left, right)]
+    assert_equal(strip(states[0]), strip(states[1]), "trainer_state.json")
+
+
+def strip(value):
+    """Without timings."""
+    if isinstance(value, dict):
+        return {
+            k: strip(v) for k, v in value.items() if not any(t in str(k) for t in ("time", "per_second", "elapsed"))
+        }
+    if isinstance(value, list):
+        return [strip(v) for v in value]
+    return value
+
+
+def assert_equal(a, b, where: str) -> None:
+    if isinstance(a, torch.Tensor):
+        assert torch.equal(a, b), where
+    elif isinstance(a, dict):
+        assert a.keys() == b.keys(), where
+        for key in a:
+            assert_equal(a[key], b[key], f"{where}/{key}")
+    elif isinstance(a, (list, tuple)):
+        assert len(a) == len(b), where
+        for index, pair in enumerate(zip(a, b, strict=True)):
+            assert_equal(*pair, f"{where}/{index}")
+    else:
+        assert a == b, where
+
+
+@pytest.mark.parametrize(
+    ("kind", "kills"),
+    [
+        ("many updates", [1, 2, 3, 4, 9]),  # every update of a rollout that serves four, and one in the next epoch
+        ("straddling", [1, 3]),
+        ("lora", [1, 2]),
+        ("stream", [1, 7]),
+    ],
+)
+def test_killed_and_resumed_is_the_same_run(kind, kills, tmp_path):
+    outputs = {kill: tmp_path / f"killed-{kill}" for kill in kills}
+    run(kind, str(tmp_path / "whole"), *(f"{output}:kill={kill}" for kill, output in outputs.items()))
+    for kill, output in outputs.items():
+        assert int(last_checkpoint(output).name.split("-")[1]) == kill
+    run(kind, *(f"{output}:resume" for output in outputs.values()))
+    for output in outputs.values():
+        assert_same(last_checkpoint(tmp_path / "whole"), last_checkpoint(output))
+        history = [json.loads((folder / "history.json").read_text()) for folder in (tmp_path / "whole", output)]
+        assert_equal(history[0], history[1], "log history")
+
+
+def test_an_unfinished_checkpoint_is_passed_over(tmp_path):
+    output = tmp_path / "run"
+    run("straddling", str(tmp_path / "whole"), f"{output}:kill=2")
+    broken = output / "checkpoint-3"
+    broken.mkdir()
+    (broken / "model.safetensors").write_bytes(b"half a fi")
+    (broken / "trainer_state.json").write_text('{"global_step": 3, "log_hi')
+    run("straddling", f"{output}:resume")
+    assert_same(last_checkpoint(tmp_path / "whole"), last_checkpoint(output))

@@ -1,0 +1,364 @@
+"""The trainer as users meet it: formats, rewards, adapters, evaluation, saving, older names."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForSequenceClassification, TrainerCallback
+
+from rloom import FakeEngine, RLOOTrainer
+from tests.conftest import LETTERS, make_model, make_tokenizer
+
+CHAT = [[{"role": "user", "content": text}] for text in ("hi there", "why is it so.", "x", "2+2=")]
+
+
+def length(completions, **kwargs):
+    return [float(len(c if isinstance(c, str) else c[0]["content"])) for c in completions]
+
+
+def weights(model) -> dict[str, torch.Tensor]:
+    return {n: p.detach().clone() for n, p in model.named_parameters()}
+
+
+def train(args, rows, reward=length, model=None, **options):
+    trainer = RLOOTrainer(model or make_model(), reward, args, rows, processing_class=make_tokenizer(), **options)
+    before = weights(trainer.model)
+    trainer.train()
+    return trainer, before
+
+
+@pytest.fixture
+def reward_model(tmp_path):
+    torch.manual_seed(1)
+    config = LlamaConfig(
+        vocab_size=len(LETTERS) + 4, hidden_size=16, intermediate_size=16, num_hidden_layers=1,
+        num_attention_heads=2, num_labels=1, pad_token_id=0,
+    )  # fmt: skip
+    path = tmp_path / "reward-model"
+    LlamaForSequenceClassification(config).save_pretrained(path)
+    make_tokenizer().save_pretrained(path)
+    return path
+
+
+# -- data
+
+
+def test_chat_prompts_reach_rewards_as_messages(config):
+    seen = []
+
+    def reward(prompts, completions, completion_ids, topic):
+        seen.append((prompts[0], completions[0], completion_ids[0], topic[0]))
+        return length(completions)
+
+    rows = [{"prompt": prompt, "topic": str(i)} for i, prompt in enumerate(CHAT)]
+    train(config(max_steps=1, shuffle_dataset=False), rows, reward)
+    prompt, completion, ids, topic = seen[0]
+    assert prompt == CHAT[0]
+    assert completion[0]["role"] == "assistant"
+    assert completion[0]["content"] == make_tokenizer().decode(ids, skip_special_tokens=True)
+    assert topic == "0"
+
+
+def test_remove_unused_columns_hides_them(config, rows):
+    names = set()
+
+    def reward(completions, **kwargs):
+        names.update(kwargs)
+        return length(completions)
+
+    train(config(max_steps=1, remove_unused_columns=True), rows, reward)
+    assert "target" not in names
+    train(config(max_steps=1), rows, reward)
+    assert "target" in names
+
+
+def test_each_epoch_sees_each_prompt_once_per_group(config, rows):
+    counts = []
+
+    def reward(prompts, completions):
+        counts.extend(prompts)
+        return length(completions)
+
+    trainer, _ = train(config(num_train_epochs=2), rows, reward)
+    assert trainer.state.global_step == 6
+    assert sorted(counts) == sorted(row["prompt"] for row in rows for _ in range(2 * 2))
+    assert counts[:12] != counts[12:]  # another order in the second epoch
+
+
+def test_prompts_that_fill_no_rollout_are_counted(config, rows, caplog):
+    train(config(max_steps=1), rows[:5])
+    assert "1 of the 5 prompts do not fill a rollout" in caplog.text
+
+
+def test_iterable_data(config, rows):
+    from datasets import Dataset
+
+    seen = []
+
+    def reward(prompts, completions):
+        seen.extend(dict.fromkeys(prompts))
+        return length(completions)
+
+    stream = Dataset.from_list(rows).to_iterable_dataset()
+    trainer, _ = train(config(max_steps=5, shuffle_dataset=False), stream, reward)  # the stream holds 3 rollouts
+    assert trainer.state.global_step == 5
+    assert seen == [rows[i % 6]["prompt"] for i in range(10)]
+
+
+# -- rewards
+
+
+def test_reward_model_by_path_instance_and_mixed(config, rows, reward_model):
+    trainer, _ = train(config(max_steps=2), rows, [str(reward_model), length])
+    log = trainer.state.log_history[0]
+    assert {"rewards/reward-model/mean", "rewards/length/mean"} <= set(log)
+    model = LlamaForSequenceClassification.from_pretrained(reward_model)
+    text = rows[0]["prompt"] + "abc"
+    inputs = make_tokenizer()(text, return_tensors="pt", add_special_tokens=False)
+    expected = model.eval()(**{k: inputs[k] for k in ("input_ids", "attention_mask")}).logits[0, 0].item()
+    from rloom.rewards import ModelReward, RewardBatch
+
+    reward = ModelReward(model, make_tokenizer(), name="m", template_kwargs={})
+    batch = RewardBatch(prompts=["x", rows[0]["prompt"]], completions=["a", "abc"], completion_ids=[[], []])
+    assert reward.score(batch)[1] == pytest.approx(expected, abs=1e-5)
+
+
+def test_a_completion_without_a_score_shrinks_its_group(config, rows):
+    def picky(completions, completion_ids):
+        return [None if i % 3 == 0 else float(len(c)) for i, c in enumerate(completions)]
+
+    trainer, _ = train(config(max_steps=2, beta=0.0), rows, picky)
+    logs = trainer.completion_log.table(0)
+    by_prompt: dict[str, list[tuple[float, float]]] = {}
+    for prompt, score, advantage in zip(logs["prompt"], logs["picky"], logs["advantage"], strict=True):
+        by_prompt.setdefault(prompt, []).append((score, advantage))
+    for pairs in by_prompt.values():
+        if any(score != score for score, _ in pairs):  # of two completions one has no score: nothing to compare
+            assert all(advantage == 0.0 for _, advantage in pairs)
+    assert any("completions/unscored_ratio" in entry for entry in trainer.state.log_history)
+
+
+def test_log_extra_and_log_metric(config, rows):
+    def reward(completions, log_extra, log_metric):
+        log_extra("first", [c[:1] for c in completions])
+        log_metric("share", 0.25)
+        return length(completions)
+
+    trainer, _ = train(config(max_steps=1), rows, reward)
+    assert trainer.state.log_history[0]["share"] == 0.25
+    assert len(trainer.completion_log.table(1)["first"]) == 4
+
+
+def test_groups_of_unequal_size_and_empty_completions(config, rows):
+    lengths = {0: 0, 1: 1, 2: 3, 3: 6}
+
+    def script(prompt, sample, seed):
+        return None if (sample == 3 and prompt.content == "x") else [5] * lengths[sample]
+
+    engine = FakeEngine(script, eos_token_ids=[2])
+    args = config(num_generations=4, per_device_train_batch_size=8, learning_rate=1e-2)
+    trainer, before = train(args, rows, engine=engine)
+    assert trainer.state.log_history[0]["completions/min_length"] == 0
+    after = weights(trainer.model)
+    assert all(torch.isfinite(p).all() for p in after.values())
+    assert any(not torch.equal(before[n], p) for n, p in after.items())
+
+
+def test_secondary_end_tokens_are_no_truncation(config, rows):
+    model = make_model()
+    model.generation_config.eos_token_id = [2, 7]
+    engine = FakeEngine(lambda prompt, k, seed: [5, 7, 9] if k else [5, 6, 2], eos_token_ids=[2, 7])
+    trainer, _ = train(config(max_steps=1), rows, model=model, engine=engine)
+    assert trainer.eos_token_ids == [2, 7]
+    assert trainer.state.log_history[0]["completions/clipped_ratio"] == 0.0
+
+
+def test_pad_may_equal_eos(config, rows):
+    tokenizer = make_tokenizer(pad_token="<eos>")
+    trainer = RLOOTrainer(make_model(), length, config(max_steps=1), rows, processing_class=tokenizer)
+    trainer.train()
+    assert trainer.state.log_history[0]["completions/max_length"] <= 6
+    assert not any("<eos>" in c for c in trainer.completion_log.table(1)["completion"])
+
+
+# -- models
+
+
+def test_lora_trains_the_adapter_alone_and_saves_it_in_pefts_format(config, rows, tmp_path):
+    peft = pytest.importorskip("peft")
+    lora = peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj"])
+    trainer, before = train(config(learning_rate=1e-2), rows, peft_config=lora)
+    after = weights(trainer.model)
+    moved = {n for n in after if not torch.equal(before[n], after[n])}
+    assert moved
+    assert all("lora_" in n for n in moved)
+    trainer.save_model(str(tmp_path / "adapter"))
+    assert not (tmp_path / "adapter" / "ref").exists()
+    again = peft.PeftModel.from_pretrained(make_model(), tmp_path / "adapter")
+    ids = torch.tensor([[5, 6, 7]])
+    torch.testing.assert_close(again(ids).logits, trainer.model.eval()(ids).logits)
+
+
+def test_an_adapter_that_was_there_is_its_own_reference(config, rows):
+    """The KL is measured from the adapter as it was given, not from the base model."""
+    peft = pytest.importorskip("peft")
+    model = peft.get_peft_model(make_model(), peft.LoraConfig(r=4, init_lora_weights=False))
+    trainer, _ = train(config(max_steps=2, learning_rate=0.0), rows, model=model)
+    assert trainer.state.log_history[0]["kl"] == pytest.approx(0.0, abs=1e-6)
+    assert not any(".ref." in n and p.requires_grad for n, p in trainer.model.named_parameters())
+
+
+def test_reference_is_a_copy_of_the_weights_that_were_given(config, rows, tmp_path):
+    """TRL loads it again by name: a model changed after loading would be compared with the wrong weights."""
+    make_model().save_pretrained(tmp_path / "m")
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "m")
+    with torch.no_grad():
+        model.lm_head.weight.mul_(2)
+    trainer, _ = train(config(max_steps=1), rows, model=model)
+    assert trainer.state.log_history[0]["kl"] == pytest.approx(0.0, abs=1e-6)
+
+
+def test_model_by_path(config, rows, tmp_path):
+    make_model().save_pretrained(tmp_path / "m")
+    make_tokenizer().save_pretrained(tmp_path / "m")
+    trainer = RLOOTrainer(str(tmp_path / "m"), length, config(max_steps=1), rows)
+    trainer.train()
+    trainer.save_model(str(tmp_path / "trained"))
+    again = AutoModelForCausalLM.from_pretrained(tmp_path / "trained", dtype=torch.float32)
+    for name, parameter in trainer.model.named_parameters():
+        assert torch.equal(again.get_parameter(name), parameter)
+
+
+def test_gradient_checkpointing_gives_the_same_weights(config, rows):
+    plain, _ = train(config(max_steps=2), rows)
+    recomputed, _ = train(config(max_steps=2, gradient_checkpointing=True), rows)
+    for name, parameter in weights(plain.model).items():
+        torch.testing.assert_close(parameter, recomputed.model.get_parameter(name).detach(), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("objective", ["trl", "paper", "openrlhf", "verl", "reinforce++"])
+def test_every_objective_trains(config, rows, objective):
+    trainer, before = train(config(objective=objective, num_iterations=2), rows)
+    assert any(not torch.equal(before[n], p) for n, p in weights(trainer.model).items())
+    assert all(torch.isfinite(p).all() for p in trainer.model.parameters())
+
+
+# -- evaluation, logs, cards
+
+
+def test_evaluate_reports_rewards_and_repeats_itself(config, rows):
+    args = config(per_device_eval_batch_size=4, num_generations_eval=2, learning_rate=0.0)
+    trainer = RLOOTrainer(
+        make_model(), length, args, rows, eval_dataset={"a": rows[:3], "b": rows[3:]}, processing_class=make_tokenizer()
+    )
+    first, second = trainer.evaluate(), trainer.evaluate()
+    assert {"eval_a_reward", "eval_b_reward", "eval_a_kl", "eval_a_completions/mean_length"} <= set(first)
+    assert first["eval_a_reward"] == second["eval_a_reward"]
+
+
+def test_evaluation_does_not_disturb_training(config, rows):
+    def run(**options):
+        trainer = RLOOTrainer(
+            make_model(), length, config(max_steps=4, **options), rows, rows[:2], processing_class=make_tokenizer()
+        )
+        trainer.train()
+        return weights(trainer.model), trainer.state.log_history
+
+    alone, _ = run()
+    evaluated, history = run(eval_strategy="steps", eval_steps=1, per_device_eval_batch_size=2)
+    assert sum("eval_reward" in entry for entry in history) == 4
+    assert all("eval_" not in k for e in history if "loss" in e for k in e)
+    assert all(torch.equal(p, evaluated[n]) for n, p in alone.items())
+
+
+def test_user_overrides(config, rows):
+    """The places that TRL's users override: scoring, and the loss."""
+
+    class Mine(RLOOTrainer):
+        def _calculate_rewards(self, inputs, prompts, completions, completion_ids_list):
+            return super()._calculate_rewards(inputs, prompts, completions, completion_ids_list) * 0 + 3.0
+
+        def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+            loss = super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
+            return loss + 0.1 * sum(p.square().sum() for p in model.parameters())
+
+    trainer = Mine(make_model(), length, config(max_steps=1), rows, processing_class=make_tokenizer())
+    trainer.train()
+    assert trainer.state.log_history[0]["reward"] == 3.0
+    assert trainer.state.log_history[0]["loss"] > 1.0
+
+
+def test_callbacks_see_the_users_settings_and_updates(config, rows):
+    class Count(TrainerCallback):
+        steps = 0
+
+        def on_step_end(self, args, state, control, **kwargs):
+            self.steps += 1
+
+    count = Count()
+    args = config(gradient_accumulation_steps=3, num_train_epochs=1)
+    trainer = RLOOTrainer(make_model(), length, args, rows, processing_class=make_tokenizer(), callbacks=[count])
+    assert trainer.get_total_train_batch_size(args) == 12
+    trainer.train()
+    assert count.steps == trainer.state.global_step == 1
+    assert args.gradient_accumulation_steps == 3
+
+
+def test_card_and_saved_options(config, rows, tmp_path):
+    args = config(save_strategy="steps", save_steps=1, max_steps=1, gradient_accumulation_steps=2)
+    train(args, rows)
+    card = (tmp_path / "out" / "README.md").read_text()
+    assert "rloom" in card
+    assert "| `num_generations` | 2 |" in card
+    saved = torch.load(tmp_path / "out" / "checkpoint-1" / "training_args.bin", weights_only=False)
+    assert saved.gradient_accumulation_steps == 2
+    json.loads((tmp_path / "out" / "checkpoint-1" / "trainer_state.json").read_text())
+
+
+def test_tables_are_printed_when_asked(config, rows, capsys):
+    train(config(max_steps=4, num_sample_generations=2, num_completions_to_print=2, logging_steps=10), rows)
+    out = capsys.readouterr().out
+    assert out.count("Step ") == 2
+    assert "advantage" in out
+
+
+# -- older names in the constructor
+
+
+def test_reward_model_argument(config, rows):
+    class Scorer:
+        def get_rewards(self, prompts, completions):
+            return length(completions)
+
+    for reward in (length, Scorer()):
+        trainer = RLOOTrainer(
+            model=make_model(),
+            args=config(max_steps=1),
+            train_dataset=rows,
+            processing_class=make_tokenizer(),
+            reward_model=reward,
+        )
+        trainer.train()
+        assert trainer.state.log_history[0]["reward"] > 0
+
+
+def test_sft_and_reward_model_paths(config, rows, reward_model, tmp_path):
+    make_model(seed=5).save_pretrained(tmp_path / "sft")
+    make_tokenizer().save_pretrained(tmp_path / "sft")
+    args = config(max_steps=1, sft_model_path=str(tmp_path / "sft"), reward_model_path=str(reward_model))
+    trainer = RLOOTrainer(args=args, train_dataset=rows)
+    trainer.train()
+    assert trainer.state.log_history[0]["kl"] == pytest.approx(0.0, abs=1e-6)
+    # with a model of its own, the path names the reference
+    trainer = RLOOTrainer(make_model(), args=args, train_dataset=rows, processing_class=make_tokenizer())
+    other = make_model(seed=5)
+    assert torch.equal(trainer.ref_model.lm_head.weight, other.lm_head.weight)
+    trainer.train()
+    assert abs(trainer.state.log_history[0]["kl"]) > 1e-3
+
+
+def test_stop_token_id(config, rows):
+    trainer, _ = train(config(max_steps=1, stop_token_id=9), rows)
+    assert trainer.eos_token_ids == [2, 9]

@@ -1,0 +1,174 @@
+"""Options: TRL's defaults, near misses, batch arithmetic, presets."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+from transformers import HfArgumentParser
+
+from rloom import RLOOConfig
+from rloom.errors import ConfigError, UnknownOptionError
+
+
+def make(**options) -> RLOOConfig:
+    return RLOOConfig(**({"output_dir": "out", "report_to": "none", "use_cpu": True} | options))
+
+
+def test_every_option_of_trl_is_there_with_its_default():
+    trl = pytest.importorskip("trl")
+    theirs = trl.RLOOConfig("out", report_to="none", use_cpu=True)
+    ours = make()
+    differing = {
+        f.name: (getattr(theirs, f.name), getattr(ours, f.name))
+        for f in dataclasses.fields(theirs)
+        if getattr(theirs, f.name) != getattr(ours, f.name)
+    }
+    # On a CPU bfloat16 autocast is several times slower than float32; TRL turns it on everywhere.
+    assert differing == {"bf16": (True, False)}
+
+
+@pytest.mark.parametrize(
+    ("wrong", "nearest"), [("betta", "beta"), ("num_generation", "num_generations"), ("learning_rat", "learning_rate")]
+)
+def test_unknown_option_names_the_nearest(wrong, nearest):
+    with pytest.raises(UnknownOptionError, match=f"'{wrong}'; did you mean '{nearest}'"):
+        make(**{wrong: 1})
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"num_generations": 1}, "at least 2 generations"),
+        ({"num_generations": 3}, r"divisible by num_generations \(3\).*the nearest that are: 6 and 9"),
+        ({"num_generations": 16}, "the nearest that is: 16"),
+        ({"generation_batch_size": 12}, "divisible by the global batch size .8.: the nearest that are: 8 and 16"),
+        ({"generation_batch_size": 16, "steps_per_generation": 4}, "can not be both configured"),
+        ({"temperature": 0.0}, "temperature must be above 0"),
+        ({"top_p": 0.0}, "top_p"),
+        ({"top_k": -1}, "top_k"),
+        ({"min_p": 2.0}, "min_p"),
+        ({"max_completion_length": 0}, "max_completion_length"),
+        ({"objective": "tlr"}, "did you mean 'trl'"),
+        ({"advantage_estimator": "leave_one"}, "did you mean 'leave_one_out'"),
+        ({"kl_estimator": "k4"}, "kl_estimator"),
+        ({"kl_placement": "los"}, "did you mean 'loss'"),
+        ({"normalize_rewards": "yes"}, "normalize_rewards"),
+        ({"length_regularization": "quadratic"}, "length_regularization"),
+        ({"truncated_completions": "drop"}, "truncated_completions"),
+        ({"kl_placement": "reward_tokens"}, 'ratio_level="token"'),
+        ({"kl_placement": "loss"}, "zero in expectation"),
+        ({"reward_clip_range": (1.0, -1.0)}, "reward_clip_range"),
+        ({"sync_ref_model": True, "beta": 0.0}, "sync_ref_model"),
+        ({"mask_truncated_completions": True, "truncated_completions": "keep"}, "contradict"),
+        ({"num_iterations": 0}, "num_iterations"),
+        ({"epsilon": -0.1}, "epsilon"),
+        ({"use_vllm": True}, "use_vllm"),
+        ({"use_transformers_continuous_batching": True}, "use_transformers_continuous_batching"),
+        ({"auto_find_batch_size": True}, "auto_find_batch_size"),
+        (
+            {"eval_strategy": "steps", "eval_steps": 1, "num_generations_eval": 3},
+            "divisible by the number of generations",
+        ),
+        ({"stop_token": "."}, "stop_token"),
+    ],
+)
+def test_bad_options_are_refused_with_what_to_change(options, message):
+    with pytest.raises(ConfigError, match=message):
+        make(**options)
+
+
+def test_batch_arithmetic():
+    config = make(per_device_train_batch_size=4, gradient_accumulation_steps=3, num_generations=4)
+    assert (config.steps_per_generation, config.generation_batch_size) == (3, 12)
+    config = make(per_device_train_batch_size=4, generation_batch_size=16, num_generations=4)
+    assert config.steps_per_generation == 4
+    again = make(**{k: getattr(config, k) for k in ("per_device_train_batch_size", "generation_batch_size",
+                                                    "steps_per_generation", "num_generations")})  # fmt: skip
+    assert again.generation_batch_size == 16
+
+
+def test_presets_and_overrides():
+    config = make(objective="reinforce++")
+    assert config.advantage_estimator == "none"
+    assert config.normalize_advantages is True
+    assert config.reward_clip_range == (-10.0, 10.0)
+    config = make(objective="reinforce++", normalize_advantages=False, normalize_rewards="off")
+    assert config.normalize_advantages is False
+    assert config.normalize_rewards is None
+    assert make(objective="verl").dual_clip == 3.0
+    assert make(objective="verl", dual_clip=0).dual_clip is None
+    assert make(objective="openrlhf").advantage_clip == 10.0
+    assert make(objective="paper").surrogate == "reinforce"
+    assert make(mask_truncated_completions=True).truncated_completions == "mask"
+
+
+# -- the names of older documents
+
+
+@pytest.mark.parametrize(
+    ("older", "value", "name", "became"),
+    [
+        ("rloo_k", 4, "num_generations", 4),
+        ("kl_coef", 0.1, "beta", 0.1),
+        ("kl_coeff", 0.1, "beta", 0.1),
+        ("cliprange", 0.3, "epsilon", 0.3),
+        ("num_ppo_epochs", 2, "num_iterations", 2),
+        ("num_mini_batches", 2, "steps_per_generation", 2),
+        ("response_length", 53, "max_completion_length", 53),
+        ("train_batch_size", 32, "gradient_accumulation_steps", 4),
+        ("normalize_reward", True, "normalize_rewards", "batch"),
+        ("whiten_rewards", True, "normalize_rewards", "batch"),
+        ("normalize_advantage", True, "normalize_advantages", True),
+        ("token_level_kl", True, "kl_placement", "reward_tokens"),
+        ("token_level_kl", False, "kl_placement", "reward"),
+        ("total_episodes", 100, "max_steps", 13),
+        ("missing_eos_penalty", 1.0, "missing_eos_penalty", 1.0),
+    ],
+)
+def test_older_name(older, value, name, became):
+    assert getattr(make(**{older: value}), name) == became
+
+
+@pytest.mark.parametrize(
+    ("older", "present"),
+    [
+        ({"rloo_k": 4}, {"num_generations": 4}),
+        ({"kl_coef": 0.1}, {"beta": 0.05}),  # even where the present name is given its default
+        ({"kl_coef": 0.1}, {"kl_coeff": 0.1}),
+        ({"cliprange": 0.1}, {"epsilon": 0.2}),
+        ({"total_episodes": 100}, {"max_steps": 5}),
+        ({"num_mini_batches": 2}, {"steps_per_generation": 2}),
+        ({"train_batch_size": 16}, {"gradient_accumulation_steps": 2}),
+        ({"normalize_reward": True}, {"normalize_rewards": "running"}),
+        ({"token_level_kl": True}, {"kl_placement": "reward"}),
+    ],
+)
+def test_both_names_are_an_error(older, present):
+    with pytest.raises(ConfigError, match="not both"):
+        make(**older, **present)
+
+
+def test_total_episodes_counts_completions_over_passes_and_mini_batches():
+    # 64 completions a rollout, 1000 in all: 16 rollouts of 2 passes × 4 mini-batches
+    config = make(per_device_train_batch_size=16, num_mini_batches=4, num_ppo_epochs=2, total_episodes=1000)
+    assert config.generation_batch_size == 64
+    assert config.max_steps == 16 * 8
+
+
+def test_an_older_name_is_noted_once(caplog):
+    from rloom import older_names
+
+    older_names._noted.discard("rloo_k")
+    make(rloo_k=4)
+    make(rloo_k=4)
+    assert caplog.text.count("`rloo_k` is an older name") == 1
+
+
+def test_command_line_accepts_present_and_older_names():
+    parser = HfArgumentParser(RLOOConfig)
+    arguments = "--output_dir out --report_to none --use_cpu --kl_coef 0.03 --total_episodes 80 --num_generations 4"
+    (config,) = parser.parse_args_into_dataclasses(arguments.split())
+    assert (config.beta, config.max_steps, config.num_generations) == (0.03, 10, 4)
+    with pytest.raises(ConfigError, match="not both"):
+        parser.parse_args_into_dataclasses([*arguments.split(), "--beta", "0.1"])

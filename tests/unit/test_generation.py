@@ -1,0 +1,82 @@
+"""The engines: stops, independence, repeatability, and that the model is left as it was."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import pytest
+import torch
+
+from rloom import FakeEngine, Prompt
+from rloom.errors import ConfigError
+from rloom.generation import Engine, Sampling, TransformersEngine
+from rloom.generation.base import cut_at_end
+
+PROMPTS = [Prompt(content=t, token_ids=ids) for t, ids in (("a", [4]), ("b", [5, 6, 7, 8, 9, 10, 11]), ("c", [6, 6]))]
+
+
+def engine(model, **changes) -> TransformersEngine:
+    options = {"max_completion_length": 8, "eos_token_ids": (2,), "pad_token_id": 0}
+    return TransformersEngine(lambda: model, Sampling(**(options | changes)))
+
+
+def tokens(groups):
+    return [[c.token_ids for c in group.completions] for group in groups]
+
+
+def test_first_end_token_decides_even_where_padding_is_the_same_token():
+    assert cut_at_end([5, 2, 2, 2], [2]).token_ids == [5, 2]
+    assert cut_at_end([2, 2, 2], [2]).token_ids == [2]  # stops at once
+    assert cut_at_end([5, 9, 6], [2, 9]).token_ids == [5, 9]  # any of several end tokens
+    assert cut_at_end([5, 6], [2]).stop_reason == "length"
+    assert cut_at_end([5, 2], [2]).stop_reason == "eos"
+    assert cut_at_end([], [2]).truncated
+
+
+def test_groups_are_whole_independent_and_repeatable(model):
+    first = tokens(engine(model).generate(PROMPTS, 4, seed=1))
+    assert [len(group) for group in first] == [4, 4, 4]
+    assert any(a != b for group in first for a, b in pairwise(group))
+    assert tokens(engine(model).generate(PROMPTS, 4, seed=1)) == first
+    assert tokens(engine(model).generate(PROMPTS, 4, seed=2)) != first
+
+
+def test_generation_leaves_model_and_random_state_alone(model):
+    model.train()
+    config = model.generation_config
+    state = torch.get_rng_state()
+    list(engine(model).generate(PROMPTS, 2, seed=1))
+    assert model.training
+    assert model.generation_config is config
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_sampling_options_of_the_checkpoint_do_not_leak_in(model):
+    """A checkpoint's own top_k=1 would make all completions greedy."""
+    model.generation_config.top_k = 1
+    model.generation_config.do_sample = True
+    sampled = tokens(engine(model).generate(PROMPTS, 8, seed=1))
+    assert len({tuple(c) for c in sampled[0]}) > 1
+
+
+def test_end_tokens_and_length(model):
+    every = tuple(range(4, 46))
+    stopped = [c for g in engine(model, eos_token_ids=every).generate(PROMPTS, 4, seed=1) for c in g.completions]
+    assert all(len(c.token_ids) <= 8 for c in stopped)
+    assert sum(c.stop_reason == "eos" and len(c.token_ids) == 1 for c in stopped) > 6
+    cut = [c for g in engine(model, eos_token_ids=(45,)).generate(PROMPTS, 4, seed=1) for c in g.completions]
+    assert all(c.stop_reason == "length" and len(c.token_ids) == 8 for c in cut if 45 not in c.token_ids)
+
+
+def test_engine_options_pass_through(model):
+    greedy = tokens(engine(model, extra={"do_sample": False}).generate(PROMPTS, 2, seed=1))
+    assert all(a == b for a, b in greedy)
+    with pytest.raises(ConfigError, match="num_generations instead"):
+        engine(model, extra={"num_return_sequences": 2})
+
+
+def test_fake_engine_is_an_engine_and_may_lose_a_completion():
+    fake = FakeEngine(lambda prompt, k, seed: None if k == 1 else [4 + k, 2], eos_token_ids=[2])
+    assert isinstance(fake, Engine)
+    assert tokens(fake.generate(PROMPTS[:1], 3, seed=0)) == [[[4, 2], [6, 2]]]
+    assert fake.calls == [(PROMPTS[:1], 3, 0)]
