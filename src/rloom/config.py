@@ -311,11 +311,6 @@ class RLOOConfig(OlderNames, TrainingArguments):
                 f'kl_placement="{self.kl_placement}" gives each token its own advantage, which a ratio per completion '
                 'cannot use; set ratio_level="token" or kl_placement="reward"'
             )
-        if self.kl_placement == "loss" and self.kl_estimator == "k1" and self.beta:
-            raise ConfigError(
-                'k1 in the loss has a gradient that is zero in expectation; set kl_estimator="k2", "k3" or "full", '
-                'or kl_placement="reward"'
-            )
         if self.sync_ref_model and not self.beta:
             raise ConfigError(
                 "sync_ref_model=True needs a reference, and with beta=0.0 there is none; set beta above 0 or "
@@ -326,8 +321,53 @@ class RLOOConfig(OlderNames, TrainingArguments):
             if not low < high:
                 raise ConfigError(f"reward_clip_range must be (min, max), not {self.reward_clip_range}")
             self.reward_clip_range = (float(low), float(high))
-        if self.num_iterations < 1:
-            raise ConfigError(f"num_iterations must be at least 1, not {self.num_iterations}")
+        self._check_ranges()
+        self._check_without_effect()
+        self._hint_unsound_kl()
+
+    def _check_ranges(self) -> None:
+        rules = {
+            "num_iterations": (self.num_iterations >= 1, "at least 1"),
+            "beta": (self.beta >= 0, "0 (no KL) or positive"),
+            "dual_clip": (self.dual_clip is None or self.dual_clip > 1, "0 (off) or above 1"),
+            "advantage_clip": (self.advantage_clip is None or self.advantage_clip > 0, "0 (off) or positive"),
+            "baseline_momentum": (0 <= self.baseline_momentum < 1, "in [0, 1)"),
+            "length_margin": (
+                self.length_margin is None or 0 < self.length_margin <= self.max_completion_length,
+                "between 1 and max_completion_length",
+            ),
+        }
+        for name, (holds, what) in rules.items():
+            if not holds:
+                raise ConfigError(f"{name} must be {what}, not {getattr(self, name)}")
+
+    def _check_without_effect(self) -> None:
+        """An option that the others leave without effect is refused rather than ignored."""
+        needs = {
+            "epsilon": (self.surrogate == "clip", 'surrogate="clip"'),
+            "epsilon_high": (self.surrogate == "clip", 'surrogate="clip"'),
+            "dual_clip": (self.surrogate == "clip", 'surrogate="clip"'),
+            "baseline_momentum": (self.advantage_estimator == "moving_average", 'advantage_estimator="moving_average"'),
+            "length_coefficient": (self.length_regularization is not None, "length_regularization"),
+            "length_margin": (self.length_regularization == "soft_overlong", 'length_regularization="soft_overlong"'),
+        }
+        defaults = {f.name: f.default for f in fields(self)}
+        for name, (holds, what) in needs.items():
+            if name in self._given and getattr(self, name) != defaults[name] and not holds:
+                raise ConfigError(f"`{name}` has no effect without {what}: leave it out, or set that too")
+
+    def _hint_unsound_kl(self) -> None:
+        in_loss = self.kl_placement == "loss"
+        if self.beta and in_loss == (self.kl_estimator == "k1"):
+            where = "loss" if in_loss else "reward"
+            sound = '"k2" or "full"' if in_loss else '"k1"'
+            logger.warning(
+                'kl_estimator="%s" in the %s does not give the gradient of the KL (docs/algorithms.md says what it '
+                "gives); %s does",
+                self.kl_estimator,
+                where,
+                sound,
+            )
 
     # -- refusals
 

@@ -108,6 +108,8 @@ class OlderNames:
             raise ConfigError(f"`{old}` is an older name of `{new}`: give one of them, not both")
 
     def _translate_normalization(self) -> None:
+        if self.normalize_reward is not None and self.whiten_rewards is not None:
+            raise ConfigError("`normalize_reward` and `whiten_rewards` mean the same here: give one of them, not both")
         for old in ("normalize_reward", "whiten_rewards"):
             value = getattr(self, old)
             if value is None:
@@ -126,7 +128,6 @@ class OlderNames:
         if self.token_level_kl:
             config.kl_placement = "reward_tokens"
             config.ratio_level = config.ratio_level or "token"
-            config.loss_aggregation = config.loss_aggregation or "sequence_mean"
         else:
             config.kl_placement = "reward"
         self.token_level_kl = None

@@ -230,7 +230,7 @@ def compare_logs(ours, theirs):
         for key in ("loss", "reward", "reward_std", "kl", "learning_rate", "num_tokens"):
             if other.get(key) is not None:
                 assert mine[key] == pytest.approx(other[key], rel=1e-3, abs=1e-5), key
-        assert mine["epoch"] == pytest.approx(other["epoch"], abs=0.1)  # TRL counts micro-batches, we count updates
+        assert mine["epoch"] == pytest.approx(other["epoch"], abs=0.12)  # TRL counts micro-batches, we count updates
         # TRL averages per-micro-batch means; ours is the mean over the update's tokens.
         assert mine["entropy"] == pytest.approx(other["entropy"], rel=0.05)
         for key in other:

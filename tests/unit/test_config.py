@@ -57,7 +57,15 @@ def test_unknown_option_names_the_nearest(wrong, nearest):
         ({"length_regularization": "quadratic"}, "length_regularization"),
         ({"truncated_completions": "drop"}, "truncated_completions"),
         ({"kl_placement": "reward_tokens"}, 'ratio_level="token"'),
-        ({"kl_placement": "loss"}, "zero in expectation"),
+        ({"dual_clip": 0.5}, "dual_clip must be 0 .off. or above 1"),
+        ({"advantage_clip": -1.0}, "advantage_clip"),
+        ({"baseline_momentum": 3.0, "advantage_estimator": "moving_average"}, "baseline_momentum"),
+        ({"length_margin": -1, "length_regularization": "soft_overlong"}, "length_margin"),
+        ({"beta": -1.0}, "beta"),
+        ({"objective": "paper", "epsilon": 0.1}, "`epsilon` has no effect without surrogate"),
+        ({"baseline_momentum": 0.5}, "no effect without advantage_estimator"),
+        ({"length_coefficient": 0.5}, "no effect without length_regularization"),
+        ({"normalize_reward": True, "whiten_rewards": False}, "not both"),
         ({"reward_clip_range": (1.0, -1.0)}, "reward_clip_range"),
         ({"sync_ref_model": True, "beta": 0.0}, "sync_ref_model"),
         ({"mask_truncated_completions": True, "truncated_completions": "keep"}, "contradict"),
@@ -101,6 +109,21 @@ def test_presets_and_overrides():
     assert make(objective="openrlhf").advantage_clip == 10.0
     assert make(objective="paper").surrogate == "reinforce"
     assert make(mask_truncated_completions=True).truncated_completions == "mask"
+
+
+@pytest.mark.parametrize(
+    ("estimator", "placement", "sound"),
+    [
+        ("k1", "reward", True),
+        ("full", "reward", False),
+        ("k3", "reward", False),
+        ("k1", "loss", False),
+        ("k2", "loss", True),
+    ],
+)
+def test_an_unsound_kl_is_told(estimator, placement, sound, caplog):
+    make(kl_estimator=estimator, kl_placement=placement)
+    assert ("does not give the gradient of the KL" in caplog.text) != sound
 
 
 # -- the names of older documents

@@ -234,7 +234,7 @@ def test_nothing_could_be_scored():
 
 def shape(scores: list[list[float]], *, update: bool = True, shaper: Shaper | None = None, **options) -> list[float]:
     weights = torch.tensor([1.0, 0.5], dtype=torch.float64)
-    shaper = shaper or Shaper(config(max_completion_length=10, **options), weights)
+    shaper = shaper or Shaper(config(**({"max_completion_length": 10} | options)), weights)
     lengths, ended = torch.tensor([10, 2, 8]), torch.tensor([False, True, True])
     return shaper(torch.tensor(scores, dtype=torch.float64), lengths, ended, update=update).tolist()
 
@@ -251,7 +251,9 @@ def test_penalties_come_off_the_score():
     assert shape(TWO_REWARDS, length_regularization="linear", length_coefficient=2.0) == pytest.approx([0, 3.6, -4.6])
     options = {"length_regularization": "soft_overlong", "length_coefficient": 2.0}
     assert shape(TWO_REWARDS, length_margin=4, **options) == pytest.approx([0, 4, -4])
-    assert shape(TWO_REWARDS, **options) == pytest.approx([0, 4, -3])  # margin 10 // 5 = 2: free up to 8
+    # Unset, the margin is a fifth of the limit: 2 of 10 and of 12.
+    assert shape(TWO_REWARDS, **options) == pytest.approx([0, 4, -3])
+    assert shape(TWO_REWARDS, max_completion_length=12, **options) == pytest.approx([2, 4, -3])
 
 
 def test_penalty_then_normalization_then_clip():
@@ -308,10 +310,12 @@ def ppo(log_ratio: float, advantage: float) -> float:
 
 
 def shaped(settings: RLOOConfig, scores: list[float]) -> list[float]:
+    """The scores of a second batch: none of these objectives remembers the first."""
     column = torch.tensor(scores, dtype=torch.float64).unsqueeze(-1)
-    lengths = torch.tensor([len(kl) for kl in KLS])
+    lengths, ended = torch.tensor([len(kl) for kl in KLS]), torch.ones(5, dtype=torch.bool)
     shaper = Shaper(settings, torch.ones(1, dtype=torch.float64))
-    return shaper(column, lengths, torch.ones(5, dtype=torch.bool), update=True).tolist()
+    shaper(7 * column + 3, lengths, ended, update=True)
+    return shaper(column, lengths, ended, update=True).tolist()
 
 
 def test_objective_trl():

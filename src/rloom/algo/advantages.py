@@ -1,7 +1,8 @@
 """From rewards to advantages: what each completion is compared with.
 
 Every function takes `rewards` (N,) and `groups` (N,) and returns advantages (N,). NaN marks a completion that could
-not be scored: it enters nobody's baseline and its own advantage is 0.
+not be scored: it enters nobody's baseline and its own advantage is 0. Sums are taken in float64, so that equal rewards
+give advantages of exactly 0 whatever their scale.
 
 A baseline that does not depend on the completion it is subtracted from leaves the expected policy gradient
 unchanged; it only changes the variance. "Unbiased" below is meant in that sense.
@@ -24,7 +25,7 @@ def _group_sums(values: Tensor, groups: Tensor) -> Tensor:
 def _scorable(rewards: Tensor) -> tuple[Tensor, Tensor]:
     """Rewards with 0 in place of NaN, and 1/0 flags of which are numbers."""
     known = ~rewards.isnan()
-    return torch.where(known, rewards, rewards.new_zeros(())), known.to(rewards.dtype)
+    return torch.where(known, rewards, rewards.new_zeros(())).double(), known.double()
 
 
 def comparable(rewards: Tensor, groups: Tensor) -> Tensor:
@@ -49,7 +50,7 @@ def leave_one_out(rewards: Tensor, groups: Tensor) -> Tensor:
     filled, known = _scorable(rewards)
     total, count = _group_sums(filled, groups), _group_sums(known, groups)
     baseline = (total - filled) / (count - 1).clamp(min=1)
-    return torch.where(comparable(rewards, groups), filled - baseline, torch.zeros_like(filled))
+    return torch.where(comparable(rewards, groups), filled - baseline, torch.zeros_like(filled)).to(rewards.dtype)
 
 
 def group_mean(rewards: Tensor, groups: Tensor, *, divide_by_std: bool = False, eps: float = 1e-4) -> Tensor:
@@ -69,7 +70,7 @@ def group_mean(rewards: Tensor, groups: Tensor, *, divide_by_std: bool = False, 
     if divide_by_std:
         variance = _group_sums(centred**2, groups) / (count - 1).clamp(min=1)
         centred = centred / (variance.sqrt() + eps)
-    return torch.where(comparable(rewards, groups), centred, torch.zeros_like(centred))
+    return torch.where(comparable(rewards, groups), centred, torch.zeros_like(centred)).to(rewards.dtype)
 
 
 def batch_mean(rewards: Tensor) -> Tensor:
@@ -81,13 +82,13 @@ def batch_mean(rewards: Tensor) -> Tensor:
     Variance: does not remove the differences between easy and hard prompts.
     """
     filled, known = _scorable(rewards)
-    return (filled - filled.sum() / known.sum().clamp(min=1)) * known
+    return ((filled - filled.sum() / known.sum().clamp(min=1)) * known).to(rewards.dtype)
 
 
 def no_baseline(rewards: Tensor) -> Tensor:
     """Plain REINFORCE: A_i = r_i. Unbiased; the variance grows with the square of the mean reward."""
     filled, _ = _scorable(rewards)
-    return filled
+    return filled.to(rewards.dtype)
 
 
 @dataclass(slots=True)
@@ -116,12 +117,12 @@ class MovingAverage:
         """Advantages against the average so far; `update=False` leaves the average alone (evaluation)."""
         filled, known = _scorable(rewards)
         if not known.any():
-            return filled
+            return filled.to(rewards.dtype)
         mean = (filled.sum() / known.sum()).item()
         baseline = mean if self.value is None else self.value
         if update:
             self.value = self.momentum * baseline + (1 - self.momentum) * mean
-        return (filled - baseline) * known
+        return ((filled - baseline) * known).to(rewards.dtype)
 
 
 def clip_advantages(advantages: Tensor, limit: float | None) -> Tensor:

@@ -5,12 +5,15 @@ With ℓ = log π_θ(y_t) − log π_ref(y_t) for a token sampled from π_θ:
 | name | value             | as a value            | its gradient, put into the loss            |
 |------|-------------------|-----------------------|--------------------------------------------|
 | k1   | ℓ                 | unbiased, may be < 0  | zero in expectation: useless in the loss   |
-| k2   | ℓ²/2              | biased, low variance  | unbiased gradient of the KL                |
-| k3   | exp(−ℓ) − 1 + ℓ   | unbiased, ≥ 0         | biased: that of the reverse KL             |
+| k2   | ℓ²/2              | biased, low variance  | unbiased gradient of the token's KL        |
+| k3   | exp(−ℓ) − 1 + ℓ   | unbiased, ≥ 0         | biased: that of KL(π_ref ‖ π_θ)            |
 | full | Σ_v π_θ log π_θ/π_ref | exact at this token | exact at this token                      |
 
-In the *reward* the value counts, and it is the score function that is differentiated: k1 and full are right
-there; k3's value is unbiased, yet the gradient that it gives through the reward is not that of the KL.
+In the *reward* it is the score function that is differentiated, and only k1 gives the gradient of the KL there. The
+exact KL at a token is the same number whichever token is drawn, so that it teaches that token nothing (only earlier
+ones); k2's and k3's gradients through the reward are not that of the KL either. In the *loss* k2 and full are right,
+token by token: they do not see what a token does to the KL of later ones. The trainer says so when a combination is
+chosen that is not sound.
 Source: Schulman, "Approximating KL divergence" (2020); Tang & Munos 2025 (arXiv 2506.09477) on the gradients.
 """
 

@@ -71,7 +71,9 @@ def aggregate(values: Tensor, mask: Tensor, how: str) -> Tensor:
 
     - `"sequence_mean"`: each completion counts once; a token-level loss is summed over its tokens. Divide by N.
     - `"sequence_token_mean"`: each completion counts once, as the mean over its tokens. Divide by N.
-    - `"token_mean"`: each token counts once, so long completions weigh more. Divide by the number of tokens.
+    - `"token_mean"`: each token counts once. Divide by the number of tokens. For a token-level loss this is
+      `"sequence_mean"` scaled by one over the mean length, and unlike `"sequence_token_mean"` it does not make the
+      tokens of long completions count less.
 
     A sequence-level value under `"token_mean"` counts once per token of its completion.
     """

@@ -29,8 +29,9 @@ def normalize(values: Tensor, eps: float = 1e-4) -> Tensor:
     >>> normalize(torch.tensor([1.0, 3.0]), eps=0.0)
     tensor([-0.7071,  0.7071])
     """
-    std = masked_std(values)
-    return values if std.isnan() else (values - masked_mean(values)) / (std + eps)
+    exact = values.double()  # in float32 the rounding of a large mean would pass for a difference
+    std = masked_std(exact)
+    return values if std.isnan() else ((exact - masked_mean(exact)) / (std + eps)).to(values.dtype)
 
 
 @dataclass(slots=True)

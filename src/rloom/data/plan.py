@@ -18,6 +18,7 @@ from typing import Any
 import torch
 
 from rloom.errors import DataError
+from rloom.seeds import derive_seed
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -137,7 +138,7 @@ class PlanSampler:
         """The order of the prompts in this epoch."""
         if not self.shuffle:
             return list(range(self.num_prompts))
-        generator = torch.Generator().manual_seed(self.seed + self.epoch)
+        generator = torch.Generator().manual_seed(derive_seed(self.seed, "order", self.epoch))
         return torch.randperm(self.num_prompts, generator=generator).tolist()
 
     def __iter__(self) -> Iterator[list[UpdatePlan]]:

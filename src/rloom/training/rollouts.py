@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import hashlib
-import json
 import logging
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -25,16 +23,6 @@ from rloom.types import Group, Rollout, Share
 logger = logging.getLogger(__name__)
 
 ScoreFunction = Callable[[list[dict[str, Any]], list[Any], list[Any], list[list[int]]], Tensor]
-
-
-def derive_seed(*parts: Any) -> int:
-    """A 63-bit seed from anything that JSON can write; the same parts give the same seed on every machine.
-
-    >>> derive_seed(42, "train", 0, 3) == derive_seed(42, "train", 0, 3)
-    True
-    """
-    digest = hashlib.sha256(json.dumps(parts).encode()).digest()
-    return int.from_bytes(digest[:8], "big") >> 1
 
 
 class Collector:
@@ -92,12 +80,13 @@ class Collector:
         completions = [c for group in groups for c in group.completions]
         truncated = torch.tensor([c.truncated for c in completions])
         lengths = torch.tensor([len(c.token_ids) for c in completions])
-        score = self.shaper(scores, lengths, ~truncated, update=mode == "train")
         trained = lengths > 0
         if self.truncated != "keep":
             trained &= ~truncated
-        if self.truncated == "exclude":
-            score = torch.where(truncated, torch.full_like(score, torch.nan), score)
+        counted = scores
+        if self.truncated == "exclude":  # neither in a baseline nor in a normaliser
+            counted = torch.where(truncated.unsqueeze(-1), torch.full_like(scores, torch.nan), scores)
+        score = self.shaper(counted, lengths, ~truncated, update=mode == "train")
         logprobs = [c.logprobs for c in completions]
         return Rollout(
             prompt_ids=[group.prompt.token_ids for group in groups for _ in group.completions],

@@ -21,10 +21,11 @@ from rloom.data.plan import UpdatePlan
 from rloom.generation.base import Engine
 from rloom.models.reference import REF_ADAPTER
 from rloom.rewards.base import RewardBatch
+from rloom.seeds import derive_seed
 from rloom.training import assemble, checkpoint
 from rloom.training.callbacks import SampleTable, SyncReference
 from rloom.training.card import model_card
-from rloom.training.rollouts import RolloutBuffer, derive_seed
+from rloom.training.rollouts import RolloutBuffer
 from rloom.types import MicroBatch, Rollout
 
 logger = logging.getLogger(__name__)
