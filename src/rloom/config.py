@@ -6,7 +6,6 @@ TrainingArguments follow TRL. `older_names.py` owns the names that older documen
 
 from __future__ import annotations
 
-import functools
 import logging
 from dataclasses import dataclass, field, fields
 from typing import Any, ClassVar
@@ -33,33 +32,32 @@ def _option(default: Any, help: str) -> Any:
     return field(default=default, metadata={"help": help})
 
 
-def _refuse_unknown(cls: type) -> type:
-    """Give the generated constructor two habits: it remembers which options were given, and knows near misses."""
-    generated = cls.__init__  # type: ignore[misc]
-    names = [f.name for f in fields(cls) if f.init]
-    defaults = {f.name: f.default for f in fields(cls)}
+class _Remembering(type):
+    """Calls the constructor, after noting which options were given and refusing those that do not exist.
 
-    @functools.wraps(generated)
-    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
+    A metaclass rather than a wrapped `__init__`, so that subclasses, whose constructors dataclasses write anew, have
+    it too.
+    """
+
+    def __call__(cls, *args: Any, **kwargs: Any) -> Any:
+        options = {f.name: f.default for f in fields(cls) if f.init}  # type: ignore[arg-type]
         for name in kwargs:
-            if name not in names and name not in INIT_ONLY_NAMES:
-                hint = did_you_mean(name, [*names, *INIT_ONLY_NAMES])
+            if name not in options and name not in INIT_ONLY_NAMES:
+                hint = did_you_mean(name, [*options, *INIT_ONLY_NAMES])
                 raise UnknownOptionError(f"{cls.__name__} has no option '{name}'{hint}")
-        given = set(names[: len(args)]) | set(kwargs)
-        if given.issuperset(names):  # a command-line parser passes every option: tell by the value then
-            values = dict(zip(names, args, strict=False)) | kwargs
-            given = {name for name in given if values[name] != defaults.get(name)}
-        self._given = frozenset(given)
-        self._init_only = {name: kwargs.pop(name) for name in INIT_ONLY_NAMES if name in kwargs}
-        generated(self, *args, **kwargs)
+        values = dict(zip(options, args, strict=False)) | kwargs
+        given = set(values)
+        if given.issuperset(options):  # a command-line parser passes every option: tell by the value then
+            given = {name for name in given if name in INIT_ONLY_NAMES or values[name] != options[name]}
+        config = cls.__new__(cls)  # type: ignore[call-overload]
+        config._given = frozenset(given)
+        config._init_only = {name: kwargs.pop(name) for name in INIT_ONLY_NAMES if name in kwargs}
+        config.__init__(*args, **kwargs)
+        return config
 
-    cls.__init__ = __init__  # type: ignore[misc]
-    return cls
 
-
-@_refuse_unknown
 @dataclass
-class RLOOConfig(OlderNames, TrainingArguments):
+class RLOOConfig(OlderNames, TrainingArguments, metaclass=_Remembering):
     """Options of [`RLOOTrainer`]: all of [`~transformers.TrainingArguments`], TRL's for RLOO, and rloom's own.
 
     An option that does not exist is an error that names the nearest one. The names of older documents (`rloo_k`,
@@ -72,8 +70,12 @@ class RLOOConfig(OlderNames, TrainingArguments):
     Traceback (most recent call last):
         ...
     rloom.errors.UnknownOptionError: RLOOConfig has no option 'betta'; did you mean 'beta'?
+
+    Options that `objective` decides are None unless given; `config.choices` has them resolved.
     """
 
+    _given: ClassVar[frozenset[str]] = frozenset()
+    _init_only: ClassVar[dict[str, Any]] = {}
     _VALID_DICT_FIELDS: ClassVar[list[str]] = [
         *TrainingArguments._VALID_DICT_FIELDS,
         "model_init_kwargs",
@@ -189,6 +191,14 @@ class RLOOConfig(OlderNames, TrainingArguments):
         None, "Completions cut off at the limit: keep, mask (no loss) or exclude (no loss, no baseline)."
     )
 
+    # Speed and memory; none of these changes a gradient
+    max_tokens_per_micro_batch: int | None = _option(
+        None, "Tokens run forward and backward at a time. Unset: found from free memory."
+    )
+    packing: bool | None = _option(
+        None, "Train with each prompt once per group. Unset: wherever the model proves to allow it; False: padded rows."
+    )
+
     # What is shown
     log_completions: bool = _option(False, "Print a table of completions at each log; also to W&B and Trackio.")
     log_multimodal: bool = _option(True, "Include images in those tables.")
@@ -274,30 +284,33 @@ class RLOOConfig(OlderNames, TrainingArguments):
     def _resolve_objective(self) -> None:
         check_choice("objective", self.objective, OBJECTIVES)
         preset = OBJECTIVES[self.objective]
-        for name in Objective.names():
-            if getattr(self, name) is None:
-                setattr(self, name, getattr(preset, name))
+        chosen = {name: getattr(self, name) for name in Objective.names()}
+        chosen = {name: getattr(preset, name) if value is None else value for name, value in chosen.items()}
         for name in ("dual_clip", "advantage_clip"):
-            setattr(self, name, getattr(self, name) or None)
-        self.normalize_rewards = None if self.normalize_rewards == "off" else self.normalize_rewards
-        check_choice("advantage_estimator", self.advantage_estimator, ESTIMATORS)
-        check_choice("kl_estimator", self.kl_estimator, ("k1", "k2", "k3", "full"))
-        check_choice("kl_placement", self.kl_placement, KL_PLACEMENTS)
-        check_choice("ratio_level", self.ratio_level, RATIO_LEVELS)
-        check_choice("surrogate", self.surrogate, SURROGATES)
-        check_choice("loss_aggregation", self.loss_aggregation, AGGREGATIONS)
+            chosen[name] = chosen[name] or None
+        chosen["normalize_rewards"] = None if chosen["normalize_rewards"] == "off" else chosen["normalize_rewards"]
+        self.choices = Objective(**chosen)
+        check_choice("advantage_estimator", self.choices.advantage_estimator, ESTIMATORS)
+        check_choice("kl_estimator", self.choices.kl_estimator, ("k1", "k2", "k3", "full"))
+        check_choice("kl_placement", self.choices.kl_placement, KL_PLACEMENTS)
+        check_choice("ratio_level", self.choices.ratio_level, RATIO_LEVELS)
+        check_choice("surrogate", self.choices.surrogate, SURROGATES)
+        check_choice("loss_aggregation", self.choices.loss_aggregation, AGGREGATIONS)
         if self.normalize_rewards is not None:
             check_choice("normalize_rewards", self.normalize_rewards, ("batch", "running", "off"))
         if self.length_regularization is not None:
             check_choice("length_regularization", self.length_regularization, ("linear", "soft_overlong"))
-        self._resolve_truncation()
+        self._check_truncation()
         self._check_objective()
 
-    def _resolve_truncation(self) -> None:
-        if self.truncated_completions is None:
-            self.truncated_completions = "mask" if self.mask_truncated_completions else "keep"
-        check_choice("truncated_completions", self.truncated_completions, ("keep", "mask", "exclude"))
-        if self.mask_truncated_completions and self.truncated_completions == "keep":
+    @property
+    def truncation(self) -> str:
+        """What happens to truncated completions: keep, mask or exclude."""
+        return self.truncated_completions or ("mask" if self.mask_truncated_completions else "keep")
+
+    def _check_truncation(self) -> None:
+        check_choice("truncated_completions", self.truncation, ("keep", "mask", "exclude"))
+        if self.mask_truncated_completions and self.truncation == "keep":
             raise ConfigError(
                 'mask_truncated_completions=True and truncated_completions="keep" contradict each other; '
                 "give one of them"
@@ -306,21 +319,18 @@ class RLOOConfig(OlderNames, TrainingArguments):
     def _check_objective(self) -> None:
         if (self.epsilon_high is not None and self.epsilon_high < 0) or self.epsilon < 0:
             raise ConfigError("epsilon and epsilon_high must not be negative")
-        if self.kl_placement.startswith("reward_tokens") and self.ratio_level == "sequence":  # type: ignore[union-attr]
+        if self.choices.kl_placement.startswith("reward_tokens") and self.choices.ratio_level == "sequence":
             raise ConfigError(
-                f'kl_placement="{self.kl_placement}" gives each token its own advantage, which a ratio per completion '
-                'cannot use; set ratio_level="token" or kl_placement="reward"'
+                f'kl_placement="{self.choices.kl_placement}" gives each token its own advantage, which a ratio per '
+                'completion cannot use; set ratio_level="token" or kl_placement="reward"'
             )
         if self.sync_ref_model and not self.beta:
             raise ConfigError(
                 "sync_ref_model=True needs a reference, and with beta=0.0 there is none; set beta above 0 or "
                 "sync_ref_model=False"
             )
-        if self.reward_clip_range is not None:
-            low, high = self.reward_clip_range
-            if not low < high:
-                raise ConfigError(f"reward_clip_range must be (min, max), not {self.reward_clip_range}")
-            self.reward_clip_range = (float(low), float(high))
+        if self.reward_clip_range is not None and not self.reward_clip_range[0] < self.reward_clip_range[1]:
+            raise ConfigError(f"reward_clip_range must be (min, max), not {self.reward_clip_range}")
         self._check_ranges()
         self._check_without_effect()
         self._hint_unsound_kl()
@@ -329,8 +339,8 @@ class RLOOConfig(OlderNames, TrainingArguments):
         rules = {
             "num_iterations": (self.num_iterations >= 1, "at least 1"),
             "beta": (self.beta >= 0, "0 (no KL) or positive"),
-            "dual_clip": (self.dual_clip is None or self.dual_clip > 1, "0 (off) or above 1"),
-            "advantage_clip": (self.advantage_clip is None or self.advantage_clip > 0, "0 (off) or positive"),
+            "dual_clip": (not self.dual_clip or self.dual_clip > 1, "0 (off) or above 1"),
+            "advantage_clip": (not self.advantage_clip or self.advantage_clip > 0, "0 (off) or positive"),
             "baseline_momentum": (0 <= self.baseline_momentum < 1, "in [0, 1)"),
             "length_margin": (
                 self.length_margin is None or 0 < self.length_margin <= self.max_completion_length,
@@ -344,10 +354,13 @@ class RLOOConfig(OlderNames, TrainingArguments):
     def _check_without_effect(self) -> None:
         """An option that the others leave without effect is refused rather than ignored."""
         needs = {
-            "epsilon": (self.surrogate == "clip", 'surrogate="clip"'),
-            "epsilon_high": (self.surrogate == "clip", 'surrogate="clip"'),
-            "dual_clip": (self.surrogate == "clip", 'surrogate="clip"'),
-            "baseline_momentum": (self.advantage_estimator == "moving_average", 'advantage_estimator="moving_average"'),
+            "epsilon": (self.choices.surrogate == "clip", 'surrogate="clip"'),
+            "epsilon_high": (self.choices.surrogate == "clip", 'surrogate="clip"'),
+            "dual_clip": (self.choices.surrogate == "clip", 'surrogate="clip"'),
+            "baseline_momentum": (
+                self.choices.advantage_estimator == "moving_average",
+                'advantage_estimator="moving_average"',
+            ),
             "length_coefficient": (self.length_regularization is not None, "length_regularization"),
             "length_margin": (self.length_regularization == "soft_overlong", 'length_regularization="soft_overlong"'),
         }
@@ -357,17 +370,23 @@ class RLOOConfig(OlderNames, TrainingArguments):
                 raise ConfigError(f"`{name}` has no effect without {what}: leave it out, or set that too")
 
     def _hint_unsound_kl(self) -> None:
-        in_loss = self.kl_placement == "loss"
-        if self.beta and in_loss == (self.kl_estimator == "k1"):
+        if not self.beta and self._given & {"kl_estimator", "kl_placement"}:
+            logger.warning("beta is 0: `kl_estimator` and `kl_placement` have no effect")
+        in_loss = self.choices.kl_placement == "loss"
+        if self.beta and in_loss == (self.choices.kl_estimator == "k1"):
             where = "loss" if in_loss else "reward"
             sound = '"k2" or "full"' if in_loss else '"k1"'
             logger.warning(
                 'kl_estimator="%s" in the %s does not give the gradient of the KL (docs/algorithms.md says what it '
                 "gives); %s does",
-                self.kl_estimator,
+                self.choices.kl_estimator,
                 where,
                 sound,
             )
+
+    def to_dict(self) -> dict[str, Any]:
+        """As TrainingArguments', which takes `stop_token` for a secret and masks it."""
+        return {**super().to_dict(), "stop_token": self.stop_token}
 
     # -- refusals
 
@@ -387,6 +406,11 @@ class RLOOConfig(OlderNames, TrainingArguments):
             raise ConfigError(f"max_completion_length must be at least 1, not {self.max_completion_length}")
 
     def _check_unsupported(self) -> None:
+        if str(self.optim).rsplit(".", 1)[-1].lower() in ("lomo", "adalomo"):
+            raise ConfigError(
+                "LOMO updates weights inside the backward pass, which an update of several micro-batches cannot do; "
+                'set optim="adamw_torch"'
+            )
         if self.use_vllm:
             raise ConfigError(
                 "use_vllm=True: this version of rloom generates with transformers only; set use_vllm=False"

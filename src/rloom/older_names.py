@@ -74,6 +74,14 @@ class OlderNames:
         self._translate_batches()
         if self.stop_token not in (None, "eos"):
             raise ConfigError(f'stop_token must be "eos", not {self.stop_token!r}; for another token use stop_token_id')
+        noted = {
+            "stop_token": "nothing: the end token ends completions anyway",
+            "sft_model_path": "the model if none is named, else the reference",
+            "reward_model_path": "`reward_funcs`",
+        }
+        for name, became in noted.items():
+            if getattr(self, name) is not None:
+                note_once(name, became)
         if self.local_rollout_forward_batch_size is not None:
             note_once("local_rollout_forward_batch_size", "nothing: it has no effect on results")
 

@@ -61,7 +61,7 @@ class Rollout:
     groups: Tensor  # (N,) long
     scores: Tensor  # (N, F), NaN where a function did not apply
     score: Tensor  # (N,) weighted, shaped, normalised, clipped; NaN: unscorable
-    trained: Tensor  # (N,) bool: False where the row is left out of the loss (masked, empty)
+    trained: list[bool]  # False where the row is left out of the loss (masked, empty)
     sampling_logprobs: list[list[float]] | None = None
     policy_logprobs: list[Tensor | None] = field(default_factory=list)  # (T_i,) each, at the rollout's weights
     reference_logprobs: list[Tensor | None] = field(default_factory=list)  # (T_i,) each
@@ -82,6 +82,27 @@ class Rollout:
         return range(part * len(self) // parts, (part + 1) * len(self) // parts)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Block:
+    """One prompt and some of its completions, where they stand in a packed row."""
+
+    start: int  # of the prompt
+    prompt: int  # tokens
+    first: int  # start of the first completion; the others follow it
+    completions: tuple[int, ...]  # tokens each
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PackedRow:
+    """A micro-batch as one row of T tokens in which each prompt stands once: all prompts, then all completions."""
+
+    blocks: tuple[Block, ...]
+    num_prompt_tokens: int  # where the completions begin
+    input_ids: Tensor  # (1, T)
+    position_ids: Tensor  # (1, T)
+    source: Tensor  # (N,) the position whose hidden state predicts each completion token
+
+
 @dataclass(slots=True, kw_only=True)
 class Share:
     """Some rows of one rollout, as an update uses them."""
@@ -92,18 +113,30 @@ class Share:
 
 @dataclass(slots=True, kw_only=True)
 class MicroBatch:
-    """Rows of one rollout padded into tensors for one forward: prompts on the left, completions on the right."""
+    """Rows of one rollout for one forward, packed (each prompt once) or padded (a row per completion).
+
+    Tables are (B, C): a line per completion, a column per token, `completion_mask` 1 where there is one.
+    """
 
     rollout: Rollout
     rows: list[int]
-    input_ids: Tensor  # (B, P + C)
-    attention_mask: Tensor  # (B, P + C)
-    position_ids: Tensor  # (B, P + C)
-    completion_ids: Tensor  # (B, C)
-    completion_mask: Tensor  # (B, C) float
     lengths: list[int]  # completion lengths
+    completion_mask: Tensor  # (B, C) float
+    targets: Tensor  # (N,) the completion tokens, line by line
+    flat: Tensor  # (N,) where each stands in the flattened table
+    first: bool = False  # no update has used these rows: their log-probabilities here are the old policy's
+    one_forward: bool = False  # their advantages come from this very forward
+    packed: PackedRow | None = None
+    input_ids: Tensor | None = None  # (B, P + C), prompts padded on the left, completions on the right
+    attention_mask: Tensor | None = None
+    position_ids: Tensor | None = None
 
     @property
     def num_tokens(self) -> int:
         """Completion tokens in the micro-batch."""
         return sum(self.lengths)
+
+    def to_table(self, values: Tensor) -> Tensor:
+        """(N,) → (B, C), zero where a completion has ended; differentiable."""
+        table = values.new_zeros(self.completion_mask.numel()).index_copy(0, self.flat, values)
+        return table.view(self.completion_mask.shape)

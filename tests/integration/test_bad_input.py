@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from transformers import GPT2Config, GPT2LMHeadModel
 
 from rloom import FakeEngine, RLOOTrainer
 from rloom.errors import ConfigError, DataError, RewardError
@@ -87,16 +88,27 @@ def test_tokenizer_without_end_token(config, rows):
 def test_chat_prompts_without_a_template(config):
     tokenizer = make_tokenizer()
     tokenizer.chat_template = None
-    trainer = build(config, CHAT_ROWS, model=make_model(), processing_class=tokenizer)
     with pytest.raises(DataError, match="no chat template"):
-        trainer.train()
+        build(config, CHAT_ROWS, model=make_model(), processing_class=tokenizer)
 
 
 def test_prompt_longer_than_the_context(config):
     rows = [{"prompt": "a"}, {"prompt": "b" * 200}]
-    trainer = build(config, rows, model=make_model(), processing_class=make_tokenizer())
     with pytest.raises(DataError, match="200 tokens, and the model's context is 128"):
-        trainer.train()
+        build(config, rows, model=make_model(), processing_class=make_tokenizer())
+
+
+def test_completions_beyond_a_table_of_positions(config, rows):
+    gpt2 = GPT2LMHeadModel(GPT2Config(vocab_size=46, n_positions=48, n_embd=16, n_layer=1, n_head=2, eos_token_id=2))
+    with pytest.raises(DataError, match=r"exceed the model's 48 positions.*set it to 5 or less"):
+        build(config, rows, model=gpt2, processing_class=make_tokenizer())
+
+
+def test_columns_that_would_be_shadowed_or_lost(config):
+    with pytest.raises(DataError, match="under the same name from the trainer: 'completions'"):
+        build(config, [{"prompt": "a", "completions": 1}, {"prompt": "b", "completions": 2}])
+    with pytest.raises(DataError, match="'image', and this version of rloom trains on text alone"):
+        build(config, [{"prompt": "a", "image": None}, {"prompt": "b", "image": None}])
 
 
 def test_empty_prompt(config):
@@ -112,6 +124,7 @@ def test_empty_prompt(config):
         (lambda n: "good", "'bad' returned str"),
         (lambda n: [1.0] * (n - 1) + [float("nan")], "'bad' returned NaN for sample 3"),
         (lambda n: [float("inf")] * n, "'bad' returned infinity for sample 0"),
+        (lambda n: dict.fromkeys(range(n), 1.0), "'bad' returned dict"),
     ],
 )
 def test_reward_that_returns_nonsense(config, rows, returned, message):

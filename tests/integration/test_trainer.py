@@ -195,19 +195,24 @@ def test_lora_trains_the_adapter_alone_and_saves_it_in_pefts_format(config, rows
     assert moved
     assert all("lora_" in n for n in moved)
     trainer.save_model(str(tmp_path / "adapter"))
-    assert not (tmp_path / "adapter" / "ref").exists()
+    assert [p for p in (tmp_path / "adapter").iterdir() if p.is_dir()] == []
     again = peft.PeftModel.from_pretrained(make_model(), tmp_path / "adapter")
     ids = torch.tensor([[5, 6, 7]])
     torch.testing.assert_close(again(ids).logits, trainer.model.eval()(ids).logits)
 
 
-def test_an_adapter_that_was_there_is_its_own_reference(config, rows):
+@pytest.mark.parametrize("targets", [["q_proj", "v_proj"], ["q_proj", "embed_tokens"], ["q_proj", "lm_head"]])
+def test_an_adapter_that_was_there_is_its_own_reference(config, rows, tmp_path, targets):
     """The KL is measured from the adapter as it was given, not from the base model."""
     peft = pytest.importorskip("peft")
-    model = peft.get_peft_model(make_model(), peft.LoraConfig(r=4, init_lora_weights=False))
-    trainer, _ = train(config(max_steps=2, learning_rate=0.0), rows, model=model)
-    assert trainer.state.log_history[0]["kl"] == pytest.approx(0.0, abs=1e-6)
-    assert not any(".ref." in n and p.requires_grad for n, p in trainer.model.named_parameters())
+    lora = peft.LoraConfig(r=4, init_lora_weights=False, target_modules=targets)
+    model = peft.get_peft_model(make_model(), lora)
+    trainer, _ = train(config(max_steps=5), rows, model=model)
+    assert trainer.state.log_history[0]["kl"] == pytest.approx(0.0, abs=1e-5)
+    assert any(abs(entry.get("kl", 0.0)) > 1e-4 for entry in trainer.state.log_history)
+    assert not any("reference" in n and p.requires_grad for n, p in trainer.model.named_parameters())
+    trainer.save_model(str(tmp_path / "adapter"))
+    assert [p for p in (tmp_path / "adapter").iterdir() if p.is_dir()] == []
 
 
 def test_reference_is_a_copy_of_the_weights_that_were_given(config, rows, tmp_path):
@@ -294,7 +299,11 @@ def test_callbacks_see_the_users_settings_and_updates(config, rows):
     class Count(TrainerCallback):
         steps = 0
 
+        def on_train_begin(self, args, state, control, **kwargs):
+            assert args.gradient_accumulation_steps == 3  # what trackers write down
+
         def on_step_end(self, args, state, control, **kwargs):
+            assert args.gradient_accumulation_steps == 3
             self.steps += 1
 
     count = Count()
@@ -322,6 +331,34 @@ def test_tables_are_printed_when_asked(config, rows, capsys):
     out = capsys.readouterr().out
     assert out.count("Step ") == 2
     assert "advantage" in out
+
+
+def test_predict_reports_under_its_own_names(config, rows):
+    trainer, _ = train(config(max_steps=1, per_device_eval_batch_size=4), rows)
+    output = trainer.predict(rows[:3])
+    assert {"test_reward", "test_kl", "test_completions/mean_length"} <= set(output.metrics)
+    assert not trainer.metrics.values["train"]
+    assert not trainer.metrics.values["eval"]
+
+
+def test_saving_leaves_other_folders_alone(config, rows, tmp_path):
+    trainer, _ = train(config(max_steps=1), rows)
+    (tmp_path / "models" / "ref").mkdir(parents=True)
+    trainer.save_model(str(tmp_path / "models"))
+    assert (tmp_path / "models" / "ref").exists()
+
+
+def test_the_chat_template_says_what_ends_a_reply(config):
+    tokenizer = make_tokenizer()
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<end>"]})
+    tokenizer.chat_template = (
+        "{% for m in messages %}{{ m['role'][0] }}>{{ m['content'] }}<end>{% endfor %}"
+        "{% if add_generation_prompt %}a>{% endif %}"
+    )
+    model = make_model(vocab_size=len(tokenizer))
+    rows = [{"prompt": prompt} for prompt in CHAT]
+    trainer = RLOOTrainer(model, length, config(max_steps=1), rows, processing_class=tokenizer)
+    assert trainer.eos_token_ids == [2, tokenizer.convert_tokens_to_ids("<end>")]
 
 
 # -- older names in the constructor

@@ -25,7 +25,9 @@ def test_every_option_of_trl_is_there_with_its_default():
         if getattr(theirs, f.name) != getattr(ours, f.name)
     }
     # On a CPU bfloat16 autocast is several times slower than float32; TRL turns it on everywhere.
-    assert differing == {"bf16": (True, False)}
+    # Where None is "as the objective says", which is TRL's choice by default.
+    assert differing == {"bf16": (True, False), "normalize_advantages": (False, None)}
+    assert ours.choices.normalize_advantages is False
 
 
 @pytest.mark.parametrize(
@@ -97,18 +99,32 @@ def test_batch_arithmetic():
 
 
 def test_presets_and_overrides():
-    config = make(objective="reinforce++")
-    assert config.advantage_estimator == "none"
-    assert config.normalize_advantages is True
-    assert config.reward_clip_range == (-10.0, 10.0)
-    config = make(objective="reinforce++", normalize_advantages=False, normalize_rewards="off")
-    assert config.normalize_advantages is False
-    assert config.normalize_rewards is None
-    assert make(objective="verl").dual_clip == 3.0
-    assert make(objective="verl", dual_clip=0).dual_clip is None
-    assert make(objective="openrlhf").advantage_clip == 10.0
-    assert make(objective="paper").surrogate == "reinforce"
-    assert make(mask_truncated_completions=True).truncated_completions == "mask"
+    choices = make(objective="reinforce++").choices
+    assert choices.advantage_estimator == "none"
+    assert choices.normalize_advantages is True
+    assert choices.reward_clip_range == (-10.0, 10.0)
+    choices = make(objective="reinforce++", normalize_advantages=False, normalize_rewards="off").choices
+    assert choices.normalize_advantages is False
+    assert choices.normalize_rewards is None
+    assert make(objective="verl").choices.dual_clip == 3.0
+    assert make(objective="verl", dual_clip=0).choices.dual_clip is None
+    assert make(objective="openrlhf").choices.advantage_clip == 10.0
+    assert make(objective="paper").choices.surrogate == "reinforce"
+    assert make(mask_truncated_completions=True).truncation == "mask"
+
+
+def test_a_config_can_be_changed_subclassed_and_written_out():
+    assert dataclasses.replace(make(), objective="verl").choices == make(objective="verl").choices
+    assert RLOOConfig(**make(beta=0.2).to_dict()).beta == 0.2
+
+    @dataclasses.dataclass
+    class Mine(RLOOConfig):
+        extra: int = 3
+
+    mine = Mine("out", report_to="none", use_cpu=True, kl_coef=0.1, extra=4)
+    assert (mine.beta, mine.extra) == (0.1, 4)
+    with pytest.raises(UnknownOptionError, match="did you mean 'extra'"):
+        Mine("out", exrta=4)
 
 
 @pytest.mark.parametrize(

@@ -294,14 +294,14 @@ def loss_of(settings: RLOOConfig, advantages: Tensor) -> float:
         old,
         advantages,
         mask,
-        level=settings.ratio_level,
-        surrogate=settings.surrogate,
+        level=settings.choices.ratio_level,
+        surrogate=settings.choices.surrogate,
         epsilon_low=settings.epsilon,
         epsilon_high=high,
-        dual_clip=settings.dual_clip,
+        dual_clip=settings.choices.dual_clip,
     )
-    denominator = NUM_TOKENS if settings.loss_aggregation == "token_mean" else len(ROWS)
-    return aggregate(terms.values, mask, str(settings.loss_aggregation)).item() / denominator
+    denominator = NUM_TOKENS if settings.choices.loss_aggregation == "token_mean" else len(ROWS)
+    return aggregate(terms.values, mask, str(settings.choices.loss_aggregation)).item() / denominator
 
 
 def ppo(log_ratio: float, advantage: float) -> float:
@@ -446,10 +446,10 @@ def expected_gradient(settings: RLOOConfig) -> Tensor:
     """The mean over all groups of the gradient that a step ascends, weighted by the group's probability."""
     policy, reference = policy_and_reference()
     logprobs = policy.logprobs()
-    if settings.kl_estimator == "full":
+    if settings.choices.kl_estimator == "full":
         kl = exact_kl(policy.token_logits(), reference.token_logits()).double().detach()
     else:
-        kl = token_kl(str(settings.kl_estimator), logprobs, reference.logprobs()).detach()
+        kl = token_kl(str(settings.choices.kl_estimator), logprobs, reference.logprobs()).detach()
     choices = torch.tensor(list(itertools.product(range(4), repeat=K)))  # (64, K)
     probability = logprobs.detach().sum(-1)[choices].sum(-1).exp()  # (64,)
     rows = choices.flatten()

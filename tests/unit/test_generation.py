@@ -11,6 +11,7 @@ from rloom import FakeEngine, Prompt
 from rloom.errors import ConfigError
 from rloom.generation import Engine, Sampling, TransformersEngine
 from rloom.generation.base import cut_at_end
+from tests.conftest import make_tokenizer
 
 PROMPTS = [Prompt(content=t, token_ids=ids) for t, ids in (("a", [4]), ("b", [5, 6, 7, 8, 9, 10, 11]), ("c", [6, 6]))]
 
@@ -71,8 +72,35 @@ def test_end_tokens_and_length(model):
 def test_engine_options_pass_through(model):
     greedy = tokens(engine(model, extra={"do_sample": False}).generate(PROMPTS, 2, seed=1))
     assert all(a == b for a, b in greedy)
-    with pytest.raises(ConfigError, match="num_generations instead"):
-        engine(model, extra={"num_return_sequences": 2})
+
+
+@pytest.mark.parametrize(
+    ("extra", "message"),
+    [
+        ({"num_return_sequences": 2}, "set `num_generations` instead"),
+        ({"temperature": 0.3}, "set `temperature` instead"),
+        ({"max_new_tokens": 3}, "set `max_completion_length` instead"),
+        ({"eos_token_id": 5}, "set `stop_token_id` instead"),
+        ({"return_dict_in_generate": True}, "changes what `generate` returns"),
+        ({"tpo_k": 3}, "did you mean 'top_k'"),
+    ],
+)
+def test_engine_options_that_would_make_sampling_and_training_disagree(model, extra, message):
+    with pytest.raises(ConfigError, match=message):
+        engine(model, extra=extra)
+
+
+def test_stop_strings(model):
+    tokenizer = make_tokenizer(pad_token="<eos>")  # padding after a stop string looks like an end token
+    sampling = Sampling(
+        max_completion_length=30, eos_token_ids=(2,), pad_token_id=2, extra={"stop_strings": list("0123456789")}
+    )
+    stopping = TransformersEngine(lambda: model, sampling, tokenizer=tokenizer)
+    completions = [c for group in stopping.generate(PROMPTS, 8, seed=1) for c in group.completions]
+    stopped = [c for c in completions if c.stop_reason == "stop_string"]
+    assert len(stopped) > 5
+    assert all(2 not in c.token_ids for c in stopped)
+    assert all(tokenizer.decode(c.token_ids)[-1] in "0123456789" for c in stopped)
 
 
 def test_fake_engine_is_an_engine_and_may_lose_a_completion():

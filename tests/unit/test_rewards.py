@@ -40,6 +40,7 @@ def lengths(completions):
         lambda prompts, completions, completion_ids, **kwargs: torch.tensor([3.0, 5.0]),
         lambda **kwargs: [torch.tensor(3.0), 5],
         lambda *, completions, trainer_state, log_extra, log_metric: (3, 5),
+        lambda completions, /: [len(c) for c in completions],
         functools.partial(lambda completions, offset: [len(c) + offset for c in completions], offset=0),
     ],
 )
@@ -92,6 +93,9 @@ def test_objects_with_get_rewards():
         ([math.inf, 1.0], "'bad' returned infinity for sample 0"),
         (torch.tensor([1.0, math.nan]), "'bad' returned NaN for sample 1"),
         ([[1.0], [2.0]], "'bad' returned list"),
+        ({"a": 1.0, "b": 2.0}, "'bad' returned dict"),
+        (torch.zeros(2, 2), "'bad' returned an array of shape"),
+        (torch.tensor(1.0), "'bad' returned an array of shape"),
     ],
 )
 def test_a_return_value_that_is_no_score(value, message):

@@ -18,14 +18,16 @@ from torch import Tensor
 
 def _group_sums(values: Tensor, groups: Tensor) -> Tensor:
     """Σ of `values` over each row's group, at each row. (N,) → (N,)"""
-    size = int(groups.max()) + 1 if groups.numel() else 0
-    return values.new_zeros(size).index_add(0, groups, values)[groups]
+    # On a device the largest number is not asked for, which would wait for it: there, groups are numbered below N.
+    slots = len(values) if groups.device.type != "cpu" else int(groups.max()) + 1 if len(groups) else 0
+    return values.new_zeros(slots).index_add(0, groups, values)[groups]
 
 
 def _scorable(rewards: Tensor) -> tuple[Tensor, Tensor]:
     """Rewards with 0 in place of NaN, and 1/0 flags of which are numbers."""
     known = ~rewards.isnan()
-    return torch.where(known, rewards, rewards.new_zeros(())).double(), known.double()
+    exact = torch.float32 if rewards.device.type == "mps" else torch.float64  # Apple's GPUs have no float64
+    return torch.where(known, rewards, rewards.new_zeros(())).to(exact), known.to(exact)
 
 
 def comparable(rewards: Tensor, groups: Tensor) -> Tensor:

@@ -1,74 +1,92 @@
-"""Micro-batches: which rows share a forward, and their padding."""
+"""Micro-batches: which rows share a forward, and in which layout."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import torch
 
+from rloom.data.packing import pack, runs_of_groups
 from rloom.types import MicroBatch, Rollout
 
 
-def plan_rows(rollout: Rollout, rows: Sequence[int], max_rows: int, *, whole_groups: bool) -> Iterator[list[int]]:
-    """Cut `rows` into lists of at most `max_rows` that are run forward (`trained`), keeping order.
+class Batcher:
+    """Cuts rows of a rollout into micro-batches of at most `budget` tokens, and makes tensors of them.
 
-    With `whole_groups`, all rows of a group come in one list, as the one-forward form needs it; rows that are not
-    trained ride along in the list (their scores count in the baseline) but do not count towards `max_rows`.
+    Packed: a prompt counts once for its completions. Padded: every row counts with the longest prompt and completion of
+    its micro-batch. A single completion that is longer than the budget is a micro-batch of its own.
     """
-    groups = rollout.groups.tolist()
-    trained = rollout.trained.tolist()
-    current: list[int] = []
-    weight = 0
-    for unit in _units(rows, groups, whole_groups):
-        cost = sum(trained[row] for row in unit)
-        if current and weight + cost > max_rows:
-            yield current
-            current, weight = [], 0
-        current += unit
-        weight += cost
-    if current:
-        yield current
+
+    def __init__(self, *, packed: bool, pad_token_id: int, multiple: int | None = None) -> None:
+        self.packed, self.pad_token_id, self.multiple = packed, pad_token_id, multiple
+
+    def plan(self, rollout: Rollout, rows: Sequence[int], budget: int, *, whole_groups: bool) -> list[list[int]]:
+        """Lists of rows, in order. With `whole_groups` no group is cut, as the one-forward form needs it."""
+        groups = rollout.groups.tolist()
+        units = [[rows[i] for i in run] for run in runs_of_groups(rows, groups)]
+        if not whole_groups:
+            units = [[row] for unit in units for row in unit]
+        plans: list[list[int]] = []
+        for unit in units:
+            if plans and self._fits(rollout, [*plans[-1], *unit], groups, budget):
+                plans[-1] += unit
+            else:
+                plans.append(list(unit))
+        return plans
+
+    def size(self, rollout: Rollout, rows: Sequence[int], groups: Sequence[int] | None = None) -> int:
+        """Tokens that rows take in a forward."""
+        completions = [len(rollout.completion_ids[row]) for row in rows]
+        if not rows:
+            return 0
+        if not self.packed:
+            width = max(len(rollout.prompt_ids[row]) for row in rows) + max(completions)
+            return len(rows) * width
+        runs = runs_of_groups(rows, rollout.groups.tolist() if groups is None else groups)
+        return sum(len(rollout.prompt_ids[rows[run[0]]]) for run in runs) + sum(completions)
+
+    def _fits(self, rollout: Rollout, rows: Sequence[int], groups: Sequence[int], budget: int) -> bool:
+        return self.size(rollout, rows, groups) <= budget
+
+    def make(self, rollout: Rollout, rows: Sequence[int], device: torch.device) -> MicroBatch:
+        """The rows as tensors."""
+        lengths = [len(rollout.completion_ids[row]) for row in rows]
+        width = _round_up(max(lengths), None if self.packed else self.multiple)
+        mask = torch.zeros(len(rows), width)
+        for line, length in enumerate(lengths):
+            mask[line, :length] = 1
+        batch = MicroBatch(
+            rollout=rollout,
+            rows=list(rows),
+            lengths=lengths,
+            flat=mask.flatten().nonzero().squeeze(-1).to(device, non_blocking=True),
+            completion_mask=mask.to(device, non_blocking=True),
+            targets=_flat_tokens([rollout.completion_ids[row] for row in rows]).to(device, non_blocking=True),
+        )
+        if self.packed:
+            batch.packed = pack(rollout, rows, device)
+        else:
+            self._pad(batch, width, device)
+        return batch
+
+    def _pad(self, batch: MicroBatch, right: int, device: torch.device) -> None:
+        """Prompts padded on the left, completions on the right, positions counted per row."""
+        prompts = [batch.rollout.prompt_ids[row] for row in batch.rows]
+        left = _round_up(max(map(len, prompts)), self.multiple)
+        input_ids = torch.full((len(prompts), left + right), self.pad_token_id, dtype=torch.long)
+        mask = torch.zeros_like(input_ids)
+        for line, (prompt, row) in enumerate(zip(prompts, batch.rows, strict=True)):
+            completion = batch.rollout.completion_ids[row]
+            input_ids[line, left - len(prompt) : left] = torch.tensor(prompt)
+            input_ids[line, left : left + len(completion)] = torch.tensor(completion)
+            mask[line, left - len(prompt) : left + len(completion)] = 1
+        batch.input_ids = input_ids.to(device, non_blocking=True)
+        batch.attention_mask = mask.to(device, non_blocking=True)
+        batch.position_ids = (mask.cumsum(-1) - 1).clamp(min=0).to(device, non_blocking=True)
 
 
-def _units(rows: Sequence[int], groups: list[int], whole_groups: bool) -> Iterator[list[int]]:
-    if not whole_groups:
-        yield from ([row] for row in rows)
-        return
-    unit: list[int] = []
-    for row in rows:
-        if unit and groups[row] != groups[unit[-1]]:
-            yield unit
-            unit = []
-        unit.append(row)
-    if unit:
-        yield unit
-
-
-def pad_rows(
-    rollout: Rollout, rows: Sequence[int], *, pad_token_id: int, multiple: int | None, device: torch.device
-) -> MicroBatch:
-    """The rows as tensors: prompts padded on the left, completions on the right, positions counted per row."""
-    prompts = [rollout.prompt_ids[row] for row in rows]
-    completions = [rollout.completion_ids[row] for row in rows]
-    left = _round_up(max(map(len, prompts)), multiple)
-    right = _round_up(max(map(len, completions)), multiple)
-    input_ids = torch.full((len(rows), left + right), pad_token_id, dtype=torch.long)
-    mask = torch.zeros_like(input_ids)
-    for index, (prompt, completion) in enumerate(zip(prompts, completions, strict=True)):
-        input_ids[index, left - len(prompt) : left] = torch.tensor(prompt)
-        input_ids[index, left : left + len(completion)] = torch.tensor(completion)
-        mask[index, left - len(prompt) : left + len(completion)] = 1
-    input_ids, mask = input_ids.to(device), mask.to(device)
-    return MicroBatch(
-        rollout=rollout,
-        rows=list(rows),
-        input_ids=input_ids,
-        attention_mask=mask,
-        position_ids=(mask.cumsum(-1) - 1).clamp(min=0),
-        completion_ids=input_ids[:, left:],
-        completion_mask=mask[:, left:].float(),
-        lengths=[len(completion) for completion in completions],
-    )
+def _flat_tokens(completions: list[list[int]]) -> torch.Tensor:
+    return torch.tensor([token for completion in completions for token in completion])
 
 
 def _round_up(width: int, multiple: int | None) -> int:

@@ -9,6 +9,9 @@ from torch.utils.data import IterableDataset as TorchIterableDataset
 
 from rloom.errors import DataError, did_you_mean
 
+RESERVED = {"prompts", "completions", "completion_ids", "trainer_state", "log_extra", "log_metric"}
+"""Names of arguments that reward functions get; a data set's columns must not bear them."""
+
 
 class RowList(list):
     """A list of rows that looks enough like a map-style data set: indexable, sized, with column names."""
@@ -79,6 +82,17 @@ def _check_columns(dataset: Any, name: str) -> None:
             f"`{name}` has no column 'prompt'; its columns are {', '.join(map(repr, columns))}{hint}. "
             "Rename one: dataset.rename_column(old, 'prompt')"
         )
+    taken = sorted(RESERVED & set(columns or ()))
+    if taken:
+        raise DataError(
+            f"`{name}` has columns that reward functions get under the same name from the trainer: "
+            f"{', '.join(map(repr, taken))}. Rename or remove them"
+        )
+    pictures = sorted({"image", "images"} & set(columns or ()))
+    if pictures:
+        raise DataError(
+            f"`{name}` has a column {pictures[0]!r}, and this version of rloom trains on text alone: remove the column"
+        )
 
 
 def prompt_format(prompt: Any, where: str) -> str:
@@ -91,6 +105,14 @@ def prompt_format(prompt: Any, where: str) -> str:
         f"{where}: a prompt is text, or a list of messages with 'role' and 'content'; got {type(prompt).__name__}: "
         f"{str(prompt)[:80]!r}"
     )
+
+
+def is_chat(dataset: Any) -> bool:
+    """Whether the prompts are lists of messages; a stream is asked for its first row."""
+    if iter(dataset) is dataset:  # can be read once only: looking would lose the first row
+        return False
+    first = next(iter(dataset), None) if is_iterable(dataset) else dataset[0]
+    return first is not None and not isinstance(first.get("prompt"), str)
 
 
 def _check_formats(rows: RowList, name: str) -> None:

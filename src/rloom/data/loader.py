@@ -26,6 +26,16 @@ class PlannedDataset(Dataset):
         return len(self.rows)
 
 
+class Stream(IterableDataset):
+    """Anything that can be iterated over, as torch's DataLoader wants it."""
+
+    def __init__(self, rows: Iterable[dict[str, Any]]) -> None:
+        self.rows = rows
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        return iter(self.rows)
+
+
 class PlannedStream(IterableDataset):
     """A stream of rows cut into updates, read from the start again whenever it ends.
 

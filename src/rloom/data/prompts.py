@@ -13,11 +13,16 @@ from rloom.types import Prompt
 logger = logging.getLogger(__name__)
 
 
+MAX_SCANNED = 200_000
+"""Data sets up to this size are scanned for their longest prompts before training."""
+
+
 class PromptEncoder:
     """Turns rows into [`Prompt`]s with the model's tokenizer and chat template.
 
     `context_length` is the model's limit on prompt plus completion, None if it has none. `columns` are those that
-    reward functions may see, None for all.
+    reward functions may see, None for all. `position_table` says that positions are looked up in a table, so that there
+    is nothing beyond the context, where rotary ones only get worse.
     """
 
     def __init__(
@@ -27,12 +32,14 @@ class PromptEncoder:
         template_kwargs: dict[str, Any],
         context_length: int | None,
         max_completion_length: int,
+        position_table: bool = False,
         columns: tuple[str, ...] | None = None,
     ) -> None:
         self.processing_class = processing_class
         self.template_kwargs = template_kwargs
         self.context_length = context_length
         self.max_completion_length = max_completion_length
+        self.position_table = position_table
         self.columns = columns
         self._warned = False
 
@@ -50,6 +57,18 @@ class PromptEncoder:
         for prompt in prompts:
             self._check_length(prompt)
         return prompts
+
+    def check_early(self, rows: Sequence[dict[str, Any]]) -> None:
+        """Find, before training, what would stop it: no chat template, prompts that are too long.
+
+        The longest texts stand for all; a tokenizer could still make more tokens of a shorter one, which is then found
+        when it is drawn.
+        """
+        if len(rows) <= MAX_SCANNED:
+            longest = sorted(range(len(rows)), key=lambda i: len(str(rows[i]["prompt"])), reverse=True)[:8]
+            self.encode([rows[i] for i in longest])
+        else:
+            self.encode([rows[0]])
 
     def _columns(self, row: dict[str, Any]) -> dict[str, Any]:
         return row if self.columns is None else {name: row[name] for name in self.columns if name in row}
@@ -84,6 +103,12 @@ class PromptEncoder:
             raise DataError(
                 f"a prompt has {len(prompt.token_ids)} tokens, and the model's context is {self.context_length}: "
                 f"shorten or filter the prompts. It begins: {str(prompt.content)[:80]!r}"
+            )
+        if room < self.max_completion_length and self.position_table:
+            raise DataError(
+                f"a prompt of {len(prompt.token_ids)} tokens and max_completion_length={self.max_completion_length} "
+                f"exceed the model's {self.context_length} positions, which are all there are: set it to "
+                f"{room} or less, or shorten the prompts. It begins: {str(prompt.content)[:80]!r}"
             )
         if room < self.max_completion_length and not self._warned:
             self._warned = True

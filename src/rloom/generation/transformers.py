@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -10,21 +11,28 @@ import torch
 from torch import Tensor
 from transformers import GenerationConfig
 
-from rloom.errors import ConfigError, EngineError
+from rloom.errors import ConfigError, EngineError, did_you_mean
 from rloom.generation.base import Sampling, cut_at_end
-from rloom.types import Group, Prompt
+from rloom.types import STOP_STRING, Completion, Group, Prompt
+
+logger = logging.getLogger(__name__)
 
 
 class TransformersEngine:
     """Samples from the very model that is trained, all groups of a rollout in one left-padded batch."""
 
     def __init__(
-        self, get_model: Callable[[], Any], sampling: Sampling, *, pad_to_multiple_of: int | None = None
+        self,
+        get_model: Callable[[], Any],
+        sampling: Sampling,
+        *,
+        pad_to_multiple_of: int | None = None,
+        tokenizer: Any = None,
     ) -> None:
-        if sampling.extra.get("num_return_sequences", 1) != 1:
-            raise ConfigError("generation_kwargs: set num_generations instead of num_return_sequences")
+        _check_extra(sampling.extra)
         self.get_model, self.sampling, self.pad_to_multiple_of = get_model, sampling, pad_to_multiple_of
-        self.generation_config = GenerationConfig(**_generate_options(sampling), disable_compile=True)
+        self.tokenizer = tokenizer
+        self.generation_config = GenerationConfig(**_generate_options(sampling))
 
     def generate(self, prompts: Sequence[Prompt], num_generations: int, *, seed: int) -> Iterator[Group]:
         """Yield the groups in order, once all are done: `model.generate` hands over nothing earlier."""
@@ -37,14 +45,52 @@ class TransformersEngine:
                 input_ids=input_ids.to(device),
                 attention_mask=attention_mask.to(device),
                 generation_config=self.generation_config,
+                **({"tokenizer": self.tokenizer} if self.sampling.extra.get("stop_strings") else {}),
             )
         sampled = output[:, input_ids.shape[1] :].tolist()
         if len(sampled) != len(rows):
             raise EngineError(f"model.generate returned {len(sampled)} completions, {len(rows)} were asked for")
-        completions = [cut_at_end(tokens, self.sampling.eos_token_ids) for tokens in sampled]
+        completions = [self._completion(tokens) for tokens in sampled]
         for index, prompt in enumerate(prompts):
             start = index * num_generations
             yield Group(prompt=prompt, completions=completions[start : start + num_generations])
+
+    def _completion(self, tokens: list[int]) -> Completion:
+        completion = cut_at_end(tokens, self.sampling.eos_token_ids)
+        stops = self.sampling.extra.get("stop_strings")
+        if not stops:
+            return completion
+        # After a stop string comes padding, which may be the end token itself: neither was sampled.
+        ends = {*self.sampling.eos_token_ids, self.sampling.pad_token_id}
+        end = next((i for i, token in enumerate(tokens) if token in ends), len(tokens))
+        text = self.tokenizer.decode(tokens[:end])
+        if any(stop in text for stop in ([stops] if isinstance(stops, str) else stops)):
+            return Completion(token_ids=tokens[:end], stop_reason=STOP_STRING)
+        return completion
+
+
+OWNED = {
+    "temperature": "temperature",
+    "max_new_tokens": "max_completion_length",
+    "max_length": "max_completion_length",
+    "num_return_sequences": "num_generations",
+    "eos_token_id": "stop_token_id",
+}
+"""Options of `generate` that the trainer must know about, and the option of ours to use instead."""
+
+
+def _check_extra(extra: dict[str, Any]) -> None:
+    """Refuse what would make training and sampling disagree, and what `generate` does not know."""
+    known = set(GenerationConfig().to_dict()) | {"stop_strings"}
+    for name in extra:
+        if name in OWNED:
+            raise ConfigError(f"generation_kwargs: set `{OWNED[name]}` instead of `{name}`")
+        if name.startswith(("return_dict", "output_")):
+            raise ConfigError(f"generation_kwargs: `{name}` changes what `generate` returns; leave it out")
+        if name not in known:
+            raise ConfigError(f"generation_kwargs: `generate` has no option `{name}`{did_you_mean(name, known)}")
+    if extra.get("num_beams", 1) != 1:
+        logger.warning("num_beams=%s: completions of a beam are not independent samples", extra["num_beams"])
 
 
 def _generate_options(sampling: Sampling) -> dict[str, Any]:
@@ -58,6 +104,7 @@ def _generate_options(sampling: Sampling) -> dict[str, Any]:
         "repetition_penalty": sampling.repetition_penalty,
         "eos_token_id": list(sampling.eos_token_ids),
         "pad_token_id": sampling.pad_token_id,
+        "disable_compile": True,
         **sampling.extra,
     }
 

@@ -87,18 +87,19 @@ def tokenizer_of(processing_class: Any) -> PreTrainedTokenizerBase:
     return processing_class.tokenizer if isinstance(processing_class, ProcessorMixin) else processing_class
 
 
-def agree_on_tokens(model: Any, tokenizer: Any, extra_stop: int | None) -> list[int]:
+def agree_on_tokens(model: Any, tokenizer: Any, extra_stop: int | None, *, chat: bool = False) -> list[int]:
     """All tokens that end a completion; sets the padding token on model and tokenizer alike.
 
-    Every end token that the model's generation config declares counts (an end-of-turn token, say), and the
-    tokenizer's own.
+    Every end token that the model's generation config declares counts (an end-of-turn token, say), the tokenizer's
+    own and, for chat prompts, the special token with which the chat template ends a reply.
     """
     declared = getattr(model.generation_config, "eos_token_id", None)
     ends = [] if declared is None else [declared] if isinstance(declared, int) else list(declared)
     if tokenizer.eos_token_id is not None and tokenizer.eos_token_id not in ends:
         ends = [tokenizer.eos_token_id, *ends]
-    if extra_stop is not None and extra_stop not in ends:
-        ends.append(extra_stop)
+    for stop in (extra_stop, end_of_turn(tokenizer) if chat else None):
+        if stop is not None and stop not in ends:
+            ends.append(stop)
     if not ends:
         raise ConfigError(
             "neither the tokenizer nor the model's generation config has an end-of-sequence token, so no completion "
@@ -109,6 +110,31 @@ def agree_on_tokens(model: Any, tokenizer: Any, extra_stop: int | None) -> list[
     model.config.get_text_config().pad_token_id = tokenizer.pad_token_id
     model.generation_config.pad_token_id = tokenizer.pad_token_id
     return ends
+
+
+def end_of_turn(tokenizer: Any) -> int | None:
+    """The special token that the chat template puts right after a reply, if it puts one."""
+    if getattr(tokenizer, "chat_template", None) is None:
+        return None
+    mark = "5f3a9"  # something that no template contains
+    turns = [{"role": "user", "content": "a"}, {"role": "assistant", "content": mark}]
+    try:
+        text = tokenizer.apply_chat_template(turns, tokenize=False)
+    except Exception as error:  # a template may refuse such a conversation; then it has nothing to say about ends
+        logger.debug("the chat template did not render a plain conversation: %s", error)
+        return None
+    rest = text.rsplit(mark, 1)[-1].lstrip()
+    ids = tokenizer(rest, add_special_tokens=False)["input_ids"] if rest else []
+    return ids[0] if ids and ids[0] in tokenizer.all_special_ids else None
+
+
+def has_position_table(model: Any) -> bool:
+    """Whether positions are looked up in a table (GPT-2, OPT), beyond which there is nothing."""
+    config = model.config.get_text_config()
+    rotary = any(getattr(config, name, None) for name in ("rope_parameters", "rope_theta", "rope_scaling"))
+    limit = context_length(model)
+    tables = (m.num_embeddings for m in model.modules() if isinstance(m, nn.Embedding))
+    return not rotary and limit is not None and any(limit <= size <= limit + 2 for size in tables)
 
 
 def context_length(model: Any) -> int | None:
@@ -151,12 +177,16 @@ def _new_adapter(model: Any, peft_config: Any) -> Any:
     return model
 
 
+DROPOUT_NAMES = ("attention_dropout", "attn_dropout", "dropout")
+"""Where layers keep a dropout probability as a plain number."""
+
+
 def disable_dropout(model: nn.Module) -> None:
     """Set every dropout probability to 0, also those that attention layers keep as a plain number."""
     for module in model.modules():
         if isinstance(module, nn.Dropout):
             module.p = 0.0
-        for name in ("attention_dropout", "attn_dropout", "dropout"):
+        for name in DROPOUT_NAMES:
             if isinstance(getattr(module, name, None), float):
                 setattr(module, name, 0.0)
 
@@ -165,6 +195,6 @@ def has_dropout(model: nn.Module) -> bool:
     """Whether any dropout probability is above 0."""
     return any(
         (isinstance(module, nn.Dropout) and module.p > 0)
-        or (isinstance(p := getattr(module, "attention_dropout", None), float) and p > 0)
+        or any(isinstance(p := getattr(module, name, None), float) and p > 0 for name in DROPOUT_NAMES)
         for module in model.modules()
     )

@@ -1,4 +1,4 @@
-"""Log-probabilities of completions under a model, from padded micro-batches.
+"""Log-probabilities of completions under a model: one forward over a micro-batch, in either layout.
 
 They are of softmax(logits / temperature) over the whole vocabulary, whatever top-k or top-p did to sampling.
 """
@@ -12,8 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from rloom.models.head import HeadOutput, LogitTransform, captured_head
 from rloom.models.load import is_peft_model
-from rloom.types import MicroBatch
+from rloom.types import MicroBatch, PackedRow
 
 
 @dataclass(slots=True, kw_only=True)
@@ -22,44 +23,50 @@ class TokenStats:
 
     logprobs: Tensor
     entropy: Tensor  # detached
-    logits: Tensor | None = None  # (B, C, V), kept for the exact KL only
+    head: HeadOutput  # the same, flat, and what the exact KL needs
     aux_loss: Tensor | None = None  # (), a mixture of experts' load balancing
 
 
-def forward_arguments(model: Any) -> frozenset[str]:
-    """The names of the optional arguments that the model's forward takes."""
-    base = model.get_base_model() if is_peft_model(model) else model
-    return frozenset(inspect.signature(base.forward).parameters)
+class Forward:
+    """How to run one model on micro-batches. Reads the model's habits once."""
 
+    def __init__(self, model: Any, temperature: float) -> None:
+        self.base = model.get_base_model() if is_peft_model(model) else model
+        self.accepts = frozenset(inspect.signature(self.base.forward).parameters)
+        self.transform = LogitTransform.of(self.base, temperature)
 
-def token_stats(
-    model: Any,
-    batch: MicroBatch,
-    *,
-    temperature: float,
-    accepts: frozenset[str],
-    keep_logits: bool = False,
-    with_aux_loss: bool = False,
-) -> TokenStats:
-    """One forward over a micro-batch: log-probability and entropy of each completion token.
+    def __call__(self, model: Any, batch: MicroBatch, *, with_aux_loss: bool = False) -> TokenStats:
+        """One forward: log-probability and entropy of each completion token."""
+        inputs, source = self._packed(batch.packed) if batch.packed is not None else self._padded(batch)
+        optional = {"use_cache": False, **({"output_router_logits": True} if with_aux_loss else {})}
+        inputs |= {name: value for name, value in optional.items() if name in self.accepts or name != "use_cache"}
+        with captured_head(self.base, source, batch.targets, self.transform) as outputs:
+            result = model(**inputs)
+        (head,) = outputs
+        return TokenStats(
+            logprobs=batch.to_table(head.logprobs),
+            entropy=batch.to_table(head.entropy),
+            head=head,
+            aux_loss=result.aux_loss if with_aux_loss else None,
+        )
 
-    log π(y_t) = z_t[y_t] − logsumexp(z_t),   z = logits / temperature,   H_t = logsumexp(z_t) − Σ_v π(v) z_t[v]
-    """
-    width = batch.completion_ids.shape[1]
-    optional = {"position_ids": batch.position_ids, "logits_to_keep": width + 1, "use_cache": False}
-    inputs = {name: value for name, value in optional.items() if name in accepts}
-    if with_aux_loss:
-        inputs["output_router_logits"] = True
-    outputs = model(input_ids=batch.input_ids, attention_mask=batch.attention_mask, **inputs)
-    # The token at position t is predicted at t − 1: drop the last position, keep the C before it.
-    logits = outputs.logits[:, -width - 1 : -1].float() / temperature
-    normalizer = logits.logsumexp(-1)
-    logprobs = logits.gather(-1, batch.completion_ids.unsqueeze(-1)).squeeze(-1) - normalizer
-    with torch.no_grad():
-        entropy = normalizer - (torch.softmax(logits, -1) * logits).sum(-1)
-    return TokenStats(
-        logprobs=logprobs,
-        entropy=entropy,
-        logits=logits if keep_logits else None,
-        aux_loss=outputs.aux_loss if with_aux_loss else None,
-    )
+    def _packed(self, row: PackedRow) -> tuple[dict[str, Any], Tensor | None]:
+        inputs: dict[str, Any] = {"input_ids": row.input_ids, "position_ids": row.position_ids}
+        if "logits_to_keep" in self.accepts:
+            return {**inputs, "logits_to_keep": row.source}, None
+        return inputs, row.source
+
+    def _padded(self, batch: MicroBatch) -> tuple[dict[str, Any], Tensor]:
+        """The hidden states that predict completion tokens: those from the last prompt token on, but the last."""
+        assert batch.input_ids is not None
+        rows, length = batch.input_ids.shape
+        width = batch.completion_mask.shape[1]
+        keep = width + 1 if "logits_to_keep" in self.accepts else length
+        starts = torch.arange(rows, device=batch.input_ids.device).unsqueeze(1) * keep + (keep - width - 1)
+        where = starts + torch.arange(width, device=batch.input_ids.device)  # (B, C)
+        inputs: dict[str, Any] = {"input_ids": batch.input_ids, "attention_mask": batch.attention_mask}
+        if "position_ids" in self.accepts:
+            inputs["position_ids"] = batch.position_ids
+        if "logits_to_keep" in self.accepts:
+            inputs["logits_to_keep"] = keep
+        return inputs, where.flatten()[batch.flat]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, Protocol
@@ -12,7 +13,7 @@ from torch import Tensor, nn
 
 from rloom.models.load import is_peft_model
 
-REF_ADAPTER = "ref"
+REF_ADAPTER = "rloom_reference"
 
 
 class Reference(Protocol):
@@ -64,7 +65,7 @@ class FrozenReference:
 
 
 class AdapterReference:
-    """The policy's own base weights: adapters off, or a frozen copy of the adapter under the name "ref"."""
+    """The policy's own base weights: adapters off, or a frozen copy of the adapter."""
 
     def __init__(self, policy: Any, *, adapter: str | None) -> None:
         self.policy, self.adapter = policy, adapter
@@ -103,7 +104,7 @@ class AdapterReference:
     def _frozen(self) -> list[tuple[str, Tensor]]:
         if self.adapter is None:
             return []
-        return [(n, p) for n, p in self.policy.named_parameters() if f".{self.adapter}." in n]
+        return [(n, p) for n, p in self.policy.named_parameters() if _belongs(n, self.adapter)]
 
 
 def make_reference(policy: Any, *, new_adapter: bool, follows: bool, other: nn.Module | None) -> Reference:
@@ -128,14 +129,36 @@ def make_reference(policy: Any, *, new_adapter: bool, follows: bool, other: nn.M
     return AdapterReference(policy, adapter=REF_ADAPTER)
 
 
+def _belongs(name: str, adapter: str) -> bool:
+    """Whether a parameter is the adapter's: `…lora_A.NAME.weight`, `…lora_embedding_A.NAME`."""
+    return adapter in name.split(".")
+
+
 def _pairs(policy: Any, active: str, frozen: str | None) -> Iterator[tuple[Tensor, Tensor]]:
     """(frozen, trained) parameters of two adapters."""
     for name, parameter in policy.named_parameters():
-        if f".{active}." in name:
-            yield policy.get_parameter(name.replace(f".{active}.", f".{frozen}.")), parameter
+        if _belongs(name, active):
+            twin = ".".join(str(frozen) if part == active else part for part in name.split("."))
+            yield policy.get_parameter(twin), parameter
 
 
 def _freeze(policy: Any, adapter: str) -> None:
     for name, parameter in policy.named_parameters():
-        if f".{adapter}." in name:
+        if _belongs(name, adapter):
             parameter.requires_grad_(False)
+
+
+@contextmanager
+def without_reference_adapter(policy: Any) -> Iterator[None]:
+    """Keep peft from saving the reference's adapter: it belongs to the run, not to the model."""
+    adapters = list(getattr(policy, "peft_config", {}))
+    if REF_ADAPTER not in adapters:
+        yield
+        return
+    save = policy.save_pretrained
+    chosen = [name for name in adapters if name != REF_ADAPTER]
+    policy.save_pretrained = functools.partial(save, selected_adapters=chosen)
+    try:
+        yield
+    finally:
+        del policy.save_pretrained  # uncovers the class' own

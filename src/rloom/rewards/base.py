@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from numbers import Real
 from typing import Any, Protocol
@@ -57,13 +57,20 @@ class Reward(Protocol):
 
 def checked(values: Any, name: str, expected: int) -> list[float | None]:
     """A reward's return value as floats and Nones, or an error that names the function and the sample."""
-    if isinstance(values, (str, bytes)) or not hasattr(values, "__len__"):
+    if hasattr(values, "detach"):
+        values = values.detach()
+    if getattr(values, "ndim", 1) != 1:
+        raise RewardError(
+            f"The reward function '{name}' returned an array of shape {tuple(values.shape)}; one number per completion "
+            f"is expected, {expected} in all"
+        )
+    if isinstance(values, (str, bytes, Mapping, Set)) or not hasattr(values, "__len__"):
         raise RewardError(
             f"The reward function '{name}' returned {type(values).__name__} {str(values)[:60]!r}; it must return a "
             f"list with one number (or None) per completion, {expected} in all"
         )
     if isinstance(values, Tensor):
-        values = values.detach().flatten().tolist()
+        values = values.tolist()
     if len(values) != expected:
         raise RewardError(
             f"The reward function '{name}' returned {len(values)} rewards, but {expected} were expected (one per "

@@ -31,6 +31,11 @@ def check_rewards(functions: list[Any], processing_classes: Any) -> list[Any]:
                 f"a reward is a function, a model, a model's name or path, or an object with get_rewards(prompts, "
                 f"completions); got {type(function).__name__}"
             )
+        if isinstance(function, nn.Module) and not hasattr(function, "config"):
+            raise RewardError(
+                f"a model as reward must be a transformers sequence-classification model; {type(function).__name__} "
+                "has no config. Wrap it in a function that returns one number per completion"
+            )
     classes = as_list(processing_classes) or [None] * len(functions)
     if len(classes) != len(functions):
         raise RewardError(

@@ -22,6 +22,7 @@ class FunctionReward:
     def __init__(self, function: Callable[..., Any]) -> None:
         self.function = function
         self.name = callable_name(function)
+        self.positional = _positional_only(function)
         self.accepted = _accepted(function)  # None: everything
 
     def score(self, batch: RewardBatch) -> Any:
@@ -36,7 +37,9 @@ class FunctionReward:
                     f"data set nor one of the documented arguments{did_you_mean(name, arguments)}. There are: "
                     f"{', '.join(sorted(arguments))}"
                 )
-        return self.function(**{name: arguments[name] for name in self.accepted if name in arguments})
+        first = [arguments[name] for name in self.positional]
+        rest = {n: arguments[n] for n in self.accepted if n in arguments and n not in self.positional}
+        return self.function(*first, **rest)
 
 
 class ObjectReward:
@@ -66,4 +69,12 @@ def _accepted(function: Callable[..., Any]) -> dict[str, bool] | None:
         return None
     if any(p.kind is p.VAR_KEYWORD for p in parameters):
         return None
-    return {p.name: p.default is p.empty for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
+    return {p.name: p.default is p.empty for p in parameters if p.kind is not p.VAR_POSITIONAL}
+
+
+def _positional_only(function: Callable[..., Any]) -> list[str]:
+    try:
+        parameters = inspect.signature(function).parameters.values()
+    except (TypeError, ValueError):
+        return []
+    return [p.name for p in parameters if p.kind is p.POSITIONAL_ONLY]

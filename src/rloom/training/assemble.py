@@ -12,24 +12,29 @@ from transformers import ProcessorMixin
 
 from rloom.config import RLOOConfig
 from rloom.data import datasets
-from rloom.data.loader import as_is, map_style_loader, stream_loader
+from rloom.data.batching import Batcher
+from rloom.data.loader import Stream, as_is, map_style_loader, stream_loader
 from rloom.data.plan import PlanSampler, Schedule
 from rloom.data.prompts import PromptEncoder
 from rloom.errors import ConfigError
 from rloom.generation.base import Engine, Sampling
 from rloom.generation.transformers import TransformersEngine
 from rloom.models import load as loading
+from rloom.models.proof import proves_packing
 from rloom.models.reference import Reference, make_reference
 from rloom.observe.completions import CompletionLog
 from rloom.observe.metrics import Metrics
+from rloom.older_names import note_once
 from rloom.rewards.base import RewardSet
 from rloom.rewards.build import as_list, build_reward, check_rewards, load_reward_model, reward_tokenizer
+from rloom.training.budget import TokenBudget
 from rloom.training.credit import Credit, Shaper
 from rloom.training.learner import Learner
 from rloom.training.rollouts import Collector
 
 logger = logging.getLogger(__name__)
 
+DEFAULT_TOKENS = 16_384
 TEXT_COLUMNS = ("prompt", "image", "images")
 
 
@@ -74,6 +79,8 @@ def choose_model(model: Any, args: Any) -> tuple[Any, str | None]:
         if args.sft_model_path is None:
             raise ConfigError("no model: pass `model` (a name, a path or an instance)")
         return args.sft_model_path, None
+    if args.sft_model_path is not None and not args.beta:
+        raise ConfigError("`sft_model_path` beside a model names the reference, and with beta=0.0 there is none")
     return model, args.sft_model_path
 
 
@@ -90,6 +97,8 @@ def choose_rewards(
     if len(named) > 1:
         raise ConfigError(f"rewards are given twice, as `{named[0]}` and as `{named[1]}`: give one of them")
     functions = as_list(given[named[0]]) if named else []
+    if reward_model is not None:
+        note_once("reward_model=", "`reward_funcs=`")
     if args.reward_weights is not None and len(args.reward_weights) != len(functions):
         raise ConfigError(
             f"Number of reward weights ({len(args.reward_weights)}) must match number of reward functions "
@@ -123,7 +132,9 @@ def check_data(train: Any, evaluation: Any, args: Any) -> tuple[Any, Any]:
 # -- loading
 
 
-def load(model: Any, processing_class: Any, args: Any, quantization_config: Any, peft_config: Any) -> Policy:
+def load(
+    model: Any, processing_class: Any, args: Any, quantization_config: Any, peft_config: Any, *, chat: bool
+) -> Policy:
     """The policy as it will be trained: loaded, with its tokens agreed on, under its adapter."""
     revision = (args.model_init_kwargs or {}).get("revision") if isinstance(model, str) else None
     model = loading.load_policy(
@@ -138,7 +149,7 @@ def load(model: Any, processing_class: Any, args: Any, quantization_config: Any,
             "vision-language models are not supported by this version of rloom; pass a text model and its tokenizer"
         )
     tokenizer = loading.tokenizer_of(processing_class)
-    eos_token_ids = loading.agree_on_tokens(model, tokenizer, args.stop_token_id)
+    eos_token_ids = loading.agree_on_tokens(model, tokenizer, args.stop_token_id, chat=chat)
     model = loading.wrap_peft(model, peft_config, gradient_checkpointing=args.gradient_checkpointing)
     if args.disable_dropout:
         loading.disable_dropout(model)
@@ -185,25 +196,31 @@ def build(
         reference=reference,
         credit=credit,
         metrics=metrics,
-        pad_token_id=policy.tokenizer.pad_token_id,
+        batcher=_batcher(trainer, policy, args),
+        budget=TokenBudget(args.max_tokens_per_micro_batch or DEFAULT_TOKENS),
         aux_loss_weight=_aux_loss_weight(trainer.model, args.router_aux_loss_coef),
     )
     collector = Collector(
         encoder=_encoder(policy, args),
         engine=engine
         or TransformersEngine(
-            lambda: trainer.model, _sampling(policy, args), pad_to_multiple_of=args.pad_to_multiple_of
+            lambda: trainer.model,
+            _sampling(policy, args),
+            pad_to_multiple_of=args.pad_to_multiple_of,
+            tokenizer=policy.tokenizer,
         ),
         score=lambda *inputs: trainer._calculate_rewards(*inputs),
         shaper=shaper,
         decode=lambda ids: policy.processing_class.batch_decode(ids, skip_special_tokens=True),
         reward_names=rewards.names,
-        truncated=str(args.truncated_completions),
+        truncated=args.truncation,
         metrics=metrics,
         log=log,
         count_tokens=trainer._count_tokens,
     )
     _hint_dropout(trainer.model, args)
+    if not datasets.is_iterable(trainer.train_dataset):
+        collector.encoder.check_early(trainer.train_dataset)
     return Parts(
         rewards=rewards,
         reward_classes=classes,
@@ -215,6 +232,16 @@ def build(
         collector=collector,
         learner=learner,
     )
+
+
+def _batcher(trainer: Any, policy: Policy, args: Any) -> Batcher:
+    """Packed micro-batches where the model's attention allows it, else padded ones."""
+    packed = args.packing is not False and proves_packing(trainer.model)
+    if args.packing and not packed:
+        raise ConfigError(
+            "packing=True: this model cannot be trained on packed rows (see above); leave `packing` unset"
+        )
+    return Batcher(packed=packed, pad_token_id=policy.tokenizer.pad_token_id, multiple=args.pad_to_multiple_of)
 
 
 def _rewards(trainer: Any, functions: list[Any], classes: list[Any], args: Any) -> tuple[RewardSet, list[Any]]:
@@ -282,6 +309,7 @@ def _encoder(policy: Policy, args: Any) -> PromptEncoder:
         template_kwargs=args.chat_template_kwargs or {},
         context_length=loading.context_length(policy.model),
         max_completion_length=args.max_completion_length,
+        position_table=loading.has_position_table(policy.model),
         columns=TEXT_COLUMNS if args.remove_unused_columns else None,
     )
 
@@ -331,7 +359,8 @@ def train_loader(dataset: Any, args: Any, plan: Schedule) -> DataLoader:
         if args.shuffle_dataset and hasattr(dataset, "shuffle"):
             dataset = dataset.shuffle(seed=args.seed)
         return stream_loader(dataset, plan)
-    sampler = PlanSampler(plan, len(dataset), shuffle=bool(args.shuffle_dataset), seed=args.seed)
+    seed = args.seed if args.data_seed is None else args.data_seed
+    sampler = PlanSampler(plan, len(dataset), shuffle=bool(args.shuffle_dataset), seed=seed)
     if sampler.num_left_out:
         logger.warning(
             "%d of the %d prompts do not fill a rollout and sit out each epoch%s",
@@ -347,7 +376,7 @@ def eval_loader(dataset: Any, args: Any) -> DataLoader:
     prompts = max(1, args.eval_batch_size // (args.num_generations_eval or args.num_generations))
     options = _loader_options(args)
     if datasets.is_iterable(dataset):
-        options = {}
+        dataset, options = Stream(dataset), {}
     return DataLoader(dataset, batch_size=prompts, collate_fn=as_is, **options)
 
 

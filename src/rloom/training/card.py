@@ -60,7 +60,14 @@ SHOWN = (
 
 
 def model_card(
-    args: Any, *, model_id: str | None, name: str, repository: str, dataset: str | None, tags: set[str]
+    args: Any,
+    *,
+    model_id: str | None,
+    name: str,
+    repository: str,
+    dataset: str | None,
+    tags: set[str],
+    front_matter: dict[str, str | None] | None = None,
 ) -> str:
     """The card as markdown with front matter."""
     base = model_id if model_id and not os.path.isdir(model_id) else None
@@ -69,7 +76,8 @@ def model_card(
         front.append(f"base_model: {base}")
     if dataset:
         front.append(f"datasets: {dataset}")
-    front += ["licence: license", "tags:", *(f"- {tag}" for tag in sorted(tags | {"generated_from_trainer"}))]
+    front += [f"{key}: {value}" for key, value in (front_matter or {}).items() if value]
+    front += ["tags:", *(f"- {tag}" for tag in sorted(tags | {"generated_from_trainer"}))]
     origin = f"This model is a fine-tuned version of [{base}](https://huggingface.co/{base})" if base else (
         "This is a fine-tuned language model"
     )  # fmt: skip

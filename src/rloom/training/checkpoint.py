@@ -30,13 +30,13 @@ def save(folder: str | Path, state: dict[str, Any], reference: dict[str, Any] | 
         torch.save(reference, path / REFERENCE_FILE)
 
 
-def load(folder: str | Path, device: torch.device) -> tuple[dict[str, Any] | None, dict[str, Any] | None]:
+def load(folder: str | Path) -> tuple[dict[str, Any] | None, dict[str, Any] | None]:
     """Our state and the reference's weights; None for what is not there (a checkpoint of TRL's, say)."""
     path = Path(folder)
     found: list[dict[str, Any] | None] = []
-    for name, where in ((STATE_FILE, device), (REFERENCE_FILE, torch.device("cpu"))):
+    for name in (STATE_FILE, REFERENCE_FILE):
         file = path / name
-        found.append(torch.load(file, map_location=where, weights_only=True) if file.exists() else None)
+        found.append(torch.load(file, map_location="cpu", weights_only=True) if file.exists() else None)
     return found[0], found[1]
 
 

@@ -40,8 +40,8 @@ class Shaper:
             "max_length": limit,
             "margin": config.length_margin or max(1, limit // 5),
         }
-        self.normalization = config.normalize_rewards
-        self.limits = config.reward_clip_range
+        self.normalization = config.choices.normalize_rewards
+        self.limits = config.choices.reward_clip_range
         self.moments = RunningMoments()
 
     def __call__(self, scores: Tensor, lengths: Tensor, ended: Tensor, *, update: bool) -> Tensor:
@@ -62,10 +62,10 @@ class Credit:
 
     def __init__(self, config: RLOOConfig) -> None:
         self.beta = config.beta
-        self.placement = str(config.kl_placement)
-        self.estimator = str(config.advantage_estimator)
-        self.advantage_clip = config.advantage_clip
-        self.normalize_advantages = bool(config.normalize_advantages)
+        self.placement = config.choices.kl_placement
+        self.estimator = config.choices.advantage_estimator
+        self.advantage_clip = config.choices.advantage_clip
+        self.normalize_advantages = config.choices.normalize_advantages
         self.average = MovingAverage(momentum=config.baseline_momentum)
 
     @property

@@ -10,21 +10,27 @@ One denominator covers the update: micro-batches change speed and memory, never 
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from rloom.algo import aggregate, exact_kl, policy_loss, token_kl
-from rloom.data.batching import pad_rows, plan_rows
-from rloom.models.logprobs import TokenStats, forward_arguments, token_stats
-from rloom.models.reference import Reference
+from rloom.algo import aggregate, policy_loss, token_kl
+from rloom.data.batching import Batcher
+from rloom.models.attention import packed_attention, running
+from rloom.models.head import exact_kl_chunks
+from rloom.models.logprobs import Forward, TokenStats
+from rloom.models.reference import FrozenReference, Reference
 from rloom.observe.metrics import Metrics
+from rloom.training.budget import TokenBudget
 from rloom.training.credit import Credit
 from rloom.training.tally import Tally
 from rloom.types import MicroBatch, Rollout, Share
+
+logger = logging.getLogger(__name__)
 
 
 class Learner:
@@ -38,22 +44,27 @@ class Learner:
         reference: Reference | None,
         credit: Credit,
         metrics: Metrics,
-        pad_token_id: int,
+        batcher: Batcher,
+        budget: TokenBudget,
         aux_loss_weight: float,
     ) -> None:
         self.config, self.policy, self.reference = config, policy, reference
         self.credit, self.metrics, self.aux_loss_weight = credit, metrics, aux_loss_weight
-        self.pad_token_id = pad_token_id
-        self.accepts = forward_arguments(policy)
-        self.exact = config.kl_estimator == "full"
-        self.kl_in_loss = config.beta != 0.0 and config.kl_placement == "loss"
-        self.aggregation = str(config.loss_aggregation)
+        self.batcher, self.budget = batcher, budget
+        self.forward = Forward(policy, config.temperature)
+        self.reference_forward = self.forward
+        if isinstance(reference, FrozenReference):
+            self.reference_forward = Forward(reference.model, config.temperature)
+        choices = config.choices
+        self.estimator = choices.kl_estimator
+        self.kl_in_loss = config.beta != 0.0 and choices.kl_placement == "loss"
+        self.aggregation = choices.loss_aggregation
         self.loss_options: dict[str, Any] = {
-            "level": config.ratio_level,
-            "surrogate": config.surrogate,
+            "level": choices.ratio_level,
+            "surrogate": choices.surrogate,
             "epsilon_low": config.epsilon,
             "epsilon_high": config.epsilon if config.epsilon_high is None else config.epsilon_high,
-            "dual_clip": config.dual_clip,
+            "dual_clip": choices.dual_clip,
         }
         self.denominator = 1.0  # of the update in progress
         self.tokens_in_update = 1
@@ -76,22 +87,23 @@ class Learner:
                 self._set_advantages(rollout, range(len(rollout)), update=train)
 
     def _fits_one_forward(self, rollout: Rollout) -> bool:
-        largest = int(rollout.groups.bincount().max())
-        return not self.credit.needs_batch and largest <= self._max_rows
-
-    @property
-    def _max_rows(self) -> int:
-        return self.config.per_device_train_batch_size
+        if self.credit.needs_batch:
+            return False
+        plans = self.batcher.plan(rollout, self._trained(rollout), self.budget.tokens, whole_groups=True)
+        return all(self.batcher.size(rollout, rows) <= self.budget.tokens for rows in plans)
 
     @torch.no_grad()
     def _first_pass(self, model: Any, rollout: Rollout) -> None:
         """Policy log-probabilities at the rollout's weights and, for a KL in the reward, the reference's."""
-        for batch in self._batches(rollout, range(len(rollout)), whole_groups=False):
-            with _evaluating(model):
-                stats = self._forward(model, batch, keep_logits=self.credit.needs_kl and self.exact)
-            self._store(rollout.policy_logprobs, batch, stats.logprobs)
-            if self.credit.needs_kl:
-                self._store(rollout.kl, batch, self._kl(batch, stats))
+        plans = self.batcher.plan(rollout, self._trained(rollout), self.budget.tokens, whole_groups=False)
+        with self._attention():
+            for rows in plans:
+                batch = self.batcher.make(rollout, rows, self._device)
+                with _running(batch), _evaluating(model):
+                    stats = self.forward(model, batch)
+                    self._store(rollout.policy_logprobs, batch, stats.logprobs)
+                    if self.credit.needs_kl:
+                        self._store(rollout.kl, batch, self._kl(batch, stats))
 
     # -- an update
 
@@ -106,41 +118,50 @@ class Learner:
         """Gradients of the update's loss, summed into the parameters; returns the loss.
 
         `backward(loss, last)` runs one micro-batch backward; `last` marks the one at which processes may synchronise.
+        Out of memory, the update is redone from its start in smaller micro-batches.
         """
-        self.denominator = self._denominator(shares)
+        shares = merge(shares)
+        self._count(shares)
+        return self.budget.retrying(lambda: self._accumulate(model, shares, compute_loss, backward), self.policy)
+
+    def _accumulate(self, model: Any, shares: Sequence[Share], compute_loss: Any, backward: Any) -> Tensor:
         self.tally = Tally()
-        batches = [
-            (share.rollout, rows)
-            for share in merge(shares)
-            for rows in plan_rows(
-                share.rollout, share.rows, self._max_rows, whole_groups=self._one_forward(share.rollout, share.rows)
+        plans = [
+            (share.rollout, rows, one_forward)
+            for share in shares
+            for one_forward in [self._one_forward(share.rollout, share.rows)]
+            for rows in self.batcher.plan(
+                share.rollout, self._worthwhile(share), self.budget.tokens, whole_groups=one_forward
             )
         ]
         total = torch.zeros((), device=self._device)
-        for index, (rollout, rows) in enumerate(batches):
-            batch = self._pad(rollout, rows)
-            if batch is not None:
-                loss = compute_loss(model, batch)
-                backward(loss, index == len(batches) - 1)
+        with self._attention():
+            for index, (rollout, rows, one_forward) in enumerate(plans):
+                batch = self.batcher.make(rollout, rows, self._device)
+                batch.first = any(rollout.policy_logprobs[row] is None for row in rows)
+                batch.one_forward = one_forward and self._one_forward(rollout, rows)
+                with _running(batch):
+                    loss = compute_loss(model, batch)
+                    backward(loss, index == len(plans) - 1)
                 total += loss.detach()
-            total += self._untrained_loss(rollout, rows)
+        if not plans:  # nothing to learn from; the optimizer still wants to see gradients
+            backward(sum((p.sum() * 0.0 for p in self.policy.parameters() if p.requires_grad), total), True)
+        for share in shares:
+            total += self._untrained_loss(share)
         self.tally.record(self.metrics, "train")
         return total
 
     def loss(self, model: Any, batch: MicroBatch) -> Tensor:
         """A micro-batch's share of the update's loss, ready for backward."""
         rollout, mask = batch.rollout, batch.completion_mask
-        first = rollout.policy_logprobs[batch.rows[0]] is None
-        one_forward = self._one_forward(rollout, batch.rows)
-        keep_logits = self.exact and (self.kl_in_loss or one_forward)
-        stats = self._forward(model, batch, keep_logits=keep_logits, with_aux_loss=self.aux_loss_weight != 0.0)
-        if first:
+        stats = self.forward(model, batch, with_aux_loss=self.aux_loss_weight != 0.0)
+        if batch.first:
             self._store(rollout.policy_logprobs, batch, stats.logprobs.detach())
-        if one_forward:
+        if batch.one_forward:
             with torch.no_grad():
                 self._store(rollout.kl, batch, self._kl(batch, stats))
-            self._set_advantages(rollout, self._group_rows(rollout, batch.rows))
-        old = self._gather(rollout.policy_logprobs, batch)
+            self._set_advantages(rollout, _whole_groups(rollout, batch.rows))
+        old = stats.logprobs.detach() if batch.first else self._gather(rollout.policy_logprobs, batch)
         terms = policy_loss(stats.logprobs, old, self._advantages(batch), mask, **self.loss_options)
         loss = aggregate(terms.values, mask, self.aggregation) / self.denominator
         if self.kl_in_loss:
@@ -157,70 +178,105 @@ class Learner:
         """The loss of a rollout at its own weights (ratio 1), and the metrics that go with it."""
         self.prepare(model, rollout, whole=True, mode="eval")
         share = Share(rollout=rollout, rows=range(len(rollout)))
-        self.denominator = self._denominator([share])
+        self._count([share])
         self.tally = Tally()
         total = torch.zeros((), device=self._device)
         one_forward = self._one_forward(rollout, share.rows)
-        for rows in plan_rows(rollout, share.rows, self._max_rows, whole_groups=one_forward):
-            batch = self._pad(rollout, rows)
-            if batch is not None:
-                total += self.loss(model, batch)
-            total += self._untrained_loss(rollout, rows)
+        plans = self.batcher.plan(rollout, self._trained(rollout), self.budget.tokens, whole_groups=one_forward)
+        with self._attention():
+            for rows in plans:
+                batch = self.batcher.make(rollout, rows, self._device)
+                batch.first = any(rollout.policy_logprobs[row] is None for row in rows)
+                batch.one_forward = one_forward
+                with _running(batch):
+                    total += self.loss(model, batch)
+        total += self._untrained_loss(share)
         self.tally.record(self.metrics, "eval")
         return total
 
-    # -- parts
+    def record_kl(self, rollout: Rollout, mode: str) -> None:
+        """The mean token KL of a rollout, once it is known."""
+        known = [kl for kl in rollout.kl if kl is not None]
+        if known:
+            self.metrics.add(mode, "kl", torch.cat(known).mean())
+
+    # -- which rows
+
+    def _trained(self, rollout: Rollout) -> list[int]:
+        return [row for row, trained in enumerate(rollout.trained) if trained]
+
+    def _worthwhile(self, share: Share) -> list[int]:
+        """Rows that can have a gradient. Decided on the host, from scores: a group whose scores are all equal has
+        advantages of exactly 0, and when nothing else is in the loss it costs neither forward nor backward."""
+        rollout = share.rollout
+        rows = [row for row in share.rows if rollout.trained[row]]
+        if self.credit.needs_kl or self.kl_in_loss or self.aux_loss_weight:
+            return rows
+        kept = [row for row in rows if bool((rollout.advantages[row] != 0).any())]  # type: ignore[union-attr]
+        self.tally.skipped += len(rows) - len(kept)
+        return kept
 
     def _one_forward(self, rollout: Rollout, rows: Sequence[int]) -> bool:
         """Whether the advantages of these rows are still to come from the training forward."""
         return self.credit.needs_kl and any(rollout.advantages[row] is None for row in rows)
 
-    def _forward(self, model: Any, batch: MicroBatch, **options: Any) -> TokenStats:
-        return token_stats(model, batch, temperature=self.config.temperature, accepts=self.accepts, **options)
+    def _count(self, shares: Sequence[Share]) -> None:
+        """The update's denominator: completions (excluded ones aside), or trained tokens for a token mean."""
+        tokens = forward = completions = 0
+        for share in shares:
+            rollout = share.rollout
+            for row in share.rows:
+                trained = rollout.trained[row]
+                tokens += trained * len(rollout.completion_ids[row])
+                forward += trained * (len(rollout.prompt_ids[row]) + len(rollout.completion_ids[row]))
+                completions += trained or self.config.truncation != "exclude"
+        self.tokens_in_update, self.tokens_forward = tokens, forward
+        self.denominator = float(max(1, tokens if self.aggregation == "token_mean" else completions))
+
+    # -- KL and advantages
 
     def _kl(self, batch: MicroBatch, stats: TokenStats) -> Tensor:
         """Token KLs (B, C), differentiable in the policy's log-probabilities."""
-        assert self.reference is not None
-        if self.exact:
-            reference = self._reference_stats(batch, keep_logits=True)
-            # Both come already divided by the temperature.
-            return exact_kl(stats.logits, reference.logits)  # type: ignore[arg-type]
-        if batch.rollout.reference_logprobs[batch.rows[0]] is None:
-            reference = self._reference_stats(batch, keep_logits=False)
-            self._store(batch.rollout.reference_logprobs, batch, reference.logprobs)
-        known = self._gather(batch.rollout.reference_logprobs, batch)
-        return token_kl(str(self.config.kl_estimator), stats.logprobs, known)
+        if self.estimator == "full":
+            reference = self._reference_stats(batch)
+            size = self.policy.get_output_embeddings().weight.shape[0]
+            return batch.to_table(exact_kl_chunks(stats.head, reference.head, size))
+        known = batch.rollout.reference_logprobs
+        if any(known[row] is None for row in batch.rows):
+            self._store(known, batch, self._reference_stats(batch).logprobs)
+        return token_kl(self.estimator, stats.logprobs, self._gather(known, batch))
 
     @torch.no_grad()
-    def _reference_stats(self, batch: MicroBatch, *, keep_logits: bool) -> TokenStats:
+    def _reference_stats(self, batch: MicroBatch) -> TokenStats:
         assert self.reference is not None
         with self.reference.use(self.policy) as module, _evaluating(module):
-            return self._forward(module, batch, keep_logits=keep_logits)
+            return self.reference_forward(module, batch)
 
     def _set_advantages(self, rollout: Rollout, rows: Sequence[int], *, update: bool = True) -> None:
         """Advantages of whole groups, from scores and the token KLs that are known."""
         index = torch.tensor(list(rows))
-        score, groups = rollout.score[index], rollout.groups[index]
-        kl = mask = None
+        _, groups = rollout.groups[index].unique(return_inverse=True)  # numbered from 0
+        score, kl, mask = rollout.score[index], None, None
         if self.credit.needs_kl:
             kl, mask = _stack([rollout.kl[row] for row in rows])
-            score, groups = score.to(kl.device), groups.to(kl.device)
+            score = score.to(kl.device, non_blocking=True)
+            groups = groups.to(kl.device, non_blocking=True)
         values = self.credit.advantages(score, groups, kl, mask, update=update)
-        for position, row in enumerate(rows):
-            value = values[position]
+        for row, value in zip(rows, values.unbind(0), strict=True):
             rollout.advantages[row] = value if value.dim() == 0 else value[: len(rollout.completion_ids[row])]
 
     def _advantages(self, batch: MicroBatch) -> Tensor:
         values = [batch.rollout.advantages[row] for row in batch.rows]
         if values[0].dim() == 0:  # type: ignore[union-attr]
-            return torch.stack(values).to(batch.input_ids.device)  # type: ignore[arg-type]
+            return torch.stack(values).to(self._device, non_blocking=True)  # type: ignore[arg-type]
         return self._gather(batch.rollout.advantages, batch)
 
-    def _untrained_loss(self, rollout: Rollout, rows: Sequence[int]) -> Tensor | float:
+    def _untrained_loss(self, share: Share) -> Tensor | float:
         """What rows without gradient add to the reported loss: their ratio is 1, so −A; token means know no rows."""
-        if self.aggregation == "token_mean" or self.config.surrogate != "clip":
+        if self.aggregation == "token_mean" or self.config.choices.surrogate != "clip":
             return 0.0
-        values = [rollout.advantages[row] for row in rows if not rollout.trained[row]]
+        rollout = share.rollout
+        values = [rollout.advantages[row] for row in share.rows if not rollout.trained[row]]
         scalars = [value for value in values if value is not None and value.dim() == 0]
         return -torch.stack(scalars).sum().to(self._device) / self.denominator if scalars else 0.0
 
@@ -230,63 +286,31 @@ class Learner:
         self.tally.aux_loss = self.tally.aux_loss + share * aux_loss.detach()
         return self.aux_loss_weight * share * aux_loss
 
-    def _denominator(self, shares: Sequence[Share]) -> float:
-        """Completions in the update (excluded ones aside), or trained tokens for a token mean."""
-        tokens = forward = completions = 0
-        for share in shares:
-            rollout = share.rollout
-            for row in share.rows:
-                trained = bool(rollout.trained[row])
-                tokens += trained * len(rollout.completion_ids[row])
-                forward += trained * (len(rollout.prompt_ids[row]) + len(rollout.completion_ids[row]))
-                completions += trained or self.config.truncated_completions != "exclude"
-        self.tokens_in_update, self.tokens_forward = tokens, forward
-        return float(max(1, tokens if self.aggregation == "token_mean" else completions))
-
-    def record_kl(self, rollout: Rollout, mode: str) -> None:
-        """The mean token KL of a rollout, once it is known."""
-        known = [kl for kl in rollout.kl if kl is not None]
-        if known:
-            self.metrics.add(mode, "kl", torch.cat(known).mean())
-
-    # -- rows and tensors
+    # -- tensors
 
     @property
     def _device(self) -> torch.device:
         return next(self.policy.parameters()).device
 
-    def _batches(self, rollout: Rollout, rows: Sequence[int], *, whole_groups: bool) -> Iterator[MicroBatch]:
-        for part in plan_rows(rollout, rows, self._max_rows, whole_groups=whole_groups):
-            batch = self._pad(rollout, part)
-            if batch is not None:
-                yield batch
-
-    def _pad(self, rollout: Rollout, rows: Sequence[int]) -> MicroBatch | None:
-        """The trained ones among `rows` as tensors; None when there is none."""
-        kept = [row for row in rows if rollout.trained[row]]
-        if not kept:
-            return None
-        multiple = self.config.pad_to_multiple_of
-        return pad_rows(rollout, kept, pad_token_id=self.pad_token_id, multiple=multiple, device=self._device)
-
-    def _group_rows(self, rollout: Rollout, rows: Sequence[int]) -> list[int]:
-        """All rows of the groups that `rows` belong to, those that are not trained on included."""
-        members = torch.isin(rollout.groups, rollout.groups[torch.tensor(list(rows))])
-        return members.nonzero().flatten().tolist()
+    def _attention(self) -> Any:
+        """Attention over packed rows for policy and reference, until the last backward is done."""
+        if not self.batcher.packed:
+            return nullcontext()
+        models = [self.forward.base]
+        if self.reference_forward is not self.forward:
+            models.append(self.reference_forward.base)
+        return packed_attention(models)
 
     def _store(self, column: list[Tensor | None], batch: MicroBatch, values: Tensor) -> None:
-        """Keep each row's values, (B, C) → (T_i,) each."""
-        for position, (row, length) in enumerate(zip(batch.rows, batch.lengths, strict=True)):
-            column[row] = values[position, :length].clone()
+        """Keep each row's values, (B, C) → (T_i,) each: views into one flat tensor."""
+        flat = values.flatten()[batch.flat]
+        for row, part in zip(batch.rows, flat.split(batch.lengths), strict=True):
+            column[row] = part
 
     def _gather(self, column: list[Tensor | None], batch: MicroBatch) -> Tensor:
-        """Rows' kept values as one padded tensor, (B, C)."""
-        result = torch.zeros_like(batch.completion_mask)
-        for position, (row, length) in enumerate(zip(batch.rows, batch.lengths, strict=True)):
-            values = column[row]
-            assert values is not None
-            result[position, :length] = values
-        return result
+        """Rows' kept values as one padded table, (B, C)."""
+        flat = torch.cat([column[row] for row in batch.rows])  # type: ignore[misc]
+        return batch.to_table(flat.to(self._device, non_blocking=True))
 
 
 def merge(shares: Sequence[Share]) -> list[Share]:
@@ -301,18 +325,30 @@ def merge(shares: Sequence[Share]) -> list[Share]:
     return merged
 
 
+def _whole_groups(rollout: Rollout, rows: Sequence[int]) -> list[int]:
+    """All rows of the groups that `rows` belong to, those that are not trained on included."""
+    members = torch.isin(rollout.groups, rollout.groups[torch.tensor(list(rows))])
+    return members.nonzero().flatten().tolist()
+
+
 def _stack(rows: list[Tensor | None]) -> tuple[Tensor, Tensor]:
     """Ragged rows as a padded tensor and its mask; None is a row of no tokens. (N, T)"""
     known = [row for row in rows if row is not None]
-    width = max((len(row) for row in known), default=1)
     device = known[0].device if known else torch.device("cpu")
-    values = torch.zeros(len(rows), width, device=device)
-    mask = torch.zeros_like(values)
-    for index, row in enumerate(rows):
-        if row is not None:
-            values[index, : len(row)] = row
-            mask[index, : len(row)] = 1
-    return values, mask
+    lengths = [0 if row is None else len(row) for row in rows]
+    mask = torch.zeros(len(rows), max([*lengths, 1]))
+    for line, length in enumerate(lengths):
+        mask[line, :length] = 1
+    flat = mask.flatten().nonzero().squeeze(-1).to(device, non_blocking=True)
+    mask = mask.to(device, non_blocking=True)
+    values = torch.zeros(mask.numel(), device=device)
+    return (values.index_copy(0, flat, torch.cat(known)) if known else values).view(mask.shape), mask
+
+
+@contextmanager
+def _running(batch: MicroBatch) -> Iterator[None]:
+    with nullcontext() if batch.packed is None else running(batch.packed):
+        yield
 
 
 @contextmanager

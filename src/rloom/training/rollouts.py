@@ -59,7 +59,7 @@ class Collector:
         ids = [c.token_ids for _, c in flat]
         scores = self.score(inputs, [prompt.content for prompt, _ in flat], texts, ids).cpu().float()
         rollout = self._rollout(groups, scores, mode)
-        self._record(groups, scores, mode)
+        self._record(groups, scores, num_generations, mode)
         self._log_completions([prompt.content for prompt, _ in flat], texts, scores)
         return rollout
 
@@ -94,13 +94,13 @@ class Collector:
             groups=torch.tensor([index for index, group in enumerate(groups) for _ in group.completions]),
             scores=scores,
             score=score,
-            trained=trained,
+            trained=trained.tolist(),
             sampling_logprobs=None if any(p is None for p in logprobs) else logprobs,  # type: ignore[arg-type]
         )
 
     # -- what is written down
 
-    def _record(self, groups: list[Group], scores: Tensor, mode: str) -> None:
+    def _record(self, groups: list[Group], scores: Tensor, asked: int, mode: str) -> None:
         completions = [c for group in groups for c in group.completions]
         lengths = torch.tensor([float(len(c.token_ids)) for c in completions])
         ended = torch.tensor([not c.truncated for c in completions])
@@ -116,9 +116,9 @@ class Collector:
         add("completions/mean_terminated_length", finished.mean())
         add("completions/min_terminated_length", finished.min())
         add("completions/max_terminated_length", finished.max())
-        self._record_scores(groups, scores, add)
+        self._record_scores(groups, scores, asked, add)
 
-    def _record_scores(self, groups: list[Group], scores: Tensor, add: Callable[[str, Any], None]) -> None:
+    def _record_scores(self, groups: list[Group], scores: Tensor, asked: int, add: Callable[[str, Any], None]) -> None:
         for index, name in enumerate(self.reward_names):
             add(f"rewards/{name}/mean", scores[:, index].nanmean())
             add(f"rewards/{name}/std", masked_std(scores[:, index]))
@@ -128,7 +128,6 @@ class Collector:
         spreads = [masked_std(part) for part in total.split([len(group.completions) for group in groups])]
         equal = [bool(torch.isclose(s, torch.zeros(()))) for s in spreads]
         add("frac_reward_zero_std", sum(equal) / len(equal))
-        asked = max(len(group.completions) for group in groups)
         missing = sum(asked - len(group.completions) for group in groups)
         unscored = int(total.isnan().sum())
         if missing or unscored:

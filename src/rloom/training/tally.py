@@ -19,6 +19,7 @@ class Tally:
     entropy: Tensor | float = 0.0
     aux_loss: Tensor | float = 0.0
     tokens: Tensor | float = 0.0
+    skipped: int = 0  # completions of groups without signal, which were not run
     low: list[Tensor] = field(default_factory=list)  # share clipped per completion, (B,) each
     high: list[Tensor] = field(default_factory=list)
 
@@ -32,6 +33,8 @@ class Tally:
 
     def record(self, metrics: Metrics, mode: str) -> None:
         """Hand the means over."""
+        if self.skipped:
+            metrics.add(mode, "completions/skipped", float(self.skipped))
         if not self.low:  # nothing was trained on
             return
         metrics.add(mode, "entropy", scalar_mean(torch.as_tensor(self.entropy), self.tokens))

@@ -2,24 +2,28 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
-import shutil
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
+import torch
 from accelerate.utils import set_seed
+from accelerate.utils.memory import clear_device_cache
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 from transformers import Trainer, TrainerCallback
+from transformers.trainer_utils import PredictionOutput
 
 from rloom.config import RLOOConfig
+from rloom.data.datasets import check_dataset, is_chat
 from rloom.data.loader import as_is
 from rloom.data.plan import UpdatePlan
 from rloom.generation.base import Engine
-from rloom.models.reference import REF_ADAPTER
+from rloom.models.reference import without_reference_adapter
 from rloom.rewards.base import RewardBatch
 from rloom.seeds import derive_seed
 from rloom.training import assemble, checkpoint
@@ -92,7 +96,8 @@ class RLOOTrainer(Trainer):
         train_dataset, eval_dataset = assemble.check_data(train_dataset, eval_dataset, args)
         # Everything above is checked before any model is loaded; adapters draw random weights, hence the seed here.
         set_seed(args.seed)
-        policy = assemble.load(model, processing_class, args, quantization_config, peft_config)
+        chat = is_chat(train_dataset)
+        policy = assemble.load(model, processing_class, args, quantization_config, peft_config, chat=chat)
         super().__init__(
             model=policy.model,
             args=args,
@@ -149,6 +154,8 @@ class RLOOTrainer(Trainer):
         shares = self.buffer.take(inputs)
         loss = self.learner.accumulate(model, shares, compute_loss=self.compute_loss, backward=self._backward)
         self._note_first_use([share.rollout for share in shares])
+        if self.args.torch_empty_cache_steps and self.state.global_step % self.args.torch_empty_cache_steps == 0:
+            clear_device_cache()
         self.metrics.add("train", "step_time", time.perf_counter() - began)
         return loss
 
@@ -186,7 +193,8 @@ class RLOOTrainer(Trainer):
         completion_ids_list: list[Any],
     ) -> Tensor:
         """Scores (N, F), NaN for None. TRL's hook: override it to score in a way of your own."""
-        columns = {name: [row.get(name) for row in inputs] for name in inputs[0] if name != "prompt"}
+        names = dict.fromkeys(name for row in inputs for name in row if name != "prompt")
+        columns = {name: [row.get(name) for row in inputs] for name in names}
         batch = RewardBatch(
             prompts=prompts,
             completions=completions,
@@ -214,16 +222,34 @@ class RLOOTrainer(Trainer):
             raise ValueError("Trainer: evaluation requires an eval_dataset.")
         if isinstance(eval_dataset, str):
             eval_dataset = self.eval_dataset[eval_dataset]
-        return assemble.eval_loader(self.eval_dataset if eval_dataset is None else eval_dataset, self.args)
+        if eval_dataset is None:
+            eval_dataset = self.eval_dataset
+        return assemble.eval_loader(check_dataset(eval_dataset, "eval_dataset"), self.args)
+
+    def get_test_dataloader(self, test_dataset: Any) -> DataLoader:
+        """As for evaluation."""
+        return assemble.eval_loader(check_dataset(test_dataset, "test_dataset"), self.args)
 
     @contextmanager
     def _one_batch_per_update(self) -> Iterator[None]:
         """Hide the accumulation from the Trainer's loop, which would count batches for it: ours are whole updates."""
+        steps, handler = self.schedule.parts_per_update, self.callback_handler
+        call_event = handler.call_event
+
+        def with_the_users_value(event: str, args: Any, *rest: Any, **kwargs: Any) -> Any:
+            args.gradient_accumulation_steps = steps  # callbacks and trackers see what the user set
+            try:
+                return call_event(event, args, *rest, **kwargs)
+            finally:
+                args.gradient_accumulation_steps = 1
+
+        handler.call_event = with_the_users_value
         self.args.gradient_accumulation_steps = 1
         try:
             yield
         finally:
-            self.args.gradient_accumulation_steps = self.schedule.parts_per_update
+            del handler.call_event
+            self.args.gradient_accumulation_steps = steps
 
     def _inner_training_loop(self, *args: Any, **kwargs: Any) -> Any:
         self.buffer.rollouts.clear()
@@ -257,6 +283,18 @@ class RLOOTrainer(Trainer):
         finally:
             self._eval_prefix = before
 
+    def predict(
+        self, test_dataset: Any, ignore_keys: list[str] | None = None, metric_key_prefix: str = "test"
+    ) -> PredictionOutput:
+        """Generate for test prompts and report rewards, lengths and KL as `test_*`."""
+        before, self._eval_prefix = self._eval_prefix, metric_key_prefix
+        try:
+            output = super().predict(test_dataset, ignore_keys, metric_key_prefix)
+            output.metrics.update({f"{metric_key_prefix}_{k}": v for k, v in self.metrics.flush("eval").items()})
+            return output
+        finally:
+            self._eval_prefix = before
+
     def prediction_step(
         self, model: nn.Module, inputs: Any, prediction_loss_only: bool, ignore_keys: list[str] | None = None
     ) -> tuple[Tensor, None, None]:
@@ -283,8 +321,11 @@ class RLOOTrainer(Trainer):
         for rollout in {id(r): r for r in rollouts}.values():
             if not rollout.logged:
                 rollout.logged = True
-                values = [0.0 if a is None else float(a.mean()) if a.numel() else 0.0 for a in rollout.advantages]
-                self._logs["advantages"].extend(values)
+                known = [
+                    torch.zeros(()) if a is None or not a.numel() else a.mean().float() for a in rollout.advantages
+                ]
+                device = max((a.device for a in known), key=lambda device: device.type != "cpu")
+                self._logs["advantages"].extend(torch.stack([a.to(device) for a in known]).tolist())
                 self.learner.record_kl(rollout, self._mode)
 
     def _count_tokens(self, new: int) -> int:
@@ -315,6 +356,7 @@ class RLOOTrainer(Trainer):
         """What the next update depends on, and transformers does not keep."""
         moments = self.shaper.moments
         return {
+            "plan": self._plan(),
             "rollouts": self.buffer.state_dict(),
             "metrics": self.metrics.state_dict(),
             "completions": self.completion_log.state_dict(),
@@ -325,17 +367,33 @@ class RLOOTrainer(Trainer):
             "elapsed": self._elapsed + time.time() - self._train_began,
         }
 
+    def _plan(self) -> dict[str, int]:
+        """What decides which prompts a rollout holds and which updates use it."""
+        plan = dataclasses.asdict(self.schedule)
+        return {**plan, "num_generations": self.args.num_generations, "seed": self.args.seed}
+
     def _load_optimizer_and_scheduler(self, folder: str | None) -> None:
         super()._load_optimizer_and_scheduler(folder)
         if folder is None:
             return
-        state, reference = checkpoint.load(folder, self.args.device)
+        state, reference = checkpoint.load(folder)
         if reference is not None and self.reference is not None:
             self.reference.load_state_dict(reference)
         if state is None:
-            logger.warning("%s was not written by rloom: rollouts in use and running statistics start anew", folder)
+            logger.warning("%s has no rloom_state.pt: rollouts in use and running statistics start anew", folder)
+            if self.args.sync_ref_model and reference is None:
+                logger.warning("the reference, which had moved, starts anew as well")
             return
-        self.buffer.load_state_dict(state["rollouts"])
+        if state["plan"] == self._plan():
+            self.buffer.load_state_dict(state["rollouts"])
+        elif state["rollouts"]:
+            logger.warning(
+                "%d rollouts of the checkpoint are let go and sampled anew: the options that shape a rollout have "
+                "changed (%s, now %s)",
+                len(state["rollouts"]),
+                state["plan"],
+                self._plan(),
+            )
         self.metrics.load_state_dict(state["metrics"])
         self.completion_log.load_state_dict(state["completions"])
         moments = self.shaper.moments
@@ -364,38 +422,34 @@ class RLOOTrainer(Trainer):
             self.schedule.parts_per_update,
         )
         try:
-            super()._save(output_dir, state_dict)
+            with without_reference_adapter(self.model):
+                super()._save(output_dir, state_dict)
         finally:
             self.args.gradient_accumulation_steps = seen
-        # peft saves the reference's frozen adapter as well; it belongs to the run, not to the model.
-        shutil.rmtree(Path(output_dir or self.args.output_dir) / REF_ADAPTER, ignore_errors=True)
 
     def create_model_card(
         self,
-        language: Any = None,
-        license: Any = None,
-        tags: str | list[str] | None = None,
         model_name: str | None = None,
-        finetuned_from: str | None = None,
-        tasks: Any = None,
-        dataset_tags: Any = None,
-        dataset: Any = None,
-        dataset_args: Any = None,
-        *,
         dataset_name: str | None = None,
+        tags: str | list[str] | None = None,
+        *,
+        language: str | None = None,
+        license: str | None = None,
+        finetuned_from: str | None = None,
+        tasks: str | None = None,
     ) -> None:
         """Write a model card to the output folder."""
         if not self.is_world_process_zero():
             return
         given = {tags} if isinstance(tags, str) else set(tags or ())
-        name = model_name or Path(self.args.output_dir).name
         card = model_card(
             self.args,
             model_id=finetuned_from or getattr(self.model.config, "_name_or_path", None),
-            name=name,
+            name=model_name or Path(self.args.output_dir).name,
             repository=self.hub_model_id or self.args.output_dir,
             dataset=dataset_name,
             tags=given | set(self._tag_names),
+            front_matter={"language": language, "license": license, "pipeline_tag": tasks},
         )
         folder = Path(self.args.output_dir)
         folder.mkdir(parents=True, exist_ok=True)

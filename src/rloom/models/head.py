@@ -1,0 +1,211 @@
+"""Log-probabilities and entropy from hidden states, without the logits ever being in memory as a whole.
+
+The vocabulary is wide: 32k tokens × 152k logits are 20 GB in float32. Here hidden states go through the head in chunks,
+forward, and once more in chunks, backward:
+
+    z = transform(h Wᵀ + b) / temperature       transform: a model's own scale and soft-cap of its logits
+    log π(y) = z_y − lse(z),   H = lse(z) − Σ_v π_v z_v
+    ∂ log π(y) / ∂z = onehot(y) − π
+
+`captured_head` does this *inside* the model's own forward, in place of the head's: weights that are sharded are
+gathered there and nowhere else, and whatever stands between decoder and head in an architecture is honoured.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+CHUNK_BYTES = 1 << 29  # of float32 logits at a time
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LogitTransform:
+    """What a model does to its logits after the head: z·scale, then cap·tanh(z/cap); and the training temperature."""
+
+    scale: float = 1.0
+    softcap: float | None = None
+    temperature: float = 1.0
+
+    @classmethod
+    def of(cls, model: Any, temperature: float) -> LogitTransform:
+        """As the model's config declares it: gemma's soft-cap, cohere's and granite's scales."""
+        config = model.config.get_text_config()
+        scale = float(getattr(config, "logit_scale", None) or 1.0)
+        scale /= float(getattr(config, "logits_scaling", None) or 1.0)
+        return cls(scale=scale, softcap=getattr(config, "final_logit_softcapping", None), temperature=temperature)
+
+    def apply(self, logits: Tensor) -> Tensor:
+        """Transformed logits in float32."""
+        logits = logits.float()
+        if self.softcap is not None:
+            return torch.tanh(logits * (self.scale / self.softcap)) * (self.softcap / self.temperature)
+        return logits if self.scale == self.temperature else logits * (self.scale / self.temperature)
+
+    def slope(self, transformed: Tensor) -> Tensor | float:
+        """d transform / d logits, from the transformed logits."""
+        factor = self.scale / self.temperature
+        if self.softcap is None:
+            return factor
+        return (1 - (transformed * (self.temperature / self.softcap)).square()) * factor
+
+
+@dataclass(slots=True, kw_only=True)
+class HeadOutput:
+    """What the head said about N tokens: log-probabilities and entropies, and how to have logits of some of them."""
+
+    logprobs: Tensor  # (N,)
+    entropy: Tensor  # (N,), detached
+    hidden: Tensor  # (N, H)
+    logits: Callable[[Tensor], Tensor]  # hidden states (n, H) → transformed logits (n, V)
+
+
+def run_head(
+    head: nn.Module, forward: Callable[..., Tensor], hidden: Tensor, targets: Tensor, transform: LogitTransform
+) -> HeadOutput:
+    """Log-probabilities and entropies of `targets` (N,) from hidden states (N, H)."""
+
+    def logits(part: Tensor) -> Tensor:
+        return transform.apply(forward(part))
+
+    if type(head) is nn.Linear and head.weight.is_floating_point():
+        dtype = head.weight.dtype
+        if torch.is_autocast_enabled(hidden.device.type):
+            dtype = torch.get_autocast_dtype(hidden.device.type)
+        bias = None if head.bias is None else head.bias.to(dtype)
+        logprobs, entropy = _LinearHead.apply(hidden.to(dtype), head.weight.to(dtype), bias, targets, transform)
+    else:  # an adapter on the head, a quantized head: recomputed through the module itself
+        logprobs, entropy = _through_module(logits, hidden, targets, _num_logits(head))
+    return HeadOutput(logprobs=logprobs, entropy=entropy, hidden=hidden, logits=logits)
+
+
+def _num_logits(head: nn.Module) -> int:
+    size = getattr(head, "out_features", None)
+    return int(size if size else head.weight.shape[0])  # type: ignore[index]
+
+
+def rows_at_a_time(num_logits: int) -> int:
+    """Rows whose float32 logits take about CHUNK_BYTES."""
+    return max(16, CHUNK_BYTES // (4 * num_logits))
+
+
+def exact_kl_chunks(policy: HeadOutput, reference: HeadOutput, num_logits: int) -> Tensor:
+    """The exact KL at each token, (N,), from both models' hidden states in chunks; differentiable in the policy."""
+
+    def kl(mine: Tensor, theirs: Tensor) -> Tensor:
+        p = policy.logits(mine).log_softmax(-1)
+        with torch.no_grad():
+            q = reference.logits(theirs).log_softmax(-1)
+        return (p.exp() * (p - q)).sum(-1)
+
+    size = rows_at_a_time(num_logits)
+    pairs = zip(policy.hidden.split(size), reference.hidden.split(size), strict=True)
+    return torch.cat([checkpoint(kl, mine, theirs, use_reentrant=False) for mine, theirs in pairs])
+
+
+def _through_module(
+    logits: Callable[[Tensor], Tensor], hidden: Tensor, targets: Tensor, num_logits: int
+) -> tuple[Tensor, Tensor]:
+    def stats(part: Tensor, wanted: Tensor) -> tuple[Tensor, Tensor]:
+        z = logits(part)
+        lse = z.logsumexp(-1)
+        with torch.no_grad():
+            entropy = lse - (z.softmax(-1) * z).sum(-1)
+        return z.gather(-1, wanted.unsqueeze(-1)).squeeze(-1) - lse, entropy
+
+    size = rows_at_a_time(num_logits)
+    pairs = zip(hidden.split(size), targets.split(size), strict=True)
+    parts = [checkpoint(stats, part, wanted, use_reentrant=False) for part, wanted in pairs]
+    return torch.cat([p[0] for p in parts]), torch.cat([p[1] for p in parts]).detach()
+
+
+class _LinearHead(torch.autograd.Function):
+    """The formulas of the module's docstring for a plain linear head, chunk by chunk."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, transform: LogitTransform
+    ) -> tuple[Tensor, Tensor]:
+        logprobs = torch.empty(len(hidden), dtype=torch.float32, device=hidden.device)
+        entropy, normalizer = torch.empty_like(logprobs), torch.empty_like(logprobs)
+        size = rows_at_a_time(weight.shape[0])
+        for start in range(0, len(hidden), size):
+            part = slice(start, start + size)
+            z = transform.apply(F.linear(hidden[part], weight, bias))
+            lse = z.logsumexp(-1)
+            normalizer[part] = lse
+            logprobs[part] = z.gather(-1, targets[part, None]).squeeze(-1) - lse
+            entropy[part] = lse - ((z - lse.unsqueeze(-1)).exp_().mul_(z)).sum(-1)
+        ctx.save_for_backward(hidden, weight, bias, targets, normalizer)
+        ctx.transform = transform
+        ctx.mark_non_differentiable(entropy)
+        return logprobs, entropy
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Any, ...]:
+        hidden, weight, bias, targets, normalizer = ctx.saved_tensors
+        need_hidden, need_weight, need_bias = ctx.needs_input_grad[:3]
+        grad_hidden = torch.empty_like(hidden) if need_hidden else None
+        grad_weight = torch.zeros_like(weight, dtype=torch.float32) if need_weight else None
+        grad_bias = torch.zeros_like(bias, dtype=torch.float32) if need_bias else None
+        size = rows_at_a_time(weight.shape[0])
+        for start in range(0, len(hidden), size):
+            part = slice(start, start + size)
+            z = ctx.transform.apply(F.linear(hidden[part], weight, bias))
+            slope = ctx.transform.slope(z)
+            g = grad[part, None]
+            dz = z.sub_(normalizer[part, None]).exp_().mul_(-g)  # −g·π
+            dz.scatter_add_(1, targets[part, None], g)  # + g·onehot(y)
+            dz = dz.mul_(slope).to(weight.dtype)
+            if grad_hidden is not None:
+                grad_hidden[part] = dz @ weight
+            if grad_weight is not None:
+                _add_product(grad_weight, dz, hidden[part])
+            if grad_bias is not None:
+                grad_bias += dz.float().sum(0)
+        return grad_hidden, _like(grad_weight, weight), _like(grad_bias, bias), None, None
+
+
+def _like(grad: Tensor | None, tensor: Tensor | None) -> Tensor | None:
+    return None if grad is None or tensor is None else grad.to(tensor.dtype)
+
+
+def _add_product(total: Tensor, dz: Tensor, hidden: Tensor) -> None:
+    """total += dzᵀ h, accumulated in float32 also where the factors are bfloat16."""
+    if dz.dtype == total.dtype:
+        total.addmm_(dz.T, hidden)
+    else:
+        total += dz.T @ hidden
+
+
+@contextmanager
+def captured_head(
+    model: Any, source: Tensor | None, targets: Tensor, transform: LogitTransform
+) -> Iterator[list[HeadOutput]]:
+    """While this lasts, the model's head computes [`HeadOutput`]s of `targets` instead of logits.
+
+    `source` (N,) picks the hidden states, flattened over batch and position, that predict them; None: all, in order.
+    The model gets a tensor with one logit per state in return, which costs nothing and means nothing.
+    """
+    head = model.get_output_embeddings()
+    forward = head.forward
+    outputs: list[HeadOutput] = []
+
+    def instead(hidden: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        flat = hidden.flatten(0, -2)
+        wanted = flat if source is None else flat[source]
+        outputs.append(run_head(head, forward, wanted, targets, transform))
+        return hidden[..., :1]
+
+    head.forward = instead
+    try:
+        yield outputs
+    finally:
+        del head.forward  # uncovers the class' own

@@ -1,0 +1,117 @@
+"""Does this very model compute the same on a packed row as on padded ones? Tried out, not looked up in a list.
+
+Architectures that keep other state than keys and values (convolutions, recurrences), or that do not go through
+transformers' attention interface, give wrong numbers without an error: so the numbers are compared.
+"""
+
+from __future__ import annotations
+
+import logging
+import random
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rloom.data.batching import Batcher
+from rloom.models.attention import num_calls, packed_attention, running
+from rloom.models.load import is_peft_model
+from rloom.models.logprobs import Forward
+from rloom.types import Rollout
+
+logger = logging.getLogger(__name__)
+
+LONGEST_WINDOW = 1024  # windows up to this are crossed in the proof; longer ones would make it slow
+
+
+def proves_packing(model: Any) -> bool:
+    """Whether packed rows may be used for this model; says why not otherwise."""
+    reason = why_not_packed(model)
+    if reason is not None:
+        logger.warning("training uses padded micro-batches, which are slower: %s", reason)
+    return reason is None
+
+
+def why_not_packed(model: Any) -> str | None:
+    """None if a packed and a padded forward agree in log-probabilities and in a gradient, else what went wrong."""
+    base = model.get_base_model() if is_peft_model(model) else model
+    if is_peft_model(model) and any(getattr(c, "is_prompt_learning", False) for c in model.peft_config.values()):
+        return "the adapter puts virtual tokens before each prompt"
+    if base.get_output_embeddings() is None:
+        return f"{type(base).__name__} names no output head"
+    training = model.training
+    model.eval()
+    try:
+        return _compare(model, base)
+    except Exception as error:  # whatever an architecture does not like about packed rows, padded ones remain
+        logger.debug("the packed forward failed", exc_info=True)
+        return f"{type(base).__name__} does not run on packed rows ({type(error).__name__}: {str(error)[:120]})"
+    finally:
+        model.train(training)
+
+
+def _compare(model: Any, base: Any) -> str | None:
+    config = base.config.get_text_config()
+    rollout = _rollout(config)
+    rows = list(range(len(rollout)))
+    device = next(model.parameters()).device
+    forward = Forward(model, temperature=1.0)
+    probe = _probe(model)
+    padded = Batcher(packed=False, pad_token_id=0).make(rollout, rows, device)
+    packed = Batcher(packed=True, pad_token_id=0).make(rollout, rows, device)
+    assert packed.packed is not None
+    with torch.enable_grad():
+        plain = forward(model, padded).logprobs
+        plain_grad = _gradient(plain, probe)
+        with packed_attention([base]), running(packed.packed):
+            ours = forward(model, packed).logprobs
+            calls = num_calls()
+            our_grad = _gradient(ours, probe)
+    if calls != config.num_hidden_layers:
+        return (
+            f"{calls} of {config.num_hidden_layers} layers of {type(base).__name__} go through the attention interface"
+        )
+    error, grad_error = _difference(ours, plain), _difference(our_grad, plain_grad)
+    allowed = 1e-3 if plain_grad.dtype == torch.float32 and not torch.is_autocast_enabled(device.type) else 0.05
+    if not (error < allowed and grad_error < 2 * allowed):
+        return (
+            f"packed and padded forwards of {type(base).__name__} differ by {error:.1e}, gradients by {grad_error:.1e}"
+        )
+    return None
+
+
+def _rollout(config: Any) -> Rollout:
+    """Two prompts of different lengths with two completions each, across any attention window that is not too long."""
+    window = getattr(config, "sliding_window", None) or 0
+    limit = getattr(config, "max_position_embeddings", None) or 1024
+    length = min(window + 8 if window <= LONGEST_WINDOW else 24, max(8, limit // 2))
+    draw = random.Random(0)
+    tokens = min(config.vocab_size, 1000)
+    lengths = [(length, 5), (length, 3), (4, 6), (4, 2)]
+    prompts = {size: [draw.randrange(tokens) for _ in range(size)] for size, _ in lengths}
+    count = len(lengths)
+    return Rollout(
+        prompt_ids=[prompts[size] for size, _ in lengths],
+        completion_ids=[[draw.randrange(tokens) for _ in range(size)] for _, size in lengths],
+        groups=torch.tensor([0, 0, 1, 1]),
+        scores=torch.zeros(count, 1),
+        score=torch.zeros(count),
+        trained=[True] * count,
+    )
+
+
+def _probe(model: Any) -> Tensor:
+    """A parameter deep in the model whose gradient passes through attention: the first trainable one of a layer."""
+    trainable = [(n, p) for n, p in model.named_parameters() if p.requires_grad and p.is_floating_point()]
+    inner = [p for n, p in trainable if ".0." in n and p.dim() == 2]
+    return (inner or [p for _, p in trainable])[0]
+
+
+def _gradient(logprobs: Tensor, probe: Tensor) -> Tensor:
+    return torch.autograd.grad(logprobs.sum(), probe)[0].float()
+
+
+def _difference(ours: Tensor, plain: Tensor) -> float:
+    """The largest difference, relative to the largest value."""
+    ours, plain = ours.detach().float(), plain.detach().float()
+    return float((ours - plain).abs().max() / plain.abs().max().clamp(min=1e-6))

@@ -1,0 +1,60 @@
+"""How many tokens a micro-batch may have: asked for, found from free memory, learnt from running out of it."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import torch
+from torch import nn
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+SMALLEST = 16
+
+
+class TokenBudget:
+    """Tokens per micro-batch. Shrinks when memory runs out, and stays shrunk."""
+
+    def __init__(self, tokens: int) -> None:
+        self.tokens = tokens
+
+    def retrying(self, update: Callable[[], T], model: nn.Module) -> T:
+        """Run an update; out of memory, take back what it added to the gradients and run it again in smaller pieces.
+
+        The gradients are those of one clean run: nothing of the failed one is kept, also when it failed in the middle
+        of a backward. Random draws (dropout) are repeated.
+        """
+        while True:
+            randomness = _random_state()
+            try:
+                return update()
+            except torch.OutOfMemoryError as error:
+                if self.tokens <= SMALLEST:
+                    raise
+                before, self.tokens = self.tokens, max(SMALLEST, self.tokens // 2)
+                reason = str(error).splitlines()[0][:120]
+            model.zero_grad(set_to_none=True)  # outside of `except`: the error holds on to the failed run's tensors
+            if torch.cuda.is_available():
+                torch.cuda.empty_cache()
+            _restore(randomness)
+            logger.warning(
+                "out of memory (%s): the update is redone with at most %d tokens per micro-batch, %d before; the "
+                "gradient is the same",
+                reason,
+                self.tokens,
+                before,
+            )
+
+
+def _random_state() -> tuple[Any, Any]:
+    return torch.get_rng_state(), torch.cuda.get_rng_state() if torch.cuda.is_available() else None
+
+
+def _restore(state: tuple[Any, Any]) -> None:
+    torch.set_rng_state(state[0])
+    if state[1] is not None:
+        torch.cuda.set_rng_state(state[1])
