@@ -1,7 +1,7 @@
 """Packed = padded = plain: the same log-probabilities and gradients for many architectures, from tiny random models.
 
-Plain is each completion on its own, through the model's ordinary forward and torch's log_softmax: no packing, no padding,
-no chunked head.
+Plain is each completion on its own, through the model's ordinary forward and torch's log_softmax: no packing, no
+padding, no chunked head.
 """
 
 from __future__ import annotations
@@ -195,7 +195,10 @@ def test_small_chunks_of_the_head(rollout, monkeypatch):
     ("config", "reason"),
     [
         (tf.BloomConfig(vocab_size=VOCAB, hidden_size=32, n_layer=2, n_head=4), "0 of 2 layers"),
-        (tf.GPTJConfig(vocab_size=VOCAB, n_embd=32, n_layer=2, n_head=4, rotary_dim=4, n_positions=64), "0 of 2 layers"),
+        (
+            tf.GPTJConfig(vocab_size=VOCAB, n_embd=32, n_layer=2, n_head=4, rotary_dim=4, n_positions=64),
+            "0 of 2 layers",
+        ),
         (
             tf.MambaConfig(vocab_size=VOCAB, hidden_size=32, num_hidden_layers=2, state_size=4),
             "attention interface|does not run",

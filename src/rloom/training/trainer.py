@@ -23,6 +23,7 @@ from rloom.data.datasets import check_dataset, is_chat
 from rloom.data.loader import as_is
 from rloom.data.plan import UpdatePlan
 from rloom.generation.base import Engine
+from rloom.models.precision import keeps_the_bits, warn_of_lost_bits
 from rloom.models.reference import without_reference_adapter
 from rloom.rewards.base import RewardBatch
 from rloom.seeds import derive_seed
@@ -109,6 +110,8 @@ class RLOOTrainer(Trainer):
             optimizers=optimizers,
         )
         assemble.check_devices(self)
+        if optimizers[0] is not None:
+            warn_of_lost_bits(self.model)
         parts = assemble.build(self, policy, functions, reward_classes, reference_path, engine)
         self.rewards, self.collector, self.learner = parts.rewards, parts.collector, parts.learner
         self.credit, self.shaper = parts.credit, parts.shaper
@@ -209,6 +212,13 @@ class RLOOTrainer(Trainer):
     @property
     def _mode(self) -> str:
         return "train" if self._eval_prefix is None else "eval"
+
+    def get_optimizer_cls_and_kwargs(self, args: Any, model: Any = None) -> tuple[Any, dict[str, Any]]:
+        """The optimizer that the options name; for bfloat16 weights one that keeps the bits they drop."""
+        cls, options = Trainer.get_optimizer_cls_and_kwargs(args, model)
+        if model is None or self.is_deepspeed_enabled:  # DeepSpeed keeps master weights of its own
+            return cls, options
+        return keeps_the_bits(cls, options, model)
 
     # -- data: one batch of the loader is one update
 

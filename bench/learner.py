@@ -1,0 +1,199 @@
+"""The update of a fixed rollout, ours and TRL's in the same process: same weights, same completions.
+
+    PYTHONHASHSEED=0 python bench/learner.py tldr small reason      # on a GPU
+    PYTHONHASHSEED=0 python bench/learner.py cpu                    # anywhere
+    PYTHONHASHSEED=0 python bench/learner.py --growth               # how time and memory grow; ours alone
+
+Both run inside a real `trainer.train()`, whose generation is replaced by a look-up of prepared completions, so that a
+step is: reference pass, (old log-probabilities,) forward, backward, optimizer. Each row is one JSON object: seconds per
+update (median after warm-up), peak memory in GiB, trained tokens per second, and the share of the arithmetic floor:
+6·N FLOP per token trained (prompts once per group) and 2·N per reference token, at 790 TFLOP/s.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import statistics
+import tempfile
+import time
+from dataclasses import replace
+from typing import Any
+
+import torch
+from shapes import SHAPES, Shape, completion, make_model, make_rows, make_tokenizer, qwen, reward
+from transformers import TrainerCallback
+
+PEAK_FLOPS = 790e12
+
+
+class Clock(TrainerCallback):
+    """The time of each update, from the end of one to the end of the next."""
+
+    def __init__(self) -> None:
+        self.ends: list[float] = []
+
+    def on_step_end(self, *args: Any, **kwargs: Any) -> None:
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+            if len(self.ends) == 1:
+                torch.cuda.reset_peak_memory_stats()
+        self.ends.append(time.perf_counter())
+
+    def seconds(self) -> float:
+        gaps = [b - a for a, b in zip(self.ends, self.ends[1:], strict=False)]
+        return statistics.median(gaps[1:])
+
+
+def options(shape: Shape, folder: str, steps: int, per_device: int, **changes: Any) -> dict[str, Any]:
+    return {
+        "output_dir": f"{folder}/out",
+        "per_device_train_batch_size": per_device,
+        "gradient_accumulation_steps": shape.completions // per_device,
+        "num_generations": shape.k,
+        "max_completion_length": shape.completion,
+        "max_steps": steps,
+        "learning_rate": 1e-6,
+        "beta": 0.05,
+        "logging_steps": 1,
+        "report_to": "none",
+        "save_strategy": "no",
+        "disable_tqdm": True,
+        "gradient_checkpointing": False,
+        "use_cpu": not torch.cuda.is_available(),
+        "shuffle_dataset": False,
+        **changes,
+    }
+
+
+def run_trl(shape: Shape, steps: int, per_device: int, dtype: torch.dtype) -> dict[str, float]:
+    from datasets import Dataset
+    from trl import RLOOConfig, RLOOTrainer
+
+    tokenizer = make_tokenizer()
+    with tempfile.TemporaryDirectory() as folder:
+        make_model(shape, dtype).save_pretrained(folder)  # TRL loads its reference by name
+        tokenizer.save_pretrained(folder)
+        clock = Clock()
+        config = RLOOConfig(
+            **options(shape, folder, steps, per_device, bf16=dtype == torch.bfloat16),
+            model_init_kwargs={"dtype": str(dtype).split(".")[-1]},
+        )
+        rows = Dataset.from_list(make_rows(shape, steps))
+        trainer = RLOOTrainer(folder, reward, config, rows, processing_class=tokenizer, callbacks=[clock])
+
+        def look_up(prompt_ids: Any, images: Any, fields: Any) -> list[list[int]]:
+            texts = tokenizer.batch_decode(prompt_ids)
+            return [completion(shape, text, i % shape.k) for i, text in enumerate(texts)]
+
+        trainer._generate_single_turn = look_up
+        return measure(trainer, clock)
+
+
+def run_rloom(shape: Shape, steps: int, dtype: torch.dtype, **changes: Any) -> dict[str, float]:
+    from rloom import FakeEngine, RLOOConfig, RLOOTrainer
+
+    clock = Clock()
+    engine = FakeEngine(lambda prompt, k, seed: completion(shape, prompt.content, k), eos_token_ids=[0])
+    with tempfile.TemporaryDirectory() as folder:
+        config = RLOOConfig(**options(shape, folder, steps, shape.completions, **changes))
+        trainer = RLOOTrainer(
+            make_model(shape, dtype),
+            reward,
+            config,
+            make_rows(shape, steps),
+            processing_class=make_tokenizer(),
+            callbacks=[clock],
+            engine=engine,
+        )
+        result = measure(trainer, clock)
+        result["budget"] = trainer.learner.budget.tokens
+        return result
+
+
+def measure(trainer: Any, clock: Clock) -> dict[str, float]:
+    if torch.cuda.is_available():
+        torch.cuda.reset_peak_memory_stats()
+    trainer.train()
+    peak = torch.cuda.max_memory_allocated() / 2**30 if torch.cuda.is_available() else float("nan")
+    return {"seconds": round(clock.seconds(), 4), "peak_gib": round(peak, 1)}
+
+
+def floor_seconds(shape: Shape) -> float:
+    """Arithmetic of a packed update with a reference pass."""
+    model = make_model(shape, torch.bfloat16)
+    inner = model.num_parameters(exclude_embeddings=True)
+    head = model.get_output_embeddings().weight.numel()
+    packed = shape.groups * (shape.prompt + shape.k * shape.completion)
+    scored = shape.completions * shape.completion
+    return 8 * (inner * packed + head * scored) / PEAK_FLOPS
+
+
+def report(name: str, peer: str, shape: Shape, result: dict[str, float], **more: Any) -> None:
+    tokens = shape.completions * shape.completion
+    row = {
+        "shape": name, "peer": peer, "P": shape.prompt, "C": shape.completion, "K": shape.k, "N": shape.completions,
+        **result, "tokens_per_second": round(tokens / result["seconds"]), **more,
+    }  # fmt: skip
+    print("RESULT", json.dumps(row), flush=True)
+
+
+def clean() -> None:
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+
+
+def compare(name: str, steps: int, per_device: int) -> None:
+    shape, cuda = SHAPES[name], torch.cuda.is_available()
+    dtype = torch.bfloat16 if cuda else torch.float32
+    theirs = run_trl(shape, steps, per_device, dtype)
+    report(name, "trl", shape, theirs)
+    clean()
+    ours = run_rloom(shape, steps, dtype)
+    floor = {"floor_share": round(floor_seconds(shape) / ours["seconds"], 3)} if cuda else {}
+    memory = {"memory_ratio": round(ours["peak_gib"] / theirs["peak_gib"], 2)} if cuda else {}
+    report(name, "rloom", shape, ours, ratio=round(theirs["seconds"] / ours["seconds"], 2), **memory, **floor)
+    clean()
+
+
+def growth(steps: int) -> None:
+    base = (
+        replace(SHAPES["small"], completions=32)
+        if torch.cuda.is_available()
+        else replace(SHAPES["cpu"], completions=16)
+    )
+    dtype = torch.bfloat16 if torch.cuda.is_available() else torch.float32
+    for factor in (1, 2, 4):
+        for what, shape in {
+            "K": replace(base, k=base.k * factor, completions=base.completions * factor),
+            "prompt": replace(base, prompt=base.prompt * factor),
+            "completion": replace(base, completion=base.completion * factor),
+            "vocabulary": replace(base, config=qwen(896, 4864, 24, 14, 37984 * factor)),
+        }.items():
+            if what == "vocabulary" and not torch.cuda.is_available():
+                continue
+            report(f"{what} x{factor}", "rloom", shape, run_rloom(shape, steps, dtype))
+            clean()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("shapes", nargs="*")
+    parser.add_argument("--steps", type=int, default=6)
+    parser.add_argument("--per-device", type=int, default=16, help="TRL's micro-batch, in completions")
+    parser.add_argument("--growth", action="store_true")
+    parser.add_argument("--long", action="store_true", help="8 completions of 8k tokens, with checkpointing")
+    arguments = parser.parse_args()
+    for name in arguments.shapes:
+        compare(name, arguments.steps, arguments.per_device)
+    if arguments.long:
+        shape = SHAPES["long"]
+        report("long", "rloom", shape, run_rloom(shape, 4, torch.bfloat16, gradient_checkpointing=True))
+    if arguments.growth:
+        growth(4)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,235 @@
+"""bfloat16 weights that learn.
+
+A bfloat16 weight has 8 bits of precision: at a learning rate of 1e-6 most updates are smaller than the gap to the next
+bfloat16 number and would be rounded away. Here the optimizer keeps the bits that bfloat16 drops, so that weights move
+as float32 ones do, while the model computes (and samples) with the bfloat16 weights themselves, with no cast per step.
+
+- [`SplitAdamW`] splits the float32 word: the weight holds the upper 16 bits, rounded, and the state a signed 16-bit
+  rest. 2 bytes a parameter instead of 4 for a copy.
+- [`MasterWeights`] wraps any other optimizer around float32 copies.
+
+Gradients accumulate in float32 (torch's `grad_dtype`).
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+logger = logging.getLogger(__name__)
+
+ELEMENTS_AT_A_TIME = 1 << 26  # float32 words joined at once: a quarter of a gigabyte
+
+
+def join(weight: Tensor, rest: Tensor) -> Tensor:
+    """The float32 number that a bfloat16 weight and its 16-bit rest stand for."""
+    return ((weight.view(torch.int16).int() << 16) + rest.int()).view(torch.float32)
+
+
+def split(value: Tensor) -> tuple[Tensor, Tensor]:
+    """A float32 number as the nearest bfloat16 weight and a signed 16-bit rest.
+
+    >>> value = torch.tensor([1.0 + 2**-12, -3.1415927])
+    >>> weight, rest = split(value)
+    >>> weight
+    tensor([ 1.0000, -3.1406], dtype=torch.bfloat16)
+    >>> torch.equal(join(weight, rest), value)
+    True
+    """
+    bits = value.view(torch.int32)
+    upper = (bits + 0x8000) >> 16
+    return upper.short().view(torch.bfloat16), (bits - (upper << 16)).short()
+
+
+class SplitAdamW(Optimizer):
+    """AdamW whose bfloat16 parameters keep the bits that bfloat16 drops. Others are updated as torch's AdamW does.
+
+    >>> weight = nn.Parameter(torch.ones(2, dtype=torch.bfloat16))
+    >>> accumulate_in_float32([weight])
+    >>> optimizer = SplitAdamW([weight], lr=1e-5, weight_decay=0.0)
+    >>> for _ in range(500):  # 500 steps of 1e-5, each far below the spacing of bfloat16 at 1 (0.0039)
+    ...     weight.grad = torch.ones(2)
+    ...     optimizer.step()
+    >>> weight
+    Parameter containing:
+    tensor([0.9961, 0.9961], dtype=torch.bfloat16, requires_grad=True)
+    """
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0.01,
+    ) -> None:
+        super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
+        """One update of every parameter that has a gradient."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for group in self.param_groups:
+            for batch in _in_batches(p for p in group["params"] if p.grad is not None):
+                self._update(batch, group)
+        return loss
+
+    def _update(self, params: list[Tensor], group: dict[str, Any]) -> None:
+        states = [self._state(p) for p in params]
+        halves = [(p, s) for p, s in zip(params, states, strict=True) if p.dtype == torch.bfloat16]
+        words = {id(p): join(p, s["rest"]) for p, s in halves}
+        beta1, beta2 = group["betas"]
+        torch._fused_adamw_(
+            [words.get(id(p), p) for p in params],
+            [p.grad.float() for p in params],  # type: ignore[union-attr]
+            [s["exp_avg"] for s in states],
+            [s["exp_avg_sq"] for s in states],
+            [],
+            _count([s["step"] for s in states]),
+            lr=float(group["lr"]),
+            beta1=beta1,
+            beta2=beta2,
+            weight_decay=group["weight_decay"],
+            eps=group["eps"],
+            amsgrad=False,
+            maximize=False,
+        )
+        for p, s in halves:
+            weight, rest = split(words[id(p)])
+            p.copy_(weight)
+            s["rest"].copy_(rest)
+
+    def _state(self, p: Tensor) -> dict[str, Tensor]:
+        state = self.state[p]
+        if not state:
+            state["step"] = torch.zeros((), dtype=torch.float32, device=p.device)
+            state["exp_avg"] = torch.zeros_like(p, dtype=torch.float32)
+            state["exp_avg_sq"] = torch.zeros_like(p, dtype=torch.float32)
+            if p.dtype == torch.bfloat16:
+                state["rest"] = torch.zeros_like(p, dtype=torch.int16)
+        return state
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """As torch's, which would round the state to the parameters' bfloat16: put the saved bits back."""
+        super().load_state_dict(state_dict)
+        _put_back(self, state_dict)
+
+
+class MasterWeights(Optimizer):
+    """Any optimizer, run on float32 copies of the bfloat16 parameters, which are copied back after each step."""
+
+    def __init__(self, params: Any, *, make: Callable[..., Optimizer], **options: Any) -> None:
+        groups = [g if isinstance(g, dict) else {"params": [g]} for g in params]
+        self.pairs: list[tuple[Tensor, Tensor]] = []
+        copied = [{**group, "params": [self._master(p) for p in group["params"]]} for group in groups]
+        self.inner = make(copied, **options)
+        super().__init__([{**group} for group in self.inner.param_groups], dict(self.inner.defaults))
+        self.param_groups = self.inner.param_groups  # one list: a schedule that changes it reaches the optimizer
+        self.state = self.inner.state
+
+    def _master(self, p: Tensor) -> Tensor:
+        if p.dtype != torch.bfloat16:
+            return p
+        master = nn.Parameter(p.detach().float())
+        self.pairs.append((p, master))
+        return master
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
+        """Hand the gradients over, step, copy the weights back."""
+        for p, master in self.pairs:
+            master.grad = None if p.grad is None else p.grad.float()
+        loss = self.inner.step(closure)
+        for p, master in self.pairs:
+            p.copy_(master)
+            master.grad = None
+        return loss
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Forget the gradients of parameters and copies."""
+        self.inner.zero_grad(set_to_none)
+        for p, _ in self.pairs:
+            p.grad = None
+
+    def state_dict(self) -> dict[str, Any]:
+        """The inner optimizer's, and the copies."""
+        return {**self.inner.state_dict(), "masters": [master.detach() for _, master in self.pairs]}
+
+    @torch.no_grad()
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Both, to the same bits."""
+        state = dict(state_dict)
+        for (p, master), saved in zip(self.pairs, state.pop("masters"), strict=True):
+            master.copy_(saved)
+            p.copy_(master)
+        self.inner.load_state_dict(state)
+        self.param_groups, self.state = self.inner.param_groups, self.inner.state
+
+
+def accumulate_in_float32(params: Iterable[Tensor]) -> None:
+    """Let bfloat16 parameters have float32 gradients, so that micro-batches add up without rounding."""
+    for p in params:
+        if p.dtype == torch.bfloat16 and p.requires_grad and p.is_leaf:
+            p.grad_dtype = torch.float32
+
+
+def keeps_the_bits(cls: Any, options: dict[str, Any], model: nn.Module) -> tuple[Any, dict[str, Any]]:
+    """The optimizer to use instead of `cls` for a model with bfloat16 parameters; `cls` itself for others."""
+    params = [p for p in model.parameters() if p.requires_grad and p.dtype == torch.bfloat16]
+    if not params:
+        return cls, options
+    if not isinstance(cls, type) or {"params", "model", "optimizer_dict"} & set(options):
+        logger.warning(
+            "%s works on the bfloat16 weights themselves: updates smaller than bfloat16 can hold are lost", cls
+        )
+        return cls, options
+    accumulate_in_float32(params)
+    if cls is torch.optim.AdamW:
+        known = ("lr", "betas", "eps", "weight_decay")
+        return SplitAdamW, {name: value for name, value in options.items() if name in known}
+    return functools.partial(MasterWeights, make=cls), options
+
+
+def warn_of_lost_bits(model: nn.Module) -> None:
+    """What a user's own optimizer does not do for bfloat16 weights."""
+    if any(p.requires_grad and p.dtype == torch.bfloat16 for p in model.parameters()):
+        logger.warning(
+            "the model's weights are bfloat16 and `optimizers=` was given: updates smaller than bfloat16 can hold are "
+            "lost. Use rloom.models.precision.SplitAdamW, leave `optimizers` out, or load the model in float32"
+        )
+
+
+def _in_batches(params: Iterable[Tensor]) -> Iterator[list[Tensor]]:
+    """Parameters of one device, so many that their float32 words take a bounded amount of memory."""
+    batch: list[Tensor] = []
+    size = 0
+    for p in params:
+        if batch and (size + p.numel() > ELEMENTS_AT_A_TIME or p.device != batch[0].device):
+            yield batch
+            batch, size = [], 0
+        batch.append(p)
+        size += p.numel()
+    if batch:
+        yield batch
+
+
+def _count(steps: list[Tensor]) -> list[Tensor]:
+    torch._foreach_add_(steps, 1)
+    return steps
+
+
+def _put_back(optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
+    params = [p for group in optimizer.param_groups for p in group["params"]]
+    names = [name for group in state_dict["param_groups"] for name in group["params"]]
+    for p, name in zip(params, names, strict=True):
+        for key, value in state_dict["state"].get(name, {}).items():
+            optimizer.state[p][key] = value.to(p.device, copy=True) if isinstance(value, Tensor) else value
