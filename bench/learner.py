@@ -145,17 +145,22 @@ def clean() -> None:
         torch.cuda.empty_cache()
 
 
-def compare(name: str, steps: int, per_device: int) -> None:
+def compare(name: str, steps: int, per_device: int, budgets: list[int], ours_alone: bool) -> None:
     shape, cuda = SHAPES[name], torch.cuda.is_available()
     dtype = torch.bfloat16 if cuda else torch.float32
-    theirs = run_trl(shape, steps, per_device, dtype)
-    report(name, "trl", shape, theirs)
-    clean()
-    ours = run_rloom(shape, steps, dtype)
-    floor = {"floor_share": round(floor_seconds(shape) / ours["seconds"], 3)} if cuda else {}
-    memory = {"memory_ratio": round(ours["peak_gib"] / theirs["peak_gib"], 2)} if cuda else {}
-    report(name, "rloom", shape, ours, ratio=round(theirs["seconds"] / ours["seconds"], 2), **memory, **floor)
-    clean()
+    theirs = None
+    if not ours_alone:
+        theirs = run_trl(shape, steps, per_device, dtype)
+        report(name, "trl", shape, theirs)
+        clean()
+    for budget in budgets or [None]:
+        ours = run_rloom(shape, steps, dtype, max_tokens_per_micro_batch=budget)
+        more: dict[str, Any] = {"floor_share": round(floor_seconds(shape) / ours["seconds"], 3)} if cuda else {}
+        if theirs is not None:
+            more["ratio"] = round(theirs["seconds"] / ours["seconds"], 2)
+            more["memory_ratio"] = round(ours["peak_gib"] / theirs["peak_gib"], 2)
+        report(name, "rloom", shape, ours, **more)
+        clean()
 
 
 def growth(steps: int) -> None:
@@ -183,11 +188,13 @@ def main() -> None:
     parser.add_argument("shapes", nargs="*")
     parser.add_argument("--steps", type=int, default=6)
     parser.add_argument("--per-device", type=int, default=16, help="TRL's micro-batch, in completions")
+    parser.add_argument("--budget", type=int, nargs="*", default=[], help="max_tokens_per_micro_batch, one row each")
+    parser.add_argument("--ours", action="store_true", help="leave TRL out")
     parser.add_argument("--growth", action="store_true")
     parser.add_argument("--long", action="store_true", help="8 completions of 8k tokens, with checkpointing")
     arguments = parser.parse_args()
     for name in arguments.shapes:
-        compare(name, arguments.steps, arguments.per_device)
+        compare(name, arguments.steps, arguments.per_device, arguments.budget, arguments.ours)
     if arguments.long:
         shape = SHAPES["long"]
         report("long", "rloom", shape, run_rloom(shape, 4, torch.bfloat16, gradient_checkpointing=True))

@@ -96,7 +96,7 @@ def test_packed_is_as_close_to_float32_as_padded(name):
         scale = gradient.abs().max() + 1e-6
         ours = float((packed_grads[parameter] - gradient).abs().mean() / scale)
         theirs = float((padded_grads[parameter] - gradient).abs().mean() / scale)
-        assert ours < 1.25 * theirs + 1e-4, (parameter, ours, theirs)
+        assert ours < 1.5 * theirs + 1e-4, (parameter, ours, theirs)
 
 
 def test_float32_on_the_gpu_takes_the_two_part_form():

@@ -34,7 +34,7 @@ from rloom.training.rollouts import Collector
 
 logger = logging.getLogger(__name__)
 
-DEFAULT_TOKENS = 16_384
+DEFAULT_TOKENS = 8192
 TEXT_COLUMNS = ("prompt", "image", "images")
 
 
