@@ -32,6 +32,24 @@ def _option(default: Any, help: str) -> Any:
     return field(default=default, metadata={"help": help})
 
 
+MEANT = {
+    **dict.fromkeys(("max_new_tokens", "max_length", "max_tokens", "max_response_length"), "max_completion_length"),
+    **dict.fromkeys(("K", "k", "group_size", "n", "num_samples"), "num_generations"),
+    **dict.fromkeys(("lr", "actor_lr"), "learning_rate"),
+    **dict.fromkeys(("batch_size", "micro_batch_size"), "per_device_train_batch_size"),
+    **dict.fromkeys(("epochs", "num_epochs"), "num_train_epochs"),
+    **dict.fromkeys(("clip_range", "clip_ratio", "clip_eps"), "epsilon"),
+    "loss_type": "loss_aggregation",
+    "penalty_reward_value": "missing_eos_penalty",
+}
+MEANT = {name: f"did you mean '{option}'?" for name, option in MEANT.items()} | {
+    "max_prompt_length": "prompts are not cut here: filter or shorten them in the data set"
+}
+"""Names that other trainers use, which do not look like ours."""
+
+OLDER = frozenset(f.name for f in fields(OlderNames))
+
+
 class _Remembering(type):
     """Calls the constructor, after noting which options were given and refusing those that do not exist.
 
@@ -43,7 +61,8 @@ class _Remembering(type):
         options = {f.name: f.default for f in fields(cls) if f.init}  # type: ignore[arg-type]
         for name in kwargs:
             if name not in options and name not in INIT_ONLY_NAMES:
-                hint = did_you_mean(name, [*options, *INIT_ONLY_NAMES])
+                present = [option for option in options if option not in OLDER]
+                hint = f"; {MEANT[name]}" if name in MEANT else did_you_mean(name, present)
                 raise UnknownOptionError(f"{cls.__name__} has no option '{name}'{hint}")
         values = dict(zip(options, args, strict=False)) | kwargs
         given = set(values)
@@ -216,8 +235,8 @@ class RLOOConfig(OlderNames, TrainingArguments, metaclass=_Remembering):
         super().__post_init__()
         self.translate_older_names()
         self._resolve_padding()
-        self._resolve_batches()
         self._resolve_objective()
+        self._resolve_batches()
         self._check_sampling()
         self._check_unsupported()
         self.finish_older_names()
@@ -252,7 +271,8 @@ class RLOOConfig(OlderNames, TrainingArguments, metaclass=_Remembering):
         self._check_groups()
 
     def _check_groups(self) -> None:
-        if self.num_generations < 2:
+        in_groups = self.choices.advantage_estimator in ("leave_one_out", "group_mean", "group_mean_std")
+        if self.num_generations < (2 if in_groups else 1):
             raise ConfigError(
                 "RLOO requires at least 2 generations per prompt: with one there is no other completion to compare "
                 f"with. You set num_generations={self.num_generations}."

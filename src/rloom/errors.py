@@ -40,7 +40,7 @@ class EngineError(RloomError, RuntimeError):
     """Generation did not deliver what was asked of it."""
 
 
-def did_you_mean(name: str, known: Iterable[str]) -> str:
+def did_you_mean(name: str, known: Iterable[str], *, cutoff: float = 0.7) -> str:
     """A short hint naming the nearest known name, or an empty string.
 
     >>> did_you_mean("betta", ["beta", "epsilon"])
@@ -48,7 +48,7 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
     >>> did_you_mean("zzz", ["beta", "epsilon"])
     ''
     """
-    close = difflib.get_close_matches(name, list(known), n=1, cutoff=0.6)
+    close = difflib.get_close_matches(name, list(known), n=1, cutoff=cutoff)
     return f"; did you mean '{close[0]}'?" if close else ""
 
 
@@ -56,5 +56,5 @@ def check_choice(option: str, value: object, choices: Iterable[str]) -> None:
     """Raise a [`ConfigError`] that names the nearest choice unless `value` is one of `choices`."""
     known = list(choices)
     if value not in known:
-        hint = did_you_mean(str(value), known)
+        hint = did_you_mean(str(value), known, cutoff=0.5)
         raise ConfigError(f"`{option}` must be one of {', '.join(map(repr, known))}, not {value!r}{hint}")

@@ -75,13 +75,15 @@ class OlderNames:
         if self.stop_token not in (None, "eos"):
             raise ConfigError(f'stop_token must be "eos", not {self.stop_token!r}; for another token use stop_token_id')
         noted = {
-            "stop_token": "nothing: the end token ends completions anyway",
             "sft_model_path": "the model if none is named, else the reference",
             "reward_model_path": "`reward_funcs`",
         }
         for name, became in noted.items():
             if getattr(self, name) is not None:
                 note_once(name, became)
+        if self.stop_token == "eos" and "stop_token" not in _noted:
+            _noted.add("stop_token")
+            logger.warning('`stop_token="eos"` has no effect: the end token ends completions anyway')
         if self.local_rollout_forward_batch_size is not None:
             note_once("local_rollout_forward_batch_size", "nothing: it has no effect on results")
 

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 from transformers import GPT2Config, GPT2LMHeadModel
 
 from rloom import FakeEngine, RLOOTrainer
 from rloom.errors import ConfigError, DataError, RewardError
+from rloom.training.assemble import check_devices
 from tests.conftest import make_model, make_tokenizer
 
 CHAT_ROWS = [{"prompt": [{"role": "user", "content": "hi"}]}, {"prompt": [{"role": "user", "content": "why."}]}]
@@ -143,6 +146,53 @@ def test_stream_that_fills_no_rollout(config):
     trainer = RLOOTrainer(make_model(), ones, config(max_steps=2), stream, processing_class=make_tokenizer())
     with pytest.raises(DataError, match="before it filled a rollout of 2 prompts"):
         trainer.train()
+
+
+def test_arguments_of_other_trainers(config, rows):
+    for name, hint in {
+        "tokenizer": "processing_class",
+        "ref_model": "a copy of the model",
+        "engin": "'engine'",
+    }.items():
+        with pytest.raises(TypeError, match=hint):
+            build(config, rows, **{name: 1})
+    with pytest.raises(TypeError, match="must be an RLOOConfig, not dict"):
+        RLOOTrainer("no/such-model", ones, {"beta": 0.1}, rows)
+
+
+def test_several_processes_are_refused(monkeypatch):
+    """Also where accelerate does not notice them, as on a CPU without `use_cpu`."""
+    lone = SimpleNamespace(args=SimpleNamespace(n_gpu=0), accelerator=SimpleNamespace(num_processes=1))
+    check_devices(lone)
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(ConfigError, match="trains in one process"):
+        check_devices(lone)
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda extra, metric: metric("reward", 5.0), "the trainer's own"),
+        (lambda extra, metric: metric("mine", "abc"), "must be a number"),
+        (lambda extra, metric: extra("x", [1]), "1 values for 4 completions"),
+    ],
+)
+def test_what_rewards_may_log(config, rows, call, message):
+    def reward(completions, log_extra, log_metric):
+        call(log_extra, log_metric)
+        return [1.0] * len(completions)
+
+    trainer = build(config, rows, model=make_model(), processing_class=make_tokenizer(), reward=reward)
+    with pytest.raises(RewardError, match=message) as caught:
+        trainer.train()
+    assert "in the reward 'reward', on 4 completions, which are texts" in caught.value.__notes__[0]
+
+
+def test_reward_models_of_the_wrong_kind(config, rows):
+    with pytest.raises(RewardError, match="a reward model is a …ForSequenceClassification"):
+        build(config, rows, reward=make_model())
+    with pytest.raises(RewardError, match="is not a folder"):
+        build(config, rows, model=make_model(), processing_class=make_tokenizer(), reward="./nowhere/reward")
 
 
 def test_router_loss_of_a_dense_model(config, rows):

@@ -86,6 +86,12 @@ def test_killed_and_resumed_is_the_same_run(kind, kills, tmp_path):
         assert_equal(history[0], history[1], "log history")
 
 
+def test_resuming_a_finished_run_changes_nothing(tmp_path):
+    run("straddling", str(tmp_path / "whole"), f"{tmp_path / 'again'}")
+    run("straddling", f"{tmp_path / 'again'}:resume")
+    assert_same(last_checkpoint(tmp_path / "whole"), last_checkpoint(tmp_path / "again"))
+
+
 def test_an_unfinished_checkpoint_is_passed_over(tmp_path):
     output = tmp_path / "run"
     run("straddling", str(tmp_path / "whole"), f"{output}:kill=2")

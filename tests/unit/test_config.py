@@ -88,6 +88,20 @@ def test_bad_options_are_refused_with_what_to_change(options, message):
         make(**options)
 
 
+@pytest.mark.parametrize(
+    ("name", "meant"),
+    [("lr", "learning_rate"), ("max_new_tokens", "max_completion_length"),
+     ("batch_size", "per_device_train_batch_size"), ("group_size", "num_generations"), ("max_prompt_length", "prompts are not cut")],
+)  # fmt: skip
+def test_names_of_other_trainers_are_understood(name, meant):
+    with pytest.raises(UnknownOptionError, match=meant):
+        make(**{name: 1})
+
+
+def test_one_completion_per_prompt_without_a_group_baseline():
+    assert make(objective="reinforce++", num_generations=1).num_generations == 1
+
+
 def test_batch_arithmetic():
     config = make(per_device_train_batch_size=4, gradient_accumulation_steps=3, num_generations=4)
     assert (config.steps_per_generation, config.generation_batch_size) == (3, 12)

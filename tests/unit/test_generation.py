@@ -77,10 +77,10 @@ def test_engine_options_pass_through(model):
 @pytest.mark.parametrize(
     ("extra", "message"),
     [
-        ({"num_return_sequences": 2}, "set `num_generations` instead"),
-        ({"temperature": 0.3}, "set `temperature` instead"),
-        ({"max_new_tokens": 3}, "set `max_completion_length` instead"),
-        ({"eos_token_id": 5}, "set `stop_token_id` instead"),
+        ({"num_return_sequences": 2}, "num_generations=…. instead"),
+        ({"temperature": 0.3}, "temperature=…. instead"),
+        ({"max_new_tokens": 3}, "max_completion_length=…. instead"),
+        ({"eos_token_id": 5}, "stop_token_id=…. instead"),
         ({"return_dict_in_generate": True}, "changes what `generate` returns"),
         ({"tpo_k": 3}, "did you mean 'top_k'"),
     ],

@@ -87,7 +87,7 @@ def test_objects_with_get_rewards():
         ([1.0, 2.0, 3.0], "'bad' returned 3 rewards"),
         ("1.0", "'bad' returned str"),
         (1.0, "'bad' returned float"),
-        (None, "'bad' returned NoneType"),
+        (None, "'bad' returned None.*is a `return` missing"),
         ([1.0, "2.0"], "'bad' returned str '2.0' for sample 1"),
         ([1.0, math.nan], "'bad' returned NaN for sample 1"),
         ([math.inf, 1.0], "'bad' returned infinity for sample 0"),

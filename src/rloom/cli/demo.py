@@ -44,7 +44,7 @@ class Tables(TrainerCallback):
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Print at the first, middle and last update."""
         if state.global_step in (1, state.max_steps // 2, state.max_steps):
-            self.log.print(state.global_step, 5, console=self.console)
+            self.log.print(state.global_step, 8, console=self.console, neighbours=True)
 
 
 def run(*, seed: int, steps: int | None, output: str) -> int:
@@ -56,6 +56,7 @@ def run(*, seed: int, steps: int | None, output: str) -> int:
 def demo(*, seed: int, steps: int, output: str, console: Console) -> DemoResult:
     """Make a task and a model, warm it up, train it with RLOO, and measure before and after."""
     began = time.perf_counter()
+    Path(output).mkdir(parents=True, exist_ok=True)  # better now than after the training
     torch.set_num_threads(1)  # the model is so small that a second thread only costs
     _quiet()
     console.rule("rloom demo: learning to sort digits from a reward")
@@ -64,8 +65,10 @@ def demo(*, seed: int, steps: int, output: str, console: Console) -> DemoResult:
     train, held_out = task.make_prompts(4096, seed), task.make_prompts(512, seed, split="held_out")
     console.print(
         f"The task: [bold]{train[0]['prompt']}[/] → [bold]{train[0]['answer']}[/]. A llama of "
-        f"{sum(p.numel() for p in model.parameters()):,} random weights, a second of supervised warm-up, then RLOO: "
-        f"8 completions per prompt, reward 1 for the exact answer, else 0."
+        f"{sum(p.numel() for p in model.parameters()):,} random weights, a second of supervised warm-up, so that "
+        "it is right now and then; then RLOO: 8 completions per prompt, reward 1 for the exact answer, else 0, and a "
+        "KL of weight 0.02 that holds it near where it began. A completion's advantage is its reward less the mean of "
+        "its 7 siblings'."
     )
     task.warm_up(model, tokenizer, train, seed=seed)
     before = _measure(model, tokenizer, held_out, seed)
@@ -77,7 +80,11 @@ def demo(*, seed: int, steps: int, output: str, console: Console) -> DemoResult:
     console.print(plot(rewards, title="reward (mean of 256 completions) per update"))
     console.print(_summary(before, after, len(held_out)))
     seconds = time.perf_counter() - began
-    console.print(f"{seconds:.0f} seconds in all. The trained model is in {Path(output)}; transformers loads it.")
+    console.print("sampled: at temperature 1, as in training; greedy: the likeliest token each time.")
+    console.print(
+        f"{seconds:.0f} seconds in all. The trained model is in {Path(output)}; transformers loads it. Next: the "
+        "README's script with your own model and reward, or examples/own_reward.py."
+    )
     return DemoResult(before=before, after=after, rewards=rewards, seconds=seconds)
 
 

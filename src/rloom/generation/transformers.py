@@ -84,7 +84,7 @@ def _check_extra(extra: dict[str, Any]) -> None:
     known = set(GenerationConfig().to_dict()) | {"stop_strings"}
     for name in extra:
         if name in OWNED:
-            raise ConfigError(f"generation_kwargs: set `{OWNED[name]}` instead of `{name}`")
+            raise ConfigError(f"generation_kwargs: take `{name}` out and set RLOOConfig({OWNED[name]}=…) instead")
         if name.startswith(("return_dict", "output_")):
             raise ConfigError(f"generation_kwargs: `{name}` changes what `generate` returns; leave it out")
         if name not in known:

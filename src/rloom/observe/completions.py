@@ -17,6 +17,7 @@ class CompletionLog:
 
     def __init__(self, size: int) -> None:
         self.size = size
+        self.count = self.shown = 0  # completions taken in, and how many of them when the table was last shown
         self.columns: dict[str, Any] = {
             "images": self._column(),
             "prompt": self._column(),
@@ -43,20 +44,30 @@ class CompletionLog:
         }
 
     def print(
-        self, step: int, limit: int | None, *, unique_prompts: bool = False, console: Console | None = None
+        self,
+        step: int,
+        limit: int | None,
+        *,
+        unique_prompts: bool = False,
+        console: Console | None = None,
+        neighbours: bool = False,
     ) -> None:
-        """Print the table (a sample of `limit` rows spread over it)."""
+        """Print the table, or a sample of `limit` rows: spread over it, or neighbours, which are a prompt's group."""
         table = self.table(step)
         rows = list(range(len(table["prompt"])))
         if unique_prompts:
             rows = list({str(table["prompt"][row]): row for row in reversed(rows)}.values())[::-1]
         if limit is not None and len(rows) > limit:
-            rows = [rows[i * len(rows) // limit] for i in range(limit)]
+            rows = rows[:limit] if neighbours else [rows[i * len(rows) // limit] for i in range(limit)]
         if rows:
             (console or Console()).print(render(table, rows, title=f"Step {step}"))
 
     def show(self, step: int, args: Any) -> None:
         """Print the table, and send it to the trackers that take tables, as the options say."""
+        count = self.count
+        if count == self.shown:  # nothing new: the summary at the end of a run logs once more
+            return
+        self.shown = count
         self.print(step, args.num_completions_to_print, unique_prompts=args.log_unique_prompts)
         for tracker in _table_trackers(args.report_to):
             import pandas  # comes with the trackers
@@ -119,8 +130,13 @@ def _cell(value: Any) -> Text:
     if isinstance(value, float):
         return Text("–" if value != value else f"{value:.2f}")
     if isinstance(value, list):  # messages
-        return Text("\n".join(f"{m.get('role')}: {m.get('content')}" for m in value))
-    return Text("–" if value is None else str(value))
+        return Text(_printable("\n".join(f"{m.get('role')}: {m.get('content')}" for m in value)))
+    return Text("–" if value is None else _printable(str(value)))
+
+
+def _printable(text: str) -> str:
+    """Without control characters: a model may write any, and a terminal would obey them."""
+    return "".join(c if c.isprintable() or c == "\n" else repr(c)[1:-1] for c in text)
 
 
 def _without_images(content: Any) -> Any:

@@ -39,6 +39,8 @@ def sparkline(values: list[float], width: int = 40) -> str:
 
 def plot(values: list[float], *, title: str, height: int = 10, width: int = 60) -> Text:
     """A curve drawn with blocks, with its scale on the left."""
+    if len(values) < 2:
+        return Text("")
     width = min(width, len(values))
     shares = [values[i * len(values) // width : (i + 1) * len(values) // width] for i in range(width)]
     means = [sum(share) / len(share) for share in shares]

@@ -65,6 +65,8 @@ def checked(values: Any, name: str, expected: int) -> list[float | None]:
             f"is expected, {expected} in all"
         )
     if isinstance(values, (str, bytes, Mapping, Set)) or not hasattr(values, "__len__"):
+        if values is None:
+            raise RewardError(f"The reward function '{name}' returned None, a NoneType: is a `return` missing?")
         raise RewardError(
             f"The reward function '{name}' returned {type(values).__name__} {str(values)[:60]!r}; it must return a "
             f"list with one number (or None) per completion, {expected} in all"
@@ -114,7 +116,7 @@ class RewardSet:
 
     def score(self, batch: RewardBatch) -> Tensor:
         """Scores (N, F) in float32, NaN for None. Coroutines run side by side, after the plain functions."""
-        columns: list[Any] = [reward.score(batch) for reward in self.rewards]
+        columns: list[Any] = [self._score(reward, batch) for reward in self.rewards]
         columns = _await_all(columns)
         values = [checked(c, name, len(batch)) for c, name in zip(columns, self.names, strict=True)]
         scores = torch.tensor(
@@ -122,6 +124,14 @@ class RewardSet:
         ).T.contiguous()
         _warn_unscored(scores, batch)
         return scores
+
+    def _score(self, reward: Reward, batch: RewardBatch) -> Any:
+        try:
+            return reward.score(batch)
+        except Exception as error:
+            kind = "texts, since the prompts are texts" if isinstance(batch.prompts[0], str) else "lists of messages"
+            error.add_note(f"in the reward '{reward.name}', on {len(batch)} completions, which are {kind}")
+            raise
 
 
 def _await_all(columns: list[Any]) -> list[Any]:

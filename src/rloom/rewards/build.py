@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from typing import Any
 
@@ -31,6 +32,10 @@ def check_rewards(functions: list[Any], processing_classes: Any) -> list[Any]:
                 f"a reward is a function, a model, a model's name or path, or an object with get_rewards(prompts, "
                 f"completions); got {type(function).__name__}"
             )
+        if isinstance(function, nn.Module) and type(function).__name__.endswith("ForCausalLM"):
+            raise RewardError(
+                f"{type(function).__name__} as reward: a reward model is a …ForSequenceClassification with one label"
+            )
         if isinstance(function, nn.Module) and not hasattr(function, "config"):
             raise RewardError(
                 f"a model as reward must be a transformers sequence-classification model; {type(function).__name__} "
@@ -47,6 +52,8 @@ def check_rewards(functions: list[Any], processing_classes: Any) -> list[Any]:
 
 def load_reward_model(name: str, *, trust_remote_code: bool, init_kwargs: dict[str, Any] | None) -> nn.Module:
     """A reward model by name or path, with one output."""
+    if name.startswith(("/", "./", "../")) and not os.path.isdir(name):
+        raise RewardError(f"reward_funcs: {name!r} is not a folder")
     kwargs = {"trust_remote_code": trust_remote_code, **(init_kwargs or {})}
     return AutoModelForSequenceClassification.from_pretrained(name, num_labels=1, **kwargs)
 
@@ -73,8 +80,15 @@ def reward_tokenizer(model: Any, tokenizer: Any, *, revision: str | None, trust_
 
     The model reads its score at the last token that is not padding, so both must agree on which token that is.
     """
+    if getattr(model.config, "num_labels", 1) != 1:
+        raise RewardError(
+            f"{type(model).__name__} has {model.config.num_labels} labels; a reward model has one. Load it with "
+            "num_labels=1, or wrap it in a function that turns its logits into one number"
+        )
     if tokenizer is None:
         name = model.config._name_or_path
+        if not name:
+            raise RewardError("the reward model has no name to load a tokenizer by; pass `reward_processing_classes`")
         tokenizer = AutoTokenizer.from_pretrained(name, revision=revision, trust_remote_code=trust_remote_code)
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token = tokenizer.eos_token

@@ -34,8 +34,8 @@ class FunctionReward:
             if required and name not in arguments:
                 raise RewardError(
                     f"The reward function '{self.name}' wants an argument '{name}', which is neither a column of the "
-                    f"data set nor one of the documented arguments{did_you_mean(name, arguments)}. There are: "
-                    f"{', '.join(sorted(arguments))}"
+                    f"data set nor one of the documented arguments{did_you_mean(name, arguments)} The columns are: "
+                    f"{', '.join(sorted(batch.columns)) or 'none'}"
                 )
         first = [arguments[name] for name in self.positional]
         rest = {n: arguments[n] for n in self.accepted if n in arguments and n not in self.positional}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,7 +17,7 @@ from rloom.data.batching import Batcher
 from rloom.data.loader import Stream, as_is, map_style_loader, stream_loader
 from rloom.data.plan import PlanSampler, Schedule
 from rloom.data.prompts import PromptEncoder
-from rloom.errors import ConfigError
+from rloom.errors import ConfigError, UnknownOptionError, did_you_mean
 from rloom.generation.base import Engine, Sampling
 from rloom.generation.transformers import TransformersEngine
 from rloom.models import load as loading
@@ -71,6 +72,28 @@ def default_config(model: Any) -> RLOOConfig:
     """Options for a trainer that was given none: an output folder named after the model."""
     name = model if isinstance(model, str) else getattr(getattr(model, "config", None), "_name_or_path", "")
     return RLOOConfig(f"{(name or 'model').rstrip('/').split('/')[-1]}-RLOO")
+
+
+RENAMED_ARGUMENTS = {
+    "tokenizer": "it is called `processing_class=`",
+    "ref_model": "there is none: the reference is a copy of the model as given, or `RLOOConfig(sft_model_path=…)`",
+    "config": "it is called `args=`",
+    "dataset": "it is called `train_dataset=`",
+    "data_collator": "there is nothing to collate: rows go to the rewards as they are",
+    "compute_metrics": "use reward functions, with weight 0 for those that shall only be logged",
+}
+
+
+def refuse_arguments(args: Any, unknown: dict[str, Any]) -> None:
+    """Arguments that the constructor does not have, and options that are no RLOOConfig."""
+    for name in unknown:
+        known = ("model", "reward_funcs", "args", "train_dataset", "eval_dataset", "processing_class", "callbacks",
+                 "reward_processing_classes", "optimizers", "quantization_config", "peft_config", "engine")  # fmt: skip
+        why = RENAMED_ARGUMENTS.get(name)
+        hint = f": {why}" if why else did_you_mean(name, known)
+        raise UnknownOptionError(f"RLOOTrainer has no argument `{name}`{hint}")
+    if args is not None and not isinstance(args, RLOOConfig):
+        raise TypeError(f"`args` must be an RLOOConfig, not {type(args).__name__}: RLOOConfig('output', …)")
 
 
 def choose_model(model: Any, args: Any) -> tuple[Any, str | None]:
@@ -169,7 +192,7 @@ def check_devices(trainer: Any) -> None:
             "several GPUs are visible to one process, which Trainer would use through nn.DataParallel: make one "
             "visible with CUDA_VISIBLE_DEVICES=0"
         )
-    if trainer.accelerator.num_processes > 1:
+    if trainer.accelerator.num_processes > 1 or int(os.environ.get("WORLD_SIZE", "1")) > 1:
         raise ConfigError("this version of rloom trains in one process; launch the script with plain `python`")
 
 

@@ -135,6 +135,7 @@ class Collector:
 
     def _log_completions(self, prompts: list[Any], completions: list[Any], scores: Tensor) -> None:
         columns = self.log.columns
+        self.log.count += len(prompts)
         columns["prompt"].extend(prompts)
         columns["completion"].extend(completions)
         for index, name in enumerate(self.reward_names):

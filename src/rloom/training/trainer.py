@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import logging
 import time
 from collections.abc import Iterator
@@ -22,9 +23,11 @@ from rloom.config import RLOOConfig
 from rloom.data.datasets import check_dataset, is_chat
 from rloom.data.loader import as_is
 from rloom.data.plan import UpdatePlan
+from rloom.errors import RewardError
 from rloom.generation.base import Engine
 from rloom.models.precision import keeps_the_bits, warn_of_lost_bits
 from rloom.models.reference import without_reference_adapter
+from rloom.observe.metrics import BUILT_IN, BUILT_IN_PREFIXES
 from rloom.rewards.base import RewardBatch
 from rloom.seeds import derive_seed
 from rloom.training import assemble, checkpoint
@@ -90,7 +93,9 @@ class RLOOTrainer(Trainer):
         *,
         reward_model: Any = None,
         engine: Engine | None = None,
+        **unknown: Any,
     ) -> None:
+        assemble.refuse_arguments(args, unknown)
         args = args or assemble.default_config(model)
         model, reference_path = assemble.choose_model(model, args)
         functions, reward_classes = assemble.choose_rewards(reward_funcs, reward_model, reward_processing_classes, args)
@@ -204,10 +209,22 @@ class RLOOTrainer(Trainer):
             completion_ids=completion_ids_list,
             columns=columns,
             trainer_state=self.state,
-            log_extra=lambda column, values: self._logs["extra"][column].extend(values),
-            log_metric=lambda name, value: self.metrics.add(self._mode, name, value),
+            log_extra=functools.partial(self._log_extra, len(completions)),
+            log_metric=self._log_metric,
         )
         return self.rewards.score(batch)
+
+    def _log_extra(self, expected: int, column: str, values: list[Any]) -> None:
+        if len(values) != expected:
+            raise RewardError(f"log_extra({column!r}, …) got {len(values)} values for {expected} completions")
+        self._logs["extra"][column].extend(values)
+
+    def _log_metric(self, name: str, value: float) -> None:
+        if name in BUILT_IN or name.startswith(BUILT_IN_PREFIXES):
+            raise RewardError(f"log_metric({name!r}, …): that name is the trainer's own; choose another")
+        if not isinstance(value, (int, float, torch.Tensor)) and not hasattr(value, "__float__"):
+            raise RewardError(f"log_metric({name!r}, …): the value must be a number, not {value!r}")
+        self.metrics.add(self._mode, name, float(value))
 
     @property
     def _mode(self) -> str:
@@ -345,11 +362,17 @@ class RLOOTrainer(Trainer):
     # -- checkpoints
 
     def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Any:
-        """Train; `resume_from_checkpoint=True` goes on from the newest checkpoint that is whole."""
+        """Train. `resume_from_checkpoint=True` goes on from the newest checkpoint that is whole; `"auto"` does too, and
+        starts anew where there is none, so that one script serves the first run and every restart."""
+        if resume_from_checkpoint == "auto":
+            resume_from_checkpoint = checkpoint.newest_whole(self.args.output_dir) is not None
         if resume_from_checkpoint is True:
             found = checkpoint.newest_whole(self.args.output_dir)
             if found is None:
-                raise ValueError(f"No valid checkpoint found in output directory ({self.args.output_dir})")
+                raise ValueError(
+                    f"No valid checkpoint found in output directory ({self.args.output_dir}): nothing to resume. "
+                    'On a first run leave it out, or pass resume_from_checkpoint="auto"'
+                )
             resume_from_checkpoint = str(found)
         return super().train(resume_from_checkpoint, *args, **kwargs)
 
@@ -413,13 +436,17 @@ class RLOOTrainer(Trainer):
         self._resumed = state
 
     def _run_epoch(self, *args: Any, **kwargs: Any) -> None:
-        """The Trainer zeroes its running loss when it resumes: put back what the checkpoint had."""
+        """The Trainer zeroes its running loss when it resumes: put back what the checkpoint had. A run that had reached
+        its end has nothing left to do, where the Trainer would make one update more."""
         if self._resumed is not None:
             loss, total = self._resumed["loss"]
             self._tr_loss.fill_(loss)
             self._total_loss_scalar = total
             self._globalstep_last_logged, self._initial_global_step = self._resumed["steps"]
             self._resumed = None
+        if self.state.global_step >= self.state.max_steps:
+            self.control.should_training_stop = True
+            return
         super()._run_epoch(*args, **kwargs)
 
     def _finalize_training(self, trial: Any, num_train_samples: int, start_time: float) -> Any:
@@ -436,31 +463,42 @@ class RLOOTrainer(Trainer):
                 super()._save(output_dir, state_dict)
         finally:
             self.args.gradient_accumulation_steps = seen
+        if self.args.should_save:  # peft leaves a card that says nothing
+            self._write_card(Path(output_dir or self.args.output_dir))
 
     def create_model_card(
         self,
         model_name: str | None = None,
         dataset_name: str | None = None,
         tags: str | list[str] | None = None,
+        **front_matter: str | None,
+    ) -> None:
+        """Write a model card to the output folder. `language`, `license` and `tasks` go into its front matter."""
+        self._write_card(Path(self.args.output_dir), model_name, dataset_name, tags, **front_matter)
+
+    def _write_card(
+        self,
+        folder: Path,
+        name: str | None = None,
+        dataset: str | None = None,
+        tags: str | list[str] | None = None,
         *,
         language: str | None = None,
         license: str | None = None,
-        finetuned_from: str | None = None,
         tasks: str | None = None,
+        finetuned_from: str | None = None,
     ) -> None:
-        """Write a model card to the output folder."""
         if not self.is_world_process_zero():
             return
         given = {tags} if isinstance(tags, str) else set(tags or ())
         card = model_card(
             self.args,
             model_id=finetuned_from or getattr(self.model.config, "_name_or_path", None),
-            name=model_name or Path(self.args.output_dir).name,
-            repository=self.hub_model_id or self.args.output_dir,
-            dataset=dataset_name,
+            name=name or Path(self.args.output_dir).name,
+            repository=self.hub_model_id or str(folder),
+            dataset=dataset,
             tags=given | set(self._tag_names),
             front_matter={"language": language, "license": license, "pipeline_tag": tasks},
         )
-        folder = Path(self.args.output_dir)
         folder.mkdir(parents=True, exist_ok=True)
         (folder / "README.md").write_text(card)
