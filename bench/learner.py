@@ -122,7 +122,7 @@ def measure(trainer: Any, clock: Clock) -> dict[str, float]:
 
 def floor_seconds(shape: Shape) -> float:
     """Arithmetic of a packed update with a reference pass."""
-    model = make_model(shape, torch.bfloat16)
+    model = make_model(shape, torch.bfloat16, device="meta")
     inner = model.num_parameters(exclude_embeddings=True)
     head = model.get_output_embeddings().weight.numel()
     packed = shape.groups * (shape.prompt + shape.k * shape.completion)
@@ -145,7 +145,7 @@ def clean() -> None:
         torch.cuda.empty_cache()
 
 
-def compare(name: str, steps: int, per_device: int, budgets: list[int], ours_alone: bool) -> None:
+def compare(name: str, steps: int, per_device: int, budgets: list[int], ours_alone: bool, compiled: bool) -> None:
     shape, cuda = SHAPES[name], torch.cuda.is_available()
     dtype = torch.bfloat16 if cuda else torch.float32
     theirs = None
@@ -154,7 +154,8 @@ def compare(name: str, steps: int, per_device: int, budgets: list[int], ours_alo
         report(name, "trl", shape, theirs)
         clean()
     for budget in budgets or [None]:
-        ours = run_rloom(shape, steps, dtype, max_tokens_per_micro_batch=budget)
+        ours = run_rloom(shape, steps, dtype, max_tokens_per_micro_batch=budget, compile_layers=compiled)
+        ours["compiled"] = compiled
         more: dict[str, Any] = {"floor_share": round(floor_seconds(shape) / ours["seconds"], 3)} if cuda else {}
         if theirs is not None:
             more["ratio"] = round(theirs["seconds"] / ours["seconds"], 2)
@@ -190,11 +191,12 @@ def main() -> None:
     parser.add_argument("--per-device", type=int, default=16, help="TRL's micro-batch, in completions")
     parser.add_argument("--budget", type=int, nargs="*", default=[], help="max_tokens_per_micro_batch, one row each")
     parser.add_argument("--ours", action="store_true", help="leave TRL out")
+    parser.add_argument("--compile", action="store_true", help="compile_layers=True for ours")
     parser.add_argument("--growth", action="store_true")
     parser.add_argument("--long", action="store_true", help="8 completions of 8k tokens, with checkpointing")
     arguments = parser.parse_args()
     for name in arguments.shapes:
-        compare(name, arguments.steps, arguments.per_device, arguments.budget, arguments.ours)
+        compare(name, arguments.steps, arguments.per_device, arguments.budget, arguments.ours, arguments.compile)
     if arguments.long:
         shape = SHAPES["long"]
         report("long", "rloom", shape, run_rloom(shape, 4, torch.bfloat16, gradient_checkpointing=True))

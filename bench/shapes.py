@@ -54,9 +54,10 @@ SHAPES = {
 }
 
 
-def make_model(shape: Shape, dtype: torch.dtype) -> Any:
+def make_model(shape: Shape, dtype: torch.dtype, device: str | None = None) -> Any:
     torch.manual_seed(0)
-    return AutoModelForCausalLM.from_config(shape.config, dtype=dtype)
+    with torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu")):
+        return AutoModelForCausalLM.from_config(shape.config, dtype=dtype)
 
 
 def make_tokenizer() -> PreTrainedTokenizerFast:

@@ -14,7 +14,7 @@ import transformers as tf
 
 from rloom.data.batching import Batcher
 from rloom.models import head
-from rloom.models.attention import packed_attention, running
+from rloom.models.attention import CompiledLayers, packed_attention, running
 from rloom.models.logprobs import Forward
 from rloom.models.proof import why_not_packed
 from rloom.types import Rollout
@@ -182,6 +182,22 @@ def test_lora(targets, rollout):
     assert any("lora" in name for name in expected[1])
     assert_same(ours(model, rollout, packed=True), expected)
     assert_same(ours(model, rollout, packed=False), expected)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["llama", "gemma2", "gpt_oss"])
+def test_compiled_layers(name, rollout):
+    """The operator that stands for attention in compiled layers, and its backward."""
+    model = make(name)
+    expected = plain(model, rollout)
+    compiled = CompiledLayers([model])
+    batch = Batcher(packed=True, pad_token_id=0).make(rollout, range(len(rollout)), torch.device("cpu"))
+    model.zero_grad()
+    with packed_attention([model], compiled), running(batch.packed):
+        flat = Forward(model, 1.3)(model, batch).logprobs.flatten()[batch.flat]
+        (flat * torch.cat(weights_of(rollout))).sum().backward()
+    assert_same((flat.detach(), gradients(model)), expected)
+    assert_same(ours(model, rollout, packed=True), expected)  # and not used afterwards
 
 
 def test_small_chunks_of_the_head(rollout, monkeypatch):

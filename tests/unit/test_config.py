@@ -90,9 +90,14 @@ def test_bad_options_are_refused_with_what_to_change(options, message):
 
 @pytest.mark.parametrize(
     ("name", "meant"),
-    [("lr", "learning_rate"), ("max_new_tokens", "max_completion_length"),
-     ("batch_size", "per_device_train_batch_size"), ("group_size", "num_generations"), ("max_prompt_length", "prompts are not cut")],
-)  # fmt: skip
+    [
+        ("lr", "learning_rate"),
+        ("max_new_tokens", "max_completion_length"),
+        ("batch_size", "per_device_train_batch_size"),
+        ("group_size", "num_generations"),
+        ("max_prompt_length", "prompts are not cut"),
+    ],
+)
 def test_names_of_other_trainers_are_understood(name, meant):
     with pytest.raises(UnknownOptionError, match=meant):
         make(**{name: 1})

@@ -3,24 +3,27 @@
 It stands in for a model's own attention through transformers' attention interface, so that any architecture that goes
 through that interface can be trained on packed rows unchanged. Two forms, chosen per call:
 
-- `flash`: three calls of torch's varlen flash attention per layer (prompt on prompt, completions on their prompt,
-  completions on themselves), merged by their log-sum-exps. The backward runs flash attention's own backward for each
-  call with the *merged* output and log-sum-exp, which gives the exact gradient: p_ij = exp(s_ij − lse_i) holds for
-  each part once lse_i is that of the whole row. No key is copied, and a prompt's keys are read once per group.
-- `two_part`: scaled dot-product attention, block by block; for CPUs, float32, windows, soft-caps.
+- `flash`: two calls of torch's varlen flash attention per layer: prompts on themselves; completions on [their prompt,
+  themselves], for which keys and values are gathered. With sinks, both are scaled by their log-sum-exps afterwards, and
+  the backward runs flash attention's own with the output and log-sum-exp *after* that, which gives the exact gradient:
+  p_ij = exp(s_ij − lse_i) holds once lse_i counts the sink.
+- `two_part`: scaled dot-product attention, block by block; for CPUs, float32, soft-caps.
+
+For `torch.compile` the whole of it is one opaque operator, `rloom::shared_prefix`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import AttentionInterface
+from transformers.modeling_layers import GradientCheckpointingLayer
 
 from rloom.types import PackedRow
 
@@ -35,22 +38,49 @@ class _Active:
     row: PackedRow | None = None
     flash: _FlashIndex | None = None
     calls: int = 0
+    opaque: bool = False  # layers are compiled: attention must be one operator
 
 
 _active = _Active()
 
 
 @contextmanager
-def packed_attention(models: list[Any]) -> Iterator[None]:
+def packed_attention(models: list[Any], compiled: CompiledLayers | None = None) -> Iterator[None]:
     """Let `models` attend over packed rows meanwhile. Stays set until the backward is done (checkpointing)."""
     before = [model.config._attn_implementation for model in models]
     for model in models:
         model.set_attn_implementation(NAME)
+    _active.opaque = compiled is not None
     try:
-        yield
+        with nullcontext() if compiled is None else compiled.used():
+            yield
     finally:
+        _active.opaque = False
         for model, name in zip(models, before, strict=True):
             model.set_attn_implementation(name)
+
+
+class CompiledLayers:
+    """The decoder layers of some models, compiled for packed rows, and in use only while those are run.
+
+    Layers of one kind share their code, so that it is compiled once; sizes are dynamic. Sampling keeps the layers as
+    they are: it runs them with another attention and other shapes.
+    """
+
+    def __init__(self, models: list[nn.Module]) -> None:
+        layers = [m for model in models for m in model.modules() if isinstance(m, GradientCheckpointingLayer)]
+        self.layers = [(layer, torch.compile(layer.forward, dynamic=True)) for layer in layers]
+
+    @contextmanager
+    def used(self) -> Iterator[None]:
+        """Run the compiled forms meanwhile."""
+        for layer, forward in self.layers:
+            layer.forward = forward
+        try:
+            yield
+        finally:
+            for layer, _ in self.layers:
+                del layer.forward  # uncovers the class' own
 
 
 @contextmanager
@@ -83,39 +113,49 @@ def shared_prefix_attention(
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
     """The function that transformers calls. Returns (1, T, H, D)."""
+    scale = query.shape[-1] ** -0.5 if scaling is None else float(scaling)
+    drop = float(dropout) if module.training else 0.0
+    if _active.opaque and _fits_flash(query, softcap, drop):
+        q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))  # (T, H, D)
+        out, _ = torch.ops.rloom.shared_prefix(q, k, v, s_aux, scale, sliding_window or 0)
+        return out.unsqueeze(0), None
+    return _eager(query, key, value, scale, drop, sliding_window, softcap, s_aux), None
+
+
+@torch.compiler.disable
+def _eager(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    scale: float,
+    dropout: float,
+    sliding_window: int | None,
+    softcap: float | None,
+    sinks: Tensor | None,
+) -> Tensor:
     row = _active.row
     assert row is not None, "packed attention was called outside of a packed forward"
     _active.calls += 1
-    scale = query.shape[-1] ** -0.5 if scaling is None else float(scaling)
-    dropout = dropout if module.training else 0.0
-    window = sliding_window if sliding_window and sliding_window < _longest(row) else None
-    if _fits_flash(query) and window is None and softcap is None and not dropout:
-        if _active.flash is None:
-            _active.flash = _FlashIndex.of(row, query.device)
-        q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))  # (T, H, D)
-        out = _SharedPrefixFlash.apply(q, k, v, s_aux, _active.flash, scale)
-    else:
-        options: dict[str, Any] = {
-            "scale": scale,
-            "window": window,
-            "softcap": softcap,
-            "sinks": s_aux,
-            "dropout": dropout,
-        }
-        out = two_part(query[0], key[0], value[0], row, **options).transpose(0, 1)
-    return out.unsqueeze(0), None
+    window = _window(row, sliding_window)
+    if _fits_flash(query, softcap, dropout):
+        q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
+        return _SharedPrefixFlash.apply(q, k, v, sinks, _flash_index(row, query.device), scale, window).unsqueeze(0)
+    options: dict[str, Any] = {"scale": scale, "window": window, "softcap": softcap, "sinks": sinks, "dropout": dropout}
+    return two_part(query[0], key[0], value[0], row, **options).transpose(0, 1).unsqueeze(0)
 
 
 AttentionInterface.register(NAME, shared_prefix_attention)
 
 
-def _longest(row: PackedRow) -> int:
-    return max(block.prompt + max(block.completions, default=0) for block in row.blocks)
+def _window(row: PackedRow, window: int | None) -> int | None:
+    """The window if any sequence is long enough to feel it."""
+    longest = max(block.prompt + max(block.completions, default=0) for block in row.blocks)
+    return window if window and window < longest else None
 
 
-def _fits_flash(query: Tensor) -> bool:
+def _fits_flash(query: Tensor, softcap: float | None, dropout: float) -> bool:
     half = query.dtype in (torch.bfloat16, torch.float16)
-    return query.is_cuda and half and query.shape[-1] <= 256 and query.shape[-1] % 8 == 0
+    return query.is_cuda and half and query.shape[-1] <= 256 and query.shape[-1] % 8 == 0 and not (softcap or dropout)
 
 
 # -- scaled dot-product attention, block by block
@@ -194,7 +234,7 @@ def _attend(
     return F.dropout(weights, dropout).to(q.dtype) @ v
 
 
-# -- flash attention in three calls
+# -- flash attention in two calls
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -202,111 +242,128 @@ class _FlashIndex:
     """Where sequences begin and end in each call, on the device."""
 
     edge: int  # prompts before, completions from here on
+    gathered: Tensor  # positions of [prompt, completion] of each completion, one after the other
     prompt_ends: Tensor  # cumulative lengths, int32: of prompts,
-    group_ends: Tensor  # of each prompt's completions together,
-    completion_ends: Tensor  # of each completion
+    completion_ends: Tensor  # of completions,
+    gathered_ends: Tensor  # of prompt and completion together
     longest_prompt: int
-    longest_group: int
     longest_completion: int
+    longest: int
 
     @classmethod
     def of(cls, row: PackedRow, device: torch.device) -> _FlashIndex:
-        lengths = [length for b in row.blocks for length in b.completions]
+        positions: list[Tensor] = []
+        lengths: list[tuple[int, int]] = []
+        for block in row.blocks:
+            prompt = torch.arange(block.start, block.start + block.prompt)
+            first = block.first
+            for length in block.completions:
+                positions += [prompt, torch.arange(first, first + length)]
+                lengths.append((block.prompt, length))
+                first += length
         return cls(
             edge=row.num_prompt_tokens,
+            gathered=torch.cat(positions).to(device, non_blocking=True),
             prompt_ends=_ends([b.prompt for b in row.blocks], device),
-            group_ends=_ends([sum(b.completions) for b in row.blocks], device),
-            completion_ends=_ends(lengths, device),
+            completion_ends=_ends([c for _, c in lengths], device),
+            gathered_ends=_ends([p + c for p, c in lengths], device),
             longest_prompt=max(b.prompt for b in row.blocks),
-            longest_group=max(sum(b.completions) for b in row.blocks),
-            longest_completion=max(lengths),
+            longest_completion=max(c for _, c in lengths),
+            longest=max(p + c for p, c in lengths),
         )
 
-    def calls(self) -> tuple[tuple[Any, ...], ...]:
-        """(cum_q, cum_k, max_q, max_k, causal) of: prompt on prompt, completions on prompt, on themselves."""
-        p, g, c = self.longest_prompt, self.longest_group, self.longest_completion
+    def calls(self) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
+        """(cum_q, cum_k, max_q, max_k) of: prompts on themselves, completions on [prompt, themselves]."""
+        p, c = self.longest_prompt, self.longest_completion
         return (
-            (self.prompt_ends, self.prompt_ends, p, p, True),
-            (self.group_ends, self.prompt_ends, g, p, False),
-            (self.completion_ends, self.completion_ends, c, c, True),
+            (self.prompt_ends, self.prompt_ends, p, p),
+            (self.completion_ends, self.gathered_ends, c, self.longest),
         )
+
+
+def _flash_index(row: PackedRow, device: torch.device) -> _FlashIndex:
+    if _active.flash is None:
+        _active.flash = _FlashIndex.of(row, device)
+    return _active.flash
 
 
 def _ends(lengths: list[int], device: torch.device) -> Tensor:
     return torch.tensor([0, *lengths]).cumsum(0).to(device, torch.int32, non_blocking=True)
 
 
-def _flash(q: Tensor, k: Tensor, v: Tensor, call: tuple[Any, ...], scale: float) -> tuple[Tensor, Tensor]:
-    """Output (Tq, H, D) and log-sum-exp (H, Tq)."""
-    ends_q, ends_k, max_q, max_k, causal = call
+def _reach(window: int | None) -> dict[str, int]:
+    return {} if window is None else {"window_size_left": window - 1, "window_size_right": 0}
+
+
+def _flash(
+    q: Tensor, k: Tensor, v: Tensor, call: tuple[Any, ...], scale: float, window: int | None
+) -> tuple[Tensor, Tensor]:
+    """Output (Tq, H, D) and log-sum-exp (H, Tq); causal, aligned at the sequences' ends."""
     out, lse, *_ = torch.ops.aten._flash_attention_forward(
-        q, k, v, ends_q, ends_k, max_q, max_k, 0.0, causal, return_debug_mask=False, scale=scale
+        q, k, v, *call, 0.0, True, return_debug_mask=False, scale=scale, **_reach(window)
     )
     return out, lse
 
 
 def _flash_backward(
-    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, call: tuple[Any, ...], scale: float
+    grad: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    call: tuple[Any, ...],
+    scale: float,
+    window: int | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    ends_q, ends_k, max_q, max_k, causal = call
-    state = torch.zeros(2, dtype=torch.uint64, device=q.device)  # of dropout, of which there is none
+    state = torch.empty(2, dtype=torch.uint64, device=q.device)  # of dropout, of which there is none
     return torch.ops.aten._flash_attention_backward(
-        grad, q, k, v, out, lse, ends_q, ends_k, max_q, max_k, 0.0, causal, state, state, scale=scale
+        grad, q, k, v, out, lse, *call, 0.0, True, state, state, scale=scale, **_reach(window)
     )
 
 
-class _SharedPrefixFlash(torch.autograd.Function):
-    """See the module's docstring. q (T, H, D), k and v (T, H_kv, D), sinks (H,) or None → (T, H, D)."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, index: _FlashIndex, scale: float
-    ) -> Tensor:
-        on_prompt, to_prompt, to_self = index.calls()
-        (qp, qc), (kp, kc), (vp, vc) = (x.tensor_split([index.edge]) for x in (q, k, v))
-        out_p, lse_p = _flash(qp, kp, vp, on_prompt, scale)
-        out_1, lse_1 = _flash(qc, kp, vp, to_prompt, scale)
-        out_2, lse_2 = _flash(qc, kc, vc, to_self, scale)
-        lse_c = torch.logaddexp(lse_1, lse_2)
-        out_c = _merge(out_1, lse_1, out_2, lse_2, lse_c)
-        if sinks is not None:
-            out_p, lse_p = _with_sink(out_p, lse_p, sinks)
-            out_c, lse_c = _with_sink(out_c, lse_c, sinks)
-        out = torch.cat([out_p, out_c])
-        ctx.save_for_backward(q, k, v, out, lse_p, lse_c, sinks)
-        ctx.index, ctx.scale = index, scale
-        return out
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
-        q, k, v, out, lse_p, lse_c, sinks = ctx.saved_tensors
-        index, scale = ctx.index, ctx.scale
-        on_prompt, to_prompt, to_self = index.calls()
-        (qp, qc), (kp, kc), (vp, vc), (out_p, out_c), (grad_p, grad_c) = (
-            x.tensor_split([index.edge]) for x in (q, k, v, out, grad.contiguous())
-        )
-        dq_p, dk_p, dv_p = _flash_backward(grad_p, qp, kp, vp, out_p, lse_p, on_prompt, scale)
-        dq_1, dk_1, dv_1 = _flash_backward(grad_c, qc, kp, vp, out_c, lse_c, to_prompt, scale)
-        dq_2, dk_2, dv_2 = _flash_backward(grad_c, qc, kc, vc, out_c, lse_c, to_self, scale)
-        dsinks = None
-        if sinks is not None:
-            dsinks = _sink_grad(grad_p, out_p, lse_p, sinks) + _sink_grad(grad_c, out_c, lse_c, sinks)
-            dsinks = dsinks.to(sinks.dtype)
-        return (
-            torch.cat([dq_p, dq_1 + dq_2]),
-            torch.cat([dk_p + dk_1, dk_2]),
-            torch.cat([dv_p + dv_1, dv_2]),
-            dsinks,
-            None,
-            None,
-        )
+def _flash_forward(
+    q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, index: _FlashIndex, scale: float, window: int | None
+) -> tuple[Tensor, Tensor]:
+    """q (T, H, D), k and v (T, H_kv, D), sinks (H,) or None → output (T, H, D), log-sum-exp (H, T)."""
+    on_prompt, on_both = index.calls()
+    edge = index.edge
+    out_p, lse_p = _flash(q[:edge], k[:edge], v[:edge], on_prompt, scale, window)
+    out_c, lse_c = _flash(q[edge:], k[index.gathered], v[index.gathered], on_both, scale, window)
+    out, lse = torch.cat([out_p, out_c]), torch.cat([lse_p, lse_c], 1)
+    return (out, lse) if sinks is None else _with_sink(out, lse, sinks)
 
 
-def _merge(out_1: Tensor, lse_1: Tensor, out_2: Tensor, lse_2: Tensor, lse: Tensor) -> Tensor:
-    """Two attentions over disjoint keys as the one over both. Outputs (T, H, D), log-sum-exps (H, T)."""
-    weight_1 = (lse_1 - lse).exp().transpose(0, 1).unsqueeze(-1)
-    weight_2 = (lse_2 - lse).exp().transpose(0, 1).unsqueeze(-1)
-    return (weight_1 * out_1 + weight_2 * out_2).to(out_1.dtype)
+def _flash_grads(
+    grad: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    sinks: Tensor | None,
+    index: _FlashIndex,
+    scale: float,
+    window: int | None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    on_prompt, on_both = index.calls()
+    edge, grad = index.edge, grad.contiguous()
+    dq_p, dk_p, dv_p = _flash_backward(
+        grad[:edge], q[:edge], k[:edge], v[:edge], out[:edge], lse[:, :edge].contiguous(), on_prompt, scale, window
+    )
+    dq_c, dk_c, dv_c = _flash_backward(
+        grad[edge:], q[edge:], k[index.gathered], v[index.gathered], out[edge:], lse[:, edge:].contiguous(), on_both,
+        scale, window,
+    )  # fmt: skip
+    dk, dv = k.new_zeros(k.shape, dtype=torch.float32), v.new_zeros(v.shape, dtype=torch.float32)
+    for total, prompts, gathered in ((dk, dk_p, dk_c), (dv, dv_p, dv_c)):
+        total[:edge] += prompts
+        total.index_add_(0, index.gathered, gathered.float())  # a prompt's keys hear from all its completions
+    dsinks = None
+    if sinks is not None:
+        share = (sinks.float().unsqueeze(1) - lse).exp()  # (H, T): what the sink takes
+        dsinks = -(share * (grad.float() * out.float()).sum(-1).transpose(0, 1)).sum(1).to(sinks.dtype)
+    return torch.cat([dq_p, dq_c]), dk.to(k.dtype), dv.to(v.dtype), dsinks
 
 
 def _with_sink(out: Tensor, lse: Tensor, sinks: Tensor) -> tuple[Tensor, Tensor]:
@@ -315,7 +372,70 @@ def _with_sink(out: Tensor, lse: Tensor, sinks: Tensor) -> tuple[Tensor, Tensor]
     return (out * (lse - total).exp().transpose(0, 1).unsqueeze(-1)).to(out.dtype), total
 
 
-def _sink_grad(grad: Tensor, out: Tensor, lse: Tensor, sinks: Tensor) -> Tensor:
-    """∂/∂sink_h = −Σ_i p_sink,i · (grad_i · out_i)"""
-    share = (sinks.float().unsqueeze(1) - lse).exp()  # (H, T)
-    return -(share * (grad.float() * out.float()).sum(-1).transpose(0, 1)).sum(1)
+class _SharedPrefixFlash(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, index: Any, scale: float, window: Any
+    ) -> Tensor:
+        out, lse = _flash_forward(q, k, v, sinks, index, scale, window)
+        ctx.save_for_backward(q, k, v, out, lse, sinks)
+        ctx.options = (index, scale, window)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+        q, k, v, out, lse, sinks = ctx.saved_tensors
+        return (*_flash_grads(grad, q, k, v, out, lse, sinks, *ctx.options), None, None, None)
+
+
+# -- the same as one operator, for torch.compile, which must not look inside: what it does depends on the row
+
+
+@torch.library.custom_op("rloom::shared_prefix", mutates_args=())
+def _operator(
+    q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, scale: float, window: int
+) -> tuple[Tensor, Tensor]:
+    row = _active.row
+    assert row is not None
+    _active.calls += 1
+    return _flash_forward(q, k, v, sinks, _flash_index(row, q.device), scale, _window(row, window))
+
+
+@_operator.register_fake
+def _(q: Tensor, k: Tensor, v: Tensor, sinks: Any, scale: float, window: int) -> Any:
+    return q.new_empty(q.shape), q.new_empty((q.shape[1], q.shape[0]), dtype=torch.float32)
+
+
+@torch.library.custom_op("rloom::shared_prefix_backward", mutates_args=())
+def _operator_backward(
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, sinks: Tensor | None,
+    scale: float, window: int,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    row = _active.row
+    assert row is not None
+    index = _flash_index(row, q.device)
+    dq, dk, dv, dsinks = _flash_grads(grad, q, k, v, out, lse, sinks, index, scale, _window(row, window))
+    return dq, dk, dv, q.new_empty(0) if dsinks is None else dsinks
+
+
+@_operator_backward.register_fake
+def _(
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, sinks: Any, scale: float, window: int
+) -> Any:
+    dsinks = q.new_empty(0) if sinks is None else sinks.new_empty(sinks.shape)
+    return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape), dsinks
+
+
+def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    q, k, v, sinks, *options = inputs
+    ctx.save_for_backward(q, k, v, *output, sinks)
+    ctx.options = options
+
+
+def _backward(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Any, ...]:
+    q, k, v, out, lse, sinks = ctx.saved_tensors
+    dq, dk, dv, dsinks = torch.ops.rloom.shared_prefix_backward(grad, q, k, v, out, lse, sinks, *ctx.options)
+    return dq, dk, dv, None if sinks is None else dsinks, None, None
+
+
+_operator.register_autograd(_backward, setup_context=_setup)

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from rloom.algo import aggregate, policy_loss, token_kl
 from rloom.data.batching import Batcher
-from rloom.models.attention import packed_attention, running
+from rloom.models.attention import CompiledLayers, packed_attention, running
 from rloom.models.head import exact_kl_chunks
 from rloom.models.logprobs import Forward, TokenStats
 from rloom.models.reference import FrozenReference, Reference
@@ -66,6 +66,10 @@ class Learner:
             "epsilon_high": config.epsilon if config.epsilon_high is None else config.epsilon_high,
             "dual_clip": choices.dual_clip,
         }
+        self.attending = [self.forward.base]
+        if self.reference_forward is not self.forward:
+            self.attending.append(self.reference_forward.base)
+        self.compiled = CompiledLayers(self.attending) if config.compile_layers and batcher.packed else None
         self.denominator = 1.0  # of the update in progress
         self.tokens_in_update = 1
         self.tokens_forward = 0  # prompts included
@@ -296,10 +300,7 @@ class Learner:
         """Attention over packed rows for policy and reference, until the last backward is done."""
         if not self.batcher.packed:
             return nullcontext()
-        models = [self.forward.base]
-        if self.reference_forward is not self.forward:
-            models.append(self.reference_forward.base)
-        return packed_attention(models)
+        return packed_attention(self.attending, self.compiled)
 
     def _store(self, column: list[Tensor | None], batch: MicroBatch, values: Tensor) -> None:
         """Keep each row's values, (B, C) → (T_i,) each: views into one flat tensor."""
