@@ -101,7 +101,8 @@ def test_gradient_does_not_depend_on_the_split(name, config, rows):
         assert other_loss == pytest.approx(loss, abs=1e-5)
         for parameter, gradient in expected.items():
             error = (grads[parameter] - gradient).abs().max() / scale
-            assert error < 2e-6, (split, parameter, error)
+            allowed = 1e-5 if "packing" in split else 2e-6  # padded attention adds up in another order
+            assert error < allowed, (split, parameter, error)
 
 
 def test_one_forward_is_enough_for_one_update(config, rows):

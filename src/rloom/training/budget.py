@@ -7,7 +7,6 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 import torch
-from torch import nn
 
 logger = logging.getLogger(__name__)
 
@@ -22,28 +21,29 @@ class TokenBudget:
     def __init__(self, tokens: int) -> None:
         self.tokens = tokens
 
-    def retrying(self, update: Callable[[], T], model: nn.Module) -> T:
-        """Run an update; out of memory, take back what it added to the gradients and run it again in smaller pieces.
+    def retrying(self, work: Callable[[], T], undo: Callable[[], None] | None = None) -> T:
+        """Do some work; out of memory, `undo` what it has done and do it again in smaller pieces.
 
-        The gradients are those of one clean run: nothing of the failed one is kept, also when it failed in the middle
-        of a backward. Random draws (dropout) are repeated.
+        With gradients taken back by `undo`, they are those of one clean run: nothing of the failed one is kept, also
+        when it failed in the middle of a backward. Random draws (dropout) are repeated.
         """
         while True:
             randomness = _random_state()
             try:
-                return update()
+                return work()
             except torch.OutOfMemoryError as error:
                 if self.tokens <= SMALLEST:
                     raise
                 before, self.tokens = self.tokens, max(SMALLEST, self.tokens // 2)
                 reason = str(error).splitlines()[0][:120]
-            model.zero_grad(set_to_none=True)  # outside of `except`: the error holds on to the failed run's tensors
+            if undo is not None:  # outside of `except`: the error holds on to the failed run's tensors
+                undo()
             if torch.cuda.is_available():
                 torch.cuda.empty_cache()
             _restore(randomness)
             logger.warning(
-                "out of memory (%s): the update is redone with at most %d tokens per micro-batch, %d before; the "
-                "gradient is the same",
+                "out of memory (%s): it is done again with at most %d tokens per micro-batch, %d before; the "
+                "result is the same",
                 reason,
                 self.tokens,
                 before,

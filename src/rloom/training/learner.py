@@ -33,6 +33,10 @@ from rloom.types import MicroBatch, Rollout, Share
 logger = logging.getLogger(__name__)
 
 
+NO_GRAD_FACTOR = 8
+"""How many times more tokens a forward may have when nothing is kept for a backward."""
+
+
 class Learner:
     """Turns shares of rollouts into gradients."""
 
@@ -83,6 +87,8 @@ class Learner:
         `whole`: the update that follows is the first and trains on all of the rollout at its own weights.
         """
         train = mode == "train"
+        if self.reference is not None and self.estimator != "full":
+            self._reference_pass(rollout)
         if not self.credit.needs_kl:
             self._set_advantages(rollout, range(len(rollout)), update=train)
         if not whole or (self.credit.needs_kl and not self._fits_one_forward(rollout)):
@@ -96,18 +102,39 @@ class Learner:
         plans = self.batcher.plan(rollout, self._trained(rollout), self.budget.tokens, whole_groups=True)
         return all(self.batcher.size(rollout, rows) <= self.budget.tokens for rows in plans)
 
-    @torch.no_grad()
     def _first_pass(self, model: Any, rollout: Rollout) -> None:
-        """Policy log-probabilities at the rollout's weights and, for a KL in the reward, the reference's."""
-        plans = self.batcher.plan(rollout, self._trained(rollout), self.budget.tokens, whole_groups=False)
-        with self._attention():
-            for rows in plans:
-                batch = self.batcher.make(rollout, rows, self._device)
-                with _running(batch), _evaluating(model):
-                    stats = self.forward(model, batch)
-                    self._store(rollout.policy_logprobs, batch, stats.logprobs)
-                    if self.credit.needs_kl:
-                        self._store(rollout.kl, batch, self._kl(batch, stats))
+        """Policy log-probabilities at the rollout's weights and, for a KL in the reward, token KLs."""
+
+        def run(batch: MicroBatch) -> None:
+            with _evaluating(model):
+                stats = self.forward(model, batch)
+            self._store(rollout.policy_logprobs, batch, stats.logprobs)
+            if self.credit.needs_kl:
+                self._store(rollout.kl, batch, self._kl(batch, stats))
+
+        self._without_gradient(rollout, run)
+
+    def _reference_pass(self, rollout: Rollout) -> None:
+        """The reference's log-probabilities of all that will be trained on."""
+
+        def run(batch: MicroBatch) -> None:
+            self._store(rollout.reference_logprobs, batch, self._reference_stats(batch).logprobs)
+
+        self._without_gradient(rollout, run)
+
+    def _without_gradient(self, rollout: Rollout, run: Callable[[MicroBatch], None]) -> None:
+        """Run over all trained rows. Nothing is kept for a backward, so that many more tokens fit at a time."""
+
+        @torch.no_grad()
+        def passes() -> None:
+            budget = self.budget.tokens * NO_GRAD_FACTOR
+            with self._attention():
+                for rows in self.batcher.plan(rollout, self._trained(rollout), budget, whole_groups=False):
+                    batch = self.batcher.make(rollout, rows, self._device)
+                    with _running(batch):
+                        run(batch)
+
+        self.budget.retrying(passes)
 
     # -- an update
 
@@ -126,10 +153,18 @@ class Learner:
         """
         shares = merge(shares)
         self._count(shares)
-        return self.budget.retrying(lambda: self._accumulate(model, shares, compute_loss, backward), self.policy)
+        return self.budget.retrying(lambda: self._accumulate(model, shares, compute_loss, backward), undo=self._undo)
+
+    def _undo(self) -> None:
+        """Take back what a failed update has added to the gradients."""
+        self.policy.zero_grad(set_to_none=True)
 
     def _accumulate(self, model: Any, shares: Sequence[Share], compute_loss: Any, backward: Any) -> Tensor:
         self.tally = Tally()
+        for share in shares:  # a budget that has shrunk may no longer hold whole groups
+            if self._one_forward(share.rollout, share.rows) and not self._fits_one_forward(share.rollout):
+                self._first_pass(model, share.rollout)
+                self._set_advantages(share.rollout, range(len(share.rollout)))
         plans = [
             (share.rollout, rows, one_forward)
             for share in shares

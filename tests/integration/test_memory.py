@@ -1,0 +1,77 @@
+"""Running out of memory is survived, with the gradient unchanged."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from rloom.training.budget import SMALLEST, TokenBudget
+from tests.conftest import make_model
+from tests.integration.test_invariance import first_gradient
+
+
+class RunsOut:
+    """Fails like a GPU that is out of memory: in a middle layer's backward, when later layers have their gradients."""
+
+    def __init__(self, model, times: int, dropout_free: bool = True) -> None:
+        self.left = times
+        self.failures = 0
+        model.model.layers[0].register_full_backward_hook(self)
+
+    def __call__(self, module, grad_input, grad_output):
+        if self.left:
+            self.left -= 1
+            self.failures += 1
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB (injected)")
+
+
+@pytest.mark.parametrize("times", [1, 3])
+@pytest.mark.parametrize("options", [{}, {"beta": 0.0}, {"objective": "verl"}, {"gradient_checkpointing": True}])
+def test_an_update_that_fails_in_its_backward_is_redone(config, rows, times, options, caplog):
+    split = {"per_device_train_batch_size": 24, "max_tokens_per_micro_batch": 200, **options}
+    expected, loss = first_gradient(config, rows, **split)
+    model = make_model()
+    fault = RunsOut(model, times)
+    grads, other = first_gradient(config, rows, model=model, **split)
+    assert fault.failures == times
+    assert caplog.text.count("it is done again") == times
+    assert other == pytest.approx(loss, abs=1e-5)
+    scale = max(g.abs().max() for g in expected.values())
+    for name, gradient in expected.items():
+        assert (grads[name] - gradient).abs().max() / scale < 1e-6, name
+
+
+def test_the_budget_learns_and_gives_up_at_last():
+    budget = TokenBudget(64)
+    tried = []
+
+    def work():
+        tried.append(budget.tokens)
+        if budget.tokens > 20:
+            raise torch.OutOfMemoryError("no room")
+        return "done"
+
+    assert budget.retrying(work) == "done"
+    assert tried == [64, 32, SMALLEST]
+    assert budget.retrying(work) == "done"
+    assert tried[-1] == SMALLEST  # remembered
+
+    def hopeless():
+        raise torch.OutOfMemoryError("no room at all")
+
+    with pytest.raises(torch.OutOfMemoryError, match="no room at all"):
+        budget.retrying(hopeless)
+
+
+def test_dropout_is_drawn_again_as_it_was():
+    budget = TokenBudget(64)
+    draws = []
+
+    def work():
+        draws.append(torch.rand(3))
+        if len(draws) == 1:
+            raise torch.OutOfMemoryError("once")
+
+    torch.manual_seed(0)
+    budget.retrying(work)
+    assert torch.equal(draws[0], draws[1])
