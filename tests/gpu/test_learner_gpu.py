@@ -120,3 +120,64 @@ def test_bfloat16_gradients_accumulate_in_float32():
         weight.grad = torch.ones(1000, 1000, device="cuda")
         optimizer.step()
     assert float(weight.detach().float().mean()) == pytest.approx(0.995, abs=0.002)
+
+
+@pytest.mark.parametrize("softcap", [None, 5.0])
+def test_head_kernels_against_float64(softcap):
+    from rloom.models.head import LogitTransform, run_head
+
+    torch.manual_seed(0)
+    head = torch.nn.Linear(64, 9001, bias=False).cuda()
+    hidden, targets = torch.randn(37, 64, device="cuda", requires_grad=True), torch.randint(9001, (37,), device="cuda")
+    t = LogitTransform(scale=0.5, softcap=softcap, temperature=0.8)
+    out = run_head(head, head.forward, hidden, targets, t)
+    weights = torch.randn(37, device="cuda")
+    (out.logprobs * weights).sum().backward()
+    h, w = hidden.detach().double().requires_grad_(), head.weight.detach().double().requires_grad_()
+    z = h @ w.T * 0.5
+    z = z if softcap is None else softcap * torch.tanh(z / softcap)
+    logp = (z / 0.8).log_softmax(-1)
+    (logp.gather(-1, targets[:, None]).squeeze(-1) * weights).sum().backward()
+    torch.testing.assert_close(out.logprobs.double(), logp.gather(-1, targets[:, None]).squeeze(-1), rtol=0, atol=2e-3)
+    torch.testing.assert_close(out.entropy.double(), -(logp.exp() * logp).sum(-1), rtol=0, atol=2e-3)
+    torch.testing.assert_close(hidden.grad.double(), h.grad, rtol=0, atol=2e-3)
+    torch.testing.assert_close(head.weight.grad.double(), w.grad, rtol=0, atol=2e-3)
+
+
+def test_adamw_kernel_follows_torchs_float32_adamw():
+    from rloom.models.precision import SplitAdamW, accumulate_in_float32, join
+
+    torch.manual_seed(0)
+    weight = torch.nn.Parameter(torch.randn(1000, 33, device="cuda").bfloat16())
+    master = torch.nn.Parameter(weight.detach().float())
+    accumulate_in_float32([weight])
+    ours = SplitAdamW([weight], lr=1e-4, weight_decay=0.1)
+    theirs = torch.optim.AdamW([master], lr=1e-4, weight_decay=0.1)
+    for _ in range(50):
+        gradient = torch.randn(1000, 33, device="cuda")
+        weight.grad, master.grad = gradient.clone(), gradient.clone()
+        ours.step()
+        theirs.step()
+    torch.testing.assert_close(join(weight.detach(), ours.state[weight]["rest"]), master.detach(), rtol=1e-5, atol=1e-6)
+
+
+def test_compiled_layers_agree():
+    from rloom.data.batching import Batcher
+    from rloom.models.attention import CompiledLayers, packed_attention, running
+    from rloom.models.logprobs import Forward
+
+    torch.manual_seed(0)
+    model = tf.AutoModelForCausalLM.from_config(CONFIGS["qwen2"](), dtype=torch.bfloat16).cuda().eval()
+    rollout = make_rollout()
+    expected, grads = run(model, rollout, packed=True)
+    compiled = CompiledLayers([model])
+    batch = Batcher(packed=True, pad_token_id=0).make(rollout, range(len(rollout)), torch.device("cuda"))
+    model.zero_grad()
+    with packed_attention([model], compiled), running(batch.packed):
+        flat = Forward(model, 1.0)(model, batch).logprobs.flatten()[batch.flat]
+        weights = torch.randn(len(flat), generator=torch.Generator().manual_seed(0)).cuda()
+        (flat * weights).sum().backward()
+    assert float((flat.detach().float() - expected).abs().mean()) < 0.02
+    for name, gradient in grads.items():
+        mine = model.get_parameter(name).grad.float()
+        assert float((mine - gradient).abs().mean() / (gradient.abs().mean() + 1e-6)) < 0.2, name

@@ -23,7 +23,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-CHUNK_BYTES = 1 << 29  # of float32 logits at a time
+CHUNK_BYTES = 1 << 30  # of logits at a time, counted as float32
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -138,11 +138,8 @@ class _LinearHead(torch.autograd.Function):
         size = rows_at_a_time(weight.shape[0])
         for start in range(0, len(hidden), size):
             part = slice(start, start + size)
-            z = transform.apply(F.linear(hidden[part], weight, bias))
-            lse = z.logsumexp(-1)
-            normalizer[part] = lse
-            logprobs[part] = z.gather(-1, targets[part, None]).squeeze(-1) - lse
-            entropy[part] = lse - ((z - lse.unsqueeze(-1)).exp_().mul_(z)).sum(-1)
+            logits = F.linear(hidden[part], weight, bias)
+            logprobs[part], entropy[part], normalizer[part] = row_stats(logits, targets[part], transform)
         ctx.save_for_backward(hidden, weight, bias, targets, normalizer)
         ctx.transform = transform
         ctx.mark_non_differentiable(entropy)
@@ -158,12 +155,8 @@ class _LinearHead(torch.autograd.Function):
         size = rows_at_a_time(weight.shape[0])
         for start in range(0, len(hidden), size):
             part = slice(start, start + size)
-            z = ctx.transform.apply(F.linear(hidden[part], weight, bias))
-            slope = ctx.transform.slope(z)
-            g = grad[part, None]
-            dz = z.sub_(normalizer[part, None]).exp_().mul_(-g)  # −g·π
-            dz.scatter_add_(1, targets[part, None], g)  # + g·onehot(y)
-            dz = dz.mul_(slope).to(weight.dtype)
+            logits = F.linear(hidden[part], weight, bias)
+            dz = row_grads(logits, targets[part], normalizer[part], grad[part], ctx.transform)
             if grad_hidden is not None:
                 grad_hidden[part] = dz @ weight
             if grad_weight is not None:
@@ -171,6 +164,31 @@ class _LinearHead(torch.autograd.Function):
             if grad_bias is not None:
                 grad_bias += dz.float().sum(0)
         return grad_hidden, _like(grad_weight, weight), _like(grad_bias, bias), None, None
+
+
+def row_stats(logits: Tensor, targets: Tensor, transform: LogitTransform) -> tuple[Tensor, Tensor, Tensor]:
+    """Log-probabilities, entropies and log-sum-exps of rows of raw logits (n, V)."""
+    if logits.is_cuda:
+        from rloom.models import kernels
+
+        return kernels.row_stats(logits, targets, transform)
+    z = transform.apply(logits)
+    lse = z.logsumexp(-1)
+    entropy = lse - (z - lse.unsqueeze(-1)).exp().mul_(z).sum(-1)
+    return z.gather(-1, targets.unsqueeze(-1)).squeeze(-1) - lse, entropy, lse
+
+
+def row_grads(logits: Tensor, targets: Tensor, normalizer: Tensor, grad: Tensor, transform: LogitTransform) -> Tensor:
+    """d Σ grad·log-probabilities / d raw logits: grad·(onehot(y) − π)·slope, in the logits' dtype."""
+    if logits.is_cuda:
+        from rloom.models import kernels
+
+        return kernels.row_grads(logits, targets, normalizer, grad.contiguous(), transform)
+    z = transform.apply(logits)
+    slope = transform.slope(z)
+    dz = (z - normalizer.unsqueeze(-1)).exp_().mul_(-grad.unsqueeze(-1))
+    dz.scatter_add_(1, targets.unsqueeze(-1), grad.unsqueeze(-1))
+    return dz.mul_(slope).to(logits.dtype)
 
 
 def _like(grad: Tensor | None, tensor: Tensor | None) -> Tensor | None:

@@ -84,6 +84,21 @@ class SplitAdamW(Optimizer):
         return loss
 
     def _update(self, params: list[Tensor], group: dict[str, Any]) -> None:
+        fast = [p for p in params if p.is_cuda and p.dtype == torch.bfloat16 and p.is_contiguous()]
+        for p in fast:
+            self._update_in_one_kernel(p, group)
+        params = [p for p in params if not (p.is_cuda and p.dtype == torch.bfloat16 and p.is_contiguous())]
+        if params:
+            self._update_joined(params, group)
+
+    def _update_in_one_kernel(self, p: Tensor, group: dict[str, Any]) -> None:
+        from rloom.models.kernels import adamw_split
+
+        state = self._state(p)
+        state["step"] += 1
+        adamw_split(p, state, p.grad.float(), group, int(state["step"]))  # type: ignore[union-attr]
+
+    def _update_joined(self, params: list[Tensor], group: dict[str, Any]) -> None:
         states = [self._state(p) for p in params]
         halves = [(p, s) for p, s in zip(params, states, strict=True) if p.dtype == torch.bfloat16]
         words = {id(p): join(p, s["rest"]) for p, s in halves}
@@ -111,7 +126,8 @@ class SplitAdamW(Optimizer):
     def _state(self, p: Tensor) -> dict[str, Tensor]:
         state = self.state[p]
         if not state:
-            state["step"] = torch.zeros((), dtype=torch.float32, device=p.device)
+            in_kernel = p.is_cuda and p.dtype == torch.bfloat16  # counted on the host: the kernel takes numbers
+            state["step"] = torch.zeros((), dtype=torch.float32, device="cpu" if in_kernel else p.device)
             state["exp_avg"] = torch.zeros_like(p, dtype=torch.float32)
             state["exp_avg_sq"] = torch.zeros_like(p, dtype=torch.float32)
             if p.dtype == torch.bfloat16:
