@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -55,10 +57,14 @@ def run(*, seed: int, steps: int | None, output: str) -> int:
 
 def demo(*, seed: int, steps: int, output: str, console: Console) -> DemoResult:
     """Make a task and a model, warm it up, train it with RLOO, and measure before and after."""
+    with _quiet():
+        return _demo(seed, steps, output, console)
+
+
+def _demo(seed: int, steps: int, output: str, console: Console) -> DemoResult:
     began = time.perf_counter()
     Path(output).mkdir(parents=True, exist_ok=True)  # better now than after the training
     torch.set_num_threads(1)  # the model is so small that a second thread only costs
-    _quiet()
     console.rule("rloom demo: learning to sort digits from a reward")
     tokenizer = task.make_tokenizer()
     model = task.make_model(tokenizer, seed)
@@ -141,8 +147,17 @@ def _summary(before: dict[str, float], after: dict[str, float], count: int) -> T
     return table
 
 
-def _quiet() -> None:
-    """Only what the demo itself has to say."""
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Only what the demo itself has to say, for as long as it runs."""
+    ours, verbosity = logging.getLogger("rloom"), transformers_logging.get_verbosity()
+    level = ours.level
     transformers_logging.set_verbosity_error()
     transformers_logging.disable_progress_bar()
-    logging.getLogger("rloom").setLevel(logging.ERROR)
+    ours.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        transformers_logging.set_verbosity(verbosity)
+        transformers_logging.enable_progress_bar()
+        ours.setLevel(level)
