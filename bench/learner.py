@@ -154,7 +154,7 @@ def compare(name: str, steps: int, per_device: int, budgets: list[int], ours_alo
         report(name, "trl", shape, theirs)
         clean()
     for budget in budgets or [None]:
-        ours = run_rloom(shape, steps, dtype, max_tokens_per_micro_batch=budget, compile_layers=compiled)
+        ours = run_rloom(shape, steps, dtype, max_tokens_per_micro_batch=budget or None, compile_layers=compiled)
         ours["compiled"] = compiled
         more: dict[str, Any] = {"floor_share": round(floor_seconds(shape) / ours["seconds"], 3)} if cuda else {}
         if theirs is not None:
@@ -189,7 +189,9 @@ def main() -> None:
     parser.add_argument("shapes", nargs="*")
     parser.add_argument("--steps", type=int, default=6)
     parser.add_argument("--per-device", type=int, default=16, help="TRL's micro-batch, in completions")
-    parser.add_argument("--budget", type=int, nargs="*", default=[], help="max_tokens_per_micro_batch, one row each")
+    parser.add_argument(
+        "--budget", type=int, nargs="*", default=[], help="max_tokens_per_micro_batch, one row each; 0: unset"
+    )
     parser.add_argument("--ours", action="store_true", help="leave TRL out")
     parser.add_argument("--compile", action="store_true", help="compile_layers=True for ours")
     parser.add_argument("--growth", action="store_true")

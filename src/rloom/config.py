@@ -218,6 +218,13 @@ class RLOOConfig(OlderNames, TrainingArguments, metaclass=_Remembering):
         None, "Train with each prompt once per group. Unset: wherever the model proves to allow it; False: padded rows."
     )
 
+    offload_reference: bool = _option(
+        False, "Keep the reference's weights in the host's memory, and on the device only while they are used."
+    )
+    dynamic_sampling: int = _option(
+        0,
+        "Replace groups whose scores are all equal by groups of other prompts, in at most so many rounds per rollout.",
+    )
     compile_layers: bool = _option(
         False, "Compile the decoder layers for training: faster and in less memory, after a minute at the start."
     )
@@ -234,6 +241,11 @@ class RLOOConfig(OlderNames, TrainingArguments, metaclass=_Remembering):
     use_transformers_paged: bool = _option(False, "Older name of `use_transformers_continuous_batching`.")
 
     def __post_init__(self) -> None:
+        if self.auto_find_batch_size:  # type: ignore[has-type]  # transformers would restart training with smaller batches, cutting groups apart
+            logger.warning(
+                "auto_find_batch_size: micro-batches shrink by themselves here, and batches stay as they are"
+            )
+            self.auto_find_batch_size = False
         if self.bf16 is None:
             self.bf16 = not self.fp16 and _bf16_is_fast(self.use_cpu)
         super().__post_init__()
@@ -362,6 +374,7 @@ class RLOOConfig(OlderNames, TrainingArguments, metaclass=_Remembering):
     def _check_ranges(self) -> None:
         rules = {
             "num_iterations": (self.num_iterations >= 1, "at least 1"),
+            "dynamic_sampling": (self.dynamic_sampling >= 0, "0 (off) or positive"),
             "beta": (self.beta >= 0, "0 (no KL) or positive"),
             "dual_clip": (not self.dual_clip or self.dual_clip > 1, "0 (off) or above 1"),
             "advantage_clip": (not self.advantage_clip or self.advantage_clip > 0, "0 (off) or positive"),
@@ -442,12 +455,6 @@ class RLOOConfig(OlderNames, TrainingArguments, metaclass=_Remembering):
         if self.use_transformers_continuous_batching or self.use_transformers_paged:
             raise ConfigError(
                 "use_transformers_continuous_batching=True: rloom generates with model.generate; leave it False"
-            )
-        if self.auto_find_batch_size:
-            raise ConfigError(
-                "auto_find_batch_size is not supported by RLOO: halving the batch would cut groups apart. Set it to "
-                "False and lower per_device_train_batch_size, raising gradient_accumulation_steps to match: how a "
-                "batch is split never changes the gradient"
             )
         parallelism = self.parallelism_config
         if parallelism is not None and (parallelism.cp_enabled or parallelism.sp_enabled):

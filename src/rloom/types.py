@@ -77,6 +77,11 @@ class Rollout:
     def __len__(self) -> int:
         return len(self.completion_ids)
 
+    def degenerate(self) -> list[bool]:
+        """For each group whether its scores are all equal, so that it teaches nothing (the KL aside)."""
+        known = [part[~part.isnan()] for part in self.score.split(self.groups.bincount().tolist())]
+        return [not bool((part != part[:1]).any()) for part in known]
+
     def rows(self, part: int, parts: int) -> range:
         """The rows of one of `parts` equal contiguous shares."""
         return range(part * len(self) // parts, (part + 1) * len(self) // parts)

@@ -145,6 +145,39 @@ def test_groups_without_signal_cost_nothing(config, rows):
     assert trainer.state.log_history[0]["frac_reward_zero_std"] == 0.5
 
 
+def test_dynamic_sampling_replaces_groups_without_signal(config, rows):
+    """Prompts of odd length give equal scores; they are replaced by others until the rollout is full of signal."""
+
+    def reward(prompts, completion_ids):
+        return [float(ids[0]) if len(p) % 2 == 0 else 1.0 for p, ids in zip(prompts, completion_ids, strict=True)]
+
+    engine = FakeEngine(lambda prompt, k, seed: [4 + k, 5, 2], eos_token_ids=[2])
+    args = config(num_generations=4, per_device_train_batch_size=24, beta=0.0, max_steps=1, dynamic_sampling=20)
+    trainer = RLOOTrainer(make_model(), reward, args, rows, processing_class=make_tokenizer(), engine=engine)
+    taken = []
+    take = trainer.buffer.take
+    trainer.buffer.take = lambda plan: taken.append(take(plan)) or taken[-1]
+    trainer.train()
+    (share,) = taken[0]
+    assert len(share.rollout) == 24
+    assert not any(share.rollout.degenerate())
+    assert trainer.state.log_history[0]["completions/replaced_groups"] == sum(len(r["prompt"]) % 2 for r in rows)
+    assert len(engine.calls) > 1
+
+
+def test_dynamic_sampling_gives_up_at_its_cap(config, rows):
+    engine = FakeEngine(lambda prompt, k, seed: [4 + k, 5, 2], eos_token_ids=[2])
+    args = config(num_generations=4, per_device_train_batch_size=8, beta=0.0, max_steps=1, dynamic_sampling=2)
+
+    def equal(completions):
+        return [1.0] * len(completions)
+
+    trainer = RLOOTrainer(make_model(), equal, args, rows, processing_class=make_tokenizer(), engine=engine)
+    trainer.train()
+    assert len(engine.calls) == 3  # the rollout, and two rounds
+    assert trainer.state.log_history[0]["completions/skipped"] == 8
+
+
 def test_same_seed_same_weights(config, rows):
     def weights(seed):
         trainer = RLOOTrainer(make_model(), reward, config(seed=seed), rows, processing_class=make_tokenizer())

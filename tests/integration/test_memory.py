@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
+from rloom import RLOOTrainer
 from rloom.training.budget import SMALLEST, TokenBudget
-from tests.conftest import make_model
+from tests.conftest import make_model, make_tokenizer
 from tests.integration.test_invariance import first_gradient
 
 
@@ -39,6 +40,23 @@ def test_an_update_that_fails_in_its_backward_is_redone(config, rows, times, opt
     scale = max(g.abs().max() for g in expected.values())
     for name, gradient in expected.items():
         assert (grads[name] - gradient).abs().max() / scale < 1e-6, name
+
+
+def test_the_worst_case_is_run_and_leaves_no_trace(config, rows, monkeypatch):
+    """On a GPU it is run after the first update; here it is called by hand."""
+    trainer = RLOOTrainer(
+        make_model(), lambda completions: [float(len(c)) for c in completions], config(max_steps=1), rows,
+        processing_class=make_tokenizer(),
+    )  # fmt: skip
+    trainer.learner.budget.tokens = 300
+    before = [p.detach().clone() for p in trainer.model.parameters()]
+    tokens = trainer.learner.try_worst_case(trainer.model, prompt=43, completion=6, k=2)
+    assert 200 < tokens <= 300
+    assert all(p.grad is None for p in trainer.model.parameters())
+    assert all(torch.equal(a, b) for a, b in zip(before, trainer.model.parameters(), strict=True))
+    RunsOut(trainer.model, 2)
+    assert trainer.learner.try_worst_case(trainer.model, prompt=43, completion=6, k=2) <= 75
+    assert trainer.learner.budget.tokens == 75
 
 
 def test_the_budget_learns_and_gives_up_at_last():

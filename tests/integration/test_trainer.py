@@ -236,6 +236,40 @@ def test_model_by_path(config, rows, tmp_path):
         assert torch.equal(again.get_parameter(name), parameter)
 
 
+def test_an_offloaded_reference_gives_the_same_weights(config, rows):
+    options = {"max_steps": 3, "sync_ref_model": True, "ref_model_sync_steps": 1}
+    plain, _ = train(config(**options), rows)
+    offloaded, _ = train(config(**options, offload_reference=True), rows)
+    assert all(torch.equal(p, offloaded.model.get_parameter(n)) for n, p in weights(plain.model).items())
+
+
+def test_bfloat16_weights_keep_their_bits_and_resume(config, rows, tmp_path):
+    def run(resume=None):
+        args = config(
+            max_steps=4, save_strategy="steps", save_steps=1, learning_rate=1e-5, lr_scheduler_type="constant"
+        )
+        trainer = RLOOTrainer(make_model().bfloat16(), length, args, rows, processing_class=make_tokenizer())
+        trainer.train(resume_from_checkpoint=resume)
+        return trainer
+
+    whole = run()
+    assert type(whole.optimizer.optimizer).__name__ == "SplitAdamW"
+    rests = [s["rest"] for s in whole.optimizer.optimizer.state.values()]
+    assert any(rest.any() for rest in rests)  # updates of 1e-5 live in the bits that bfloat16 drops
+    expected = weights(whole.model)
+    again = run(resume=str(tmp_path / "out" / "checkpoint-2"))
+    assert all(torch.equal(p, again.model.get_parameter(n)) for n, p in expected.items())
+    others = [s["rest"] for s in again.optimizer.optimizer.state.values()]
+    assert all(torch.equal(a, b) for a, b in zip(rests, others, strict=True))
+
+
+def test_a_users_optimizer_is_told_what_it_loses(config, rows, caplog):
+    model = make_model().bfloat16()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    RLOOTrainer(model, length, config(), rows, processing_class=make_tokenizer(), optimizers=(optimizer, None))
+    assert "updates smaller than bfloat16 can hold" in caplog.text
+
+
 def test_gradient_checkpointing_gives_the_same_weights(config, rows):
     plain, _ = train(config(max_steps=2), rows)
     recomputed, _ = train(config(max_steps=2, gradient_checkpointing=True), rows)

@@ -75,7 +75,6 @@ def test_unknown_option_names_the_nearest(wrong, nearest):
         ({"epsilon": -0.1}, "epsilon"),
         ({"use_vllm": True}, "use_vllm"),
         ({"use_transformers_continuous_batching": True}, "use_transformers_continuous_batching"),
-        ({"auto_find_batch_size": True}, "auto_find_batch_size"),
         (
             {"eval_strategy": "steps", "eval_steps": 1, "num_generations_eval": 3},
             "divisible by the number of generations",
@@ -105,6 +104,11 @@ def test_names_of_other_trainers_are_understood(name, meant):
 
 def test_one_completion_per_prompt_without_a_group_baseline():
     assert make(objective="reinforce++", num_generations=1).num_generations == 1
+
+
+def test_auto_find_batch_size_is_the_token_budgets_business(caplog):
+    assert make(auto_find_batch_size=True).auto_find_batch_size is False
+    assert "micro-batches shrink by themselves" in caplog.text
 
 
 def test_batch_arithmetic():

@@ -41,6 +41,7 @@ class PromptEncoder:
         self.max_completion_length = max_completion_length
         self.position_table = position_table
         self.columns = columns
+        self.longest = 1  # tokens of the longest prompt so far
         self._warned = False
 
     def encode(self, rows: Sequence[dict[str, Any]]) -> list[Prompt]:
@@ -56,6 +57,7 @@ class PromptEncoder:
         ]
         for prompt in prompts:
             self._check_length(prompt)
+            self.longest = max(self.longest, len(prompt.token_ids))
         return prompts
 
     def check_early(self, rows: Sequence[dict[str, Any]]) -> None:

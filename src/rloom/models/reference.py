@@ -39,19 +39,34 @@ class Reference(Protocol):
 class FrozenReference:
     """A model of its own, never trained."""
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, *, offload: bool = False) -> None:
         self.model = model.eval().requires_grad_(False)
+        self.offload = offload
+        if offload:
+            self.model.to("cpu")
 
     @contextmanager
     def use(self, policy: Any) -> Iterator[Any]:
-        """Yields the copy."""
-        yield self.model
+        """Yields the copy; one that is kept in the host's memory comes to the device meanwhile."""
+        if not self.offload:
+            yield self.model
+            return
+        device = next(policy.parameters()).device
+        tensors = [*self.model.parameters(), *self.model.buffers()]
+        home = [tensor.data for tensor in tensors]
+        for tensor in tensors:
+            tensor.data = tensor.data.to(device, non_blocking=True)
+        try:
+            yield self.model
+        finally:  # nothing was changed: let go of the device's copies rather than copy them back
+            for tensor, data in zip(tensors, home, strict=True):
+                tensor.data = data
 
     @torch.no_grad()
     def sync(self, policy: Any, alpha: float) -> None:
         """Move the copy towards the policy."""
         for mine, theirs in zip(self.model.parameters(), policy.parameters(), strict=True):
-            mine.mul_(1 - alpha).add_(theirs.to(mine.dtype), alpha=alpha)
+            mine.mul_(1 - alpha).add_(theirs.to(mine), alpha=alpha)
 
     def state_dict(self) -> dict[str, Tensor]:
         """All parameters by name (buffers never change)."""
@@ -107,16 +122,18 @@ class AdapterReference:
         return [(n, p) for n, p in self.policy.named_parameters() if _belongs(n, self.adapter)]
 
 
-def make_reference(policy: Any, *, new_adapter: bool, follows: bool, other: nn.Module | None) -> Reference:
+def make_reference(
+    policy: Any, *, new_adapter: bool, follows: bool, other: nn.Module | None, offload: bool = False
+) -> Reference:
     """The reference for a policy as it was given.
 
     `other` is a model to use instead of a copy. A PeftModel whose adapter was there before training, or whose
     reference shall follow the policy, keeps a frozen copy of the adapter; a fresh adapter is simply switched off.
     """
     if other is not None:
-        return FrozenReference(other)
+        return FrozenReference(other, offload=offload)
     if not is_peft_model(policy):
-        return FrozenReference(copy.deepcopy(policy))
+        return FrozenReference(copy.deepcopy(policy), offload=offload)
     if new_adapter and not follows:
         return AdapterReference(policy, adapter=None)
     active = policy.active_adapter

@@ -144,6 +144,8 @@ def check_data(train: Any, evaluation: Any, args: Any) -> tuple[Any, Any]:
     evaluation = datasets.check_eval_dataset(evaluation)
     datasets.check_same_format(train, evaluation)
     if datasets.is_iterable(train):
+        if args.dynamic_sampling:
+            raise ConfigError("dynamic_sampling draws prompts from the data set, which a stream does not allow")
         if args.dataloader_num_workers:
             logger.warning("an iterable data set is read by one process: dataloader_num_workers is set to 0")
             args.dataloader_num_workers = 0
@@ -299,11 +301,18 @@ def _reference(trainer: Any, policy: Policy, path: str | None, args: Any) -> Ref
     if path is not None:
         dtype = getattr(trainer.model, "dtype", None)
         other = loading.load_model(path, dtype=dtype, trust_remote_code=args.trust_remote_code).to(args.device)
-    reference = make_reference(trainer.model, new_adapter=policy.new_adapter, follows=args.sync_ref_model, other=other)
+    reference = make_reference(
+        trainer.model,
+        new_adapter=policy.new_adapter,
+        follows=args.sync_ref_model,
+        other=other,
+        offload=args.offload_reference,
+    )
     if hasattr(reference, "model"):
         if args.disable_dropout:
             loading.disable_dropout(reference.model)
-        reference.model = trainer.accelerator.prepare_model(reference.model, evaluation_mode=True)
+        placed = {"device_placement": False} if args.offload_reference else {}
+        reference.model = trainer.accelerator.prepare_model(reference.model, evaluation_mode=True, **placed)
     return reference
 
 

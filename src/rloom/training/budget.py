@@ -13,6 +13,8 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 SMALLEST = 16
+LARGEST = 32_768  # beyond that a GPU is busy anyway
+HEADROOM = 0.85  # of the memory that is free; the rest is for fragments, and for what comes later
 
 
 class TokenBudget:
@@ -20,6 +22,7 @@ class TokenBudget:
 
     def __init__(self, tokens: int) -> None:
         self.tokens = tokens
+        self.tried = False  # whether the worst case has been run
 
     def retrying(self, work: Callable[[], T], undo: Callable[[], None] | None = None) -> T:
         """Do some work; out of memory, `undo` what it has done and do it again in smaller pieces.
@@ -48,6 +51,20 @@ class TokenBudget:
                 self.tokens,
                 before,
             )
+
+
+def fitted(tokens: int, used: int, free: int) -> int:
+    """The budget that fits `free` bytes when `tokens` took `used`: in powers of two, up to LARGEST.
+
+    >>> fitted(8192, used=8 << 30, free=40 << 30)
+    32768
+    >>> fitted(8192, used=8 << 30, free=6 << 30)
+    4096
+    """
+    size = SMALLEST
+    while size * 2 <= LARGEST and used / tokens * size * 2 <= free * HEADROOM:
+        size *= 2
+    return size
 
 
 def _random_state() -> tuple[Any, Any]:

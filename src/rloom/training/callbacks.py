@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from typing import Any
 
+import torch
 from transformers import TrainerCallback
 
+from rloom.data.prompts import PromptEncoder
 from rloom.models.reference import Reference
 from rloom.observe.completions import CompletionLog
+from rloom.training.budget import fitted
+from rloom.training.learner import Learner
+
+logger = logging.getLogger(__name__)
 
 
 class SyncReference(TrainerCallback):
@@ -21,6 +28,40 @@ class SyncReference(TrainerCallback):
         """Mix the policy in, every `ref_model_sync_steps` updates."""
         if state.global_step % args.ref_model_sync_steps == 0:
             self.reference.sync(kwargs["model"], args.ref_model_mixup_alpha)
+
+
+class FitBudget(TrainerCallback):
+    """After the first update, when gradients and optimizer state have their memory, tries the worst case.
+
+    A run that does not fit fails in its first minute, or not at all. A budget that was not asked for grows or shrinks
+    to what is free.
+    """
+
+    def __init__(self, learner: Learner, encoder: PromptEncoder, *, asked: bool) -> None:
+        self.learner, self.encoder, self.asked = learner, encoder, asked
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Once, on a GPU."""
+        if (
+            self.learner.budget.tried
+            or not torch.cuda.is_available()
+            or next(kwargs["model"].parameters()).device.type != "cuda"
+        ):
+            return
+        budget, model = self.learner.budget, kwargs["model"]
+        budget.tried = True
+        shape = (self.encoder.longest, args.max_completion_length, args.num_generations)
+        model.zero_grad(set_to_none=True)
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        tokens = self.learner.try_worst_case(model, *shape)
+        used = torch.cuda.max_memory_allocated() - before
+        if not self.asked:
+            torch.cuda.empty_cache()
+            budget.tokens = fitted(tokens, used, torch.cuda.mem_get_info()[0])
+            self.learner.try_worst_case(model, *shape)
+        logger.info("micro-batches of up to %d tokens; the worst case has been run", budget.tokens)
 
 
 class SampleTable(TrainerCallback):

@@ -239,6 +239,34 @@ class Learner:
         if known:
             self.metrics.add(mode, "kl", torch.cat(known).mean())
 
+    def try_worst_case(self, model: Any, prompt: int, completion: int, k: int) -> int:
+        """Run a micro-batch of the budget's size forward and backward, all prompts and completions at their limits.
+
+        Returns its tokens. The gradients are those of 0, and are taken back. Out of memory, the budget shrinks as ever.
+        """
+        groups = max(1, self.budget.tokens // (prompt + k * completion)) + 1
+        token = self.batcher.pad_token_id
+        rollout = Rollout(
+            prompt_ids=[[token] * prompt for _ in range(groups * k)],
+            completion_ids=[[token] * completion for _ in range(groups * k)],
+            groups=torch.arange(groups).repeat_interleave(k),
+            scores=torch.zeros(groups * k, 1),
+            score=torch.zeros(groups * k),
+            trained=[True] * (groups * k),
+        )
+
+        def attempt() -> int:
+            rows = self.batcher.plan(rollout, range(len(rollout)), self.budget.tokens, whole_groups=False)[0]
+            batch = self.batcher.make(rollout, rows, self._device)
+            with self._attention(), _running(batch):
+                (self.forward(model, batch).logprobs.sum() * 0.0).backward()
+            return self.batcher.size(rollout, rows)
+
+        try:
+            return self.budget.retrying(attempt, undo=self._undo)
+        finally:
+            self._undo()
+
     # -- which rows
 
     def _trained(self, rollout: Rollout) -> list[int]:

@@ -146,6 +146,45 @@ def _as_reply(conversational: bool, text: str) -> Any:
     return [{"role": "assistant", "content": text}] if conversational else text
 
 
+def replace_degenerate(rollout: Rollout, draw: Callable[[int, int], Rollout], rounds: int) -> tuple[Rollout, int]:
+    """Replace groups without signal by groups with some, drawn in at most `rounds` rounds; says how many were replaced.
+
+    `draw(count, round)` collects `count` groups of other prompts. What still is without signal at the end stays, so
+    that the rollout keeps its size.
+    """
+    replaced = 0
+    for number in range(rounds):
+        equal = rollout.degenerate()
+        missing = [group for group, without in enumerate(equal) if without]
+        if not missing:
+            break
+        other = draw(len(missing), number)
+        found = [group for group, without in enumerate(other.degenerate()) if not without]
+        swaps = dict(zip(missing, found, strict=False))
+        replaced += len(swaps)
+        rollout = _assembled([(other, swaps[g]) if g in swaps else (rollout, g) for g in range(len(equal))])
+    return rollout, replaced
+
+
+def _assembled(sources: list[tuple[Rollout, int]]) -> Rollout:
+    """A rollout of groups taken from others; nothing of it has been used yet."""
+    rows = [
+        (source, row, new)
+        for new, (source, old) in enumerate(sources)
+        for row in (source.groups == old).nonzero().flatten().tolist()
+    ]
+    sampled = [r.sampling_logprobs[row] if r.sampling_logprobs is not None else None for r, row, _ in rows]
+    return Rollout(
+        prompt_ids=[r.prompt_ids[row] for r, row, _ in rows],
+        completion_ids=[r.completion_ids[row] for r, row, _ in rows],
+        groups=torch.tensor([new for _, _, new in rows]),
+        scores=torch.stack([r.scores[row] for r, row, _ in rows]),
+        score=torch.stack([r.score[row] for r, row, _ in rows]),
+        trained=[r.trained[row] for r, row, _ in rows],
+        sampling_logprobs=None if any(s is None for s in sampled) else sampled,  # type: ignore[arg-type]
+    )
+
+
 class RolloutBuffer:
     """The rollouts that the present and later updates train on. A checkpoint holds them."""
 

@@ -31,9 +31,9 @@ from rloom.observe.metrics import BUILT_IN, BUILT_IN_PREFIXES
 from rloom.rewards.base import RewardBatch
 from rloom.seeds import derive_seed
 from rloom.training import assemble, checkpoint
-from rloom.training.callbacks import SampleTable, SyncReference
+from rloom.training.callbacks import FitBudget, SampleTable, SyncReference
 from rloom.training.card import model_card
-from rloom.training.rollouts import RolloutBuffer
+from rloom.training.rollouts import RolloutBuffer, replace_degenerate
 from rloom.types import MicroBatch, Rollout
 
 logger = logging.getLogger(__name__)
@@ -131,6 +131,8 @@ class RLOOTrainer(Trainer):
         self._publish(policy, functions, parts)
         # Each process draws its own dropout.
         set_seed(args.seed, device_specific=True)
+        asked = args.max_tokens_per_micro_batch is not None
+        self.add_callback(FitBudget(self.learner, self.collector.encoder, asked=asked))
         if args.sync_ref_model:
             assert self.reference is not None  # the config refuses sync_ref_model without a KL
             self.add_callback(SyncReference(self.reference))
@@ -172,8 +174,19 @@ class RLOOTrainer(Trainer):
         seed = derive_seed(self.args.seed, "train", *plan.key(number), self.args.process_index)
         rows = plan.prompts[number]
         rollout = self.collector.collect(rows, self.args.num_generations, seed=seed, mode="train")
+        if self.args.dynamic_sampling:
+            draw = functools.partial(self._draw_others, seed)
+            rollout, replaced = replace_degenerate(rollout, draw, self.args.dynamic_sampling)
+            self.metrics.add("train", "completions/replaced_groups", float(replaced))
         self.learner.prepare(self.model_wrapped, rollout, whole=plan.whole[number])
         return rollout
+
+    def _draw_others(self, seed: int, count: int, number: int) -> Rollout:
+        """Groups of prompts drawn anew, in place of groups without signal."""
+        seed = derive_seed(seed, "others", number)
+        order = torch.randint(len(self.train_dataset), (count,), generator=torch.Generator().manual_seed(seed))
+        rows = [self.train_dataset[index] for index in order.tolist()]
+        return self.collector.collect(rows, self.args.num_generations, seed=seed, mode="train")
 
     def compute_loss(
         self,
