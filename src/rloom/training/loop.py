@@ -1,0 +1,241 @@
+"""transformers' training loop, fitted to updates: a batch is an update, and a killed run goes on to the same bits."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+from transformers import Trainer
+
+from rloom.data.plan import Schedule, UpdatePlan
+from rloom.models.precision import keeps_the_bits
+from rloom.models.reference import Reference, without_reference_adapter
+from rloom.observe.completions import CompletionLog
+from rloom.observe.metrics import Metrics
+from rloom.training import checkpoint
+from rloom.training.card import model_card
+from rloom.training.credit import Credit, Shaper
+from rloom.training.learner import Learner
+from rloom.training.rollouts import RolloutBuffer
+
+logger = logging.getLogger(__name__)
+
+
+class UpdateLoop(Trainer):
+    """What of transformers' Trainer has to be told that a batch is a whole update, and what a checkpoint must hold.
+
+    The parts below are set by the constructor of [`RLOOTrainer`].
+    """
+
+    schedule: Schedule
+    buffer: RolloutBuffer
+    learner: Learner
+    credit: Credit
+    shaper: Shaper
+    metrics: Metrics
+    completion_log: CompletionLog
+    reference: Reference | None
+    _tag_names = ("rloom", "rloo")
+    _resumed: dict[str, Any] | None = None  # what a checkpoint said, until the first epoch begins
+    _elapsed = 0.0  # seconds of training before this call, when resumed
+    _train_began = 0.0
+
+    # -- one batch of the loader is one update
+
+    @contextmanager
+    def _one_batch_per_update(self) -> Iterator[None]:
+        """Hide the accumulation from the Trainer's loop, which would count batches for it: ours are whole updates."""
+        steps, handler = self.schedule.parts_per_update, self.callback_handler
+        call_event = handler.call_event
+
+        def with_the_users_value(event: str, args: Any, *rest: Any, **kwargs: Any) -> Any:
+            args.gradient_accumulation_steps = steps  # callbacks and trackers see what the user set
+            try:
+                return call_event(event, args, *rest, **kwargs)
+            finally:
+                args.gradient_accumulation_steps = 1
+
+        handler.call_event = with_the_users_value
+        self.args.gradient_accumulation_steps = 1
+        try:
+            yield
+        finally:
+            del handler.call_event
+            self.args.gradient_accumulation_steps = steps
+
+    def _inner_training_loop(self, *args: Any, **kwargs: Any) -> Any:
+        self.buffer.rollouts.clear()
+        self._elapsed, self._train_began = 0.0, time.time()
+        with self._one_batch_per_update():
+            return super()._inner_training_loop(*args, **kwargs)
+
+    def _get_num_items_in_batch(self, batch_samples: list[Any], device: Any) -> None:
+        """Nothing to count: the learner divides by the update's own denominator."""
+
+    def _track_num_input_tokens(self, inputs: UpdatePlan) -> None:
+        """Counted when a rollout is collected."""
+
+    def floating_point_ops(self, inputs: UpdatePlan) -> int:
+        """6 per parameter and token run forward and backward; sampling and the reference are not counted."""
+        return 6 * self.model.num_parameters(exclude_embeddings=True) * self.learner.tokens_forward
+
+    def get_total_train_batch_size(self, args: Any) -> int:
+        """Completions per update, over all processes."""
+        return self._train_batch_size * self.schedule.parts_per_update * args.world_size
+
+    def get_optimizer_cls_and_kwargs(self, args: Any, model: Any = None) -> tuple[Any, dict[str, Any]]:
+        """The optimizer that the options name; for bfloat16 weights one that keeps the bits they drop."""
+        cls, options = Trainer.get_optimizer_cls_and_kwargs(args, model)
+        if model is None or self.is_deepspeed_enabled:  # DeepSpeed keeps master weights of its own
+            return cls, options
+        return keeps_the_bits(cls, options, model)
+
+    # -- checkpoints
+
+    def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Any:
+        """Train. `resume_from_checkpoint=True` goes on from the newest checkpoint that is whole; `"auto"` does too, and
+        starts anew where there is none, so that one script serves the first run and every restart."""
+        if resume_from_checkpoint == "auto":
+            resume_from_checkpoint = checkpoint.newest_whole(self.args.output_dir) is not None
+        if resume_from_checkpoint is True:
+            found = checkpoint.newest_whole(self.args.output_dir)
+            if found is None:
+                raise ValueError(
+                    f"No valid checkpoint found in output directory ({self.args.output_dir}): nothing to resume. "
+                    'On a first run leave it out, or pass resume_from_checkpoint="auto"'
+                )
+            resume_from_checkpoint = str(found)
+        return super().train(resume_from_checkpoint, *args, **kwargs)
+
+    def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
+        folder = Path(self._get_output_dir(trial=trial)) / f"checkpoint-{self.state.global_step}"
+        name = self.args.hub_model_id or Path(self.args.output_dir).name
+        self.create_model_card(model_name=name.split("/")[-1])
+        if not self.args.save_only_model:
+            moved = self.reference.state_dict() if self.reference and self.args.sync_ref_model else None
+            checkpoint.save(folder, self._state(), moved)
+        super()._save_checkpoint(model, trial)
+
+    def _state(self) -> dict[str, Any]:
+        """What the next update depends on, and transformers does not keep."""
+        moments = self.shaper.moments
+        return {
+            "plan": self._plan(),
+            "rollouts": self.buffer.state_dict(),
+            "metrics": self.metrics.state_dict(),
+            "completions": self.completion_log.state_dict(),
+            "moments": [moments.count, moments.mean, moments.squares],
+            "credit": self.credit.state_dict(),
+            "loss": [float(self._tr_loss), self._total_loss_scalar],
+            "steps": [self._globalstep_last_logged, self._initial_global_step],
+            "elapsed": self._elapsed + time.time() - self._train_began,
+        }
+
+    def _plan(self) -> dict[str, int]:
+        """What decides which prompts a rollout holds and which updates use it."""
+        plan = dataclasses.asdict(self.schedule)
+        return {**plan, "num_generations": self.args.num_generations, "seed": self.args.seed}
+
+    def _load_optimizer_and_scheduler(self, folder: str | None) -> None:
+        super()._load_optimizer_and_scheduler(folder)
+        if folder is None:
+            return
+        state, reference = checkpoint.load(folder)
+        if reference is not None and self.reference is not None:
+            self.reference.load_state_dict(reference)
+        if state is None:
+            logger.warning("%s has no rloom_state.pt: rollouts in use and running statistics start anew", folder)
+            if self.args.sync_ref_model and reference is None:
+                logger.warning("the reference, which had moved, starts anew as well")
+            return
+        if state["plan"] == self._plan():
+            self.buffer.load_state_dict(state["rollouts"])
+        elif state["rollouts"]:
+            logger.warning(
+                "%d rollouts of the checkpoint are let go and sampled anew: the options that shape a rollout have "
+                "changed (%s, now %s)",
+                len(state["rollouts"]),
+                state["plan"],
+                self._plan(),
+            )
+        self.metrics.load_state_dict(state["metrics"])
+        self.completion_log.load_state_dict(state["completions"])
+        moments = self.shaper.moments
+        moments.count, moments.mean, moments.squares = state["moments"]
+        self.credit.load_state_dict(state["credit"])
+        self._elapsed = state["elapsed"]
+        self._resumed = state
+
+    def _run_epoch(self, *args: Any, **kwargs: Any) -> None:
+        """The Trainer zeroes its running loss when it resumes: put back what the checkpoint had. A run that had reached
+        its end has nothing left to do, where the Trainer would make one update more."""
+        if self._resumed is not None:
+            loss, total = self._resumed["loss"]
+            self._tr_loss.fill_(loss)
+            self._total_loss_scalar = total
+            self._globalstep_last_logged, self._initial_global_step = self._resumed["steps"]
+            self._resumed = None
+        if self.state.global_step >= self.state.max_steps:
+            self.control.should_training_stop = True
+            return
+        super()._run_epoch(*args, **kwargs)
+
+    def _finalize_training(self, trial: Any, num_train_samples: int, start_time: float) -> Any:
+        return super()._finalize_training(trial, num_train_samples, start_time - self._elapsed)
+
+    def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
+        """Save the options as the user gave them, not as the loop sees them."""
+        seen, self.args.gradient_accumulation_steps = (
+            self.args.gradient_accumulation_steps,
+            self.schedule.parts_per_update,
+        )
+        try:
+            with without_reference_adapter(self.model):
+                super()._save(output_dir, state_dict)
+        finally:
+            self.args.gradient_accumulation_steps = seen
+        if self.args.should_save:  # peft leaves a card that says nothing
+            self._write_card(Path(output_dir or self.args.output_dir))
+
+    def create_model_card(
+        self,
+        model_name: str | None = None,
+        dataset_name: str | None = None,
+        tags: str | list[str] | None = None,
+        **front_matter: str | None,
+    ) -> None:
+        """Write a model card to the output folder. `language`, `license` and `tasks` go into its front matter."""
+        self._write_card(Path(self.args.output_dir), model_name, dataset_name, tags, **front_matter)
+
+    def _write_card(
+        self,
+        folder: Path,
+        name: str | None = None,
+        dataset: str | None = None,
+        tags: str | list[str] | None = None,
+        *,
+        language: str | None = None,
+        license: str | None = None,
+        tasks: str | None = None,
+        finetuned_from: str | None = None,
+    ) -> None:
+        if not self.is_world_process_zero():
+            return
+        given = {tags} if isinstance(tags, str) else set(tags or ())
+        card = model_card(
+            self.args,
+            model_id=finetuned_from or getattr(self.model.config, "_name_or_path", None),
+            name=name or Path(self.args.output_dir).name,
+            repository=self.hub_model_id or str(folder),
+            dataset=dataset,
+            tags=given | set(self._tag_names),
+            front_matter={"language": language, "license": license, "pipeline_tag": tasks},
+        )
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "README.md").write_text(card)
