@@ -236,6 +236,14 @@ def test_model_by_path(config, rows, tmp_path):
         assert torch.equal(again.get_parameter(name), parameter)
 
 
+def test_mixed_precision(config, rows):
+    """float32 weights under bfloat16 autocast, TRL's default on GPUs: proven and trained as it is run."""
+    trainer, before = train(config(bf16=True, max_steps=3), rows)
+    assert trainer.learner.batcher.packed
+    assert any(not torch.equal(before[n], p) for n, p in weights(trainer.model).items())
+    assert all(torch.isfinite(p).all() for p in trainer.model.parameters())
+
+
 def test_an_offloaded_reference_gives_the_same_weights(config, rows):
     options = {"max_steps": 3, "sync_ref_model": True, "ref_model_sync_steps": 1}
     plain, _ = train(config(**options), rows)

@@ -115,6 +115,7 @@ def shared_prefix_attention(
     """The function that transformers calls. Returns (1, T, H, D)."""
     scale = query.shape[-1] ** -0.5 if scaling is None else float(scaling)
     drop = float(dropout) if module.training else 0.0
+    key, value = key.to(query.dtype), value.to(query.dtype)  # under autocast they may differ
     if _active.opaque and _fits_flash(query, softcap, drop):
         q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))  # (T, H, D)
         out, _ = torch.ops.rloom.shared_prefix(q, k, v, s_aux, scale, sliding_window or 0)

@@ -261,7 +261,8 @@ def build(
 
 def _batcher(trainer: Any, policy: Policy, args: Any) -> Batcher:
     """Packed micro-batches where the model's attention allows it, else padded ones."""
-    packed = args.packing is not False and proves_packing(trainer.model)
+    with trainer.accelerator.autocast():  # as it will be trained
+        packed = args.packing is not False and proves_packing(trainer.model)
     if args.packing and not packed:
         raise ConfigError(
             "packing=True: this model cannot be trained on packed rows (see above); leave `packing` unset"
