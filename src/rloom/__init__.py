@@ -5,6 +5,7 @@
 
 from rloom.config import RLOOConfig
 from rloom.generation import Engine, FakeEngine
+from rloom.observe.progress import LiveProgress
 from rloom.training.trainer import RLOOTrainer
 from rloom.types import Completion, Group, Prompt
 from rloom.version import __version__
@@ -14,6 +15,7 @@ __all__ = [
     "Engine",
     "FakeEngine",
     "Group",
+    "LiveProgress",
     "Prompt",
     "RLOOConfig",
     "RLOOTrainer",
