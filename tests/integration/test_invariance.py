@@ -99,6 +99,9 @@ def test_gradient_does_not_depend_on_the_split(name, config, rows):
     assert scale > 1e-3
     for (grads, other_loss), split in zip(results[1:], SPLITS[1:], strict=True):
         assert other_loss == pytest.approx(loss, abs=1e-5)
+        if "packing" not in split:
+            distance = torch.stack([(grads[n] - g).norm() for n, g in expected.items()]).norm()
+            assert distance / torch.stack([g.norm() for g in expected.values()]).norm() < 1e-6, split
         for parameter, gradient in expected.items():
             error = (grads[parameter] - gradient).abs().max() / scale
             allowed = 1e-5 if "packing" in split else 2e-6  # padded attention adds up in another order

@@ -14,7 +14,7 @@ from tests.integration.test_invariance import first_gradient
 class RunsOut:
     """Fails like a GPU that is out of memory: in a middle layer's backward, when later layers have their gradients."""
 
-    def __init__(self, model, times: int, dropout_free: bool = True) -> None:
+    def __init__(self, model, times: int) -> None:
         self.left = times
         self.failures = 0
         model.model.layers[0].register_full_backward_hook(self)

@@ -38,8 +38,10 @@ class Forward:
     def __call__(self, model: Any, batch: MicroBatch, *, with_aux_loss: bool = False) -> TokenStats:
         """One forward: log-probability and entropy of each completion token."""
         inputs, source = self._packed(batch.packed) if batch.packed is not None else self._padded(batch)
-        optional = {"use_cache": False, **({"output_router_logits": True} if with_aux_loss else {})}
-        inputs |= {name: value for name, value in optional.items() if name in self.accepts or name != "use_cache"}
+        if "use_cache" in self.accepts:
+            inputs["use_cache"] = False
+        if with_aux_loss:
+            inputs["output_router_logits"] = True
         with captured_head(self.base, source, batch.targets, self.transform) as outputs:
             result = model(**inputs)
         (head,) = outputs

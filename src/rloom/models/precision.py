@@ -84,12 +84,12 @@ class SplitAdamW(Optimizer):
         return loss
 
     def _update(self, params: list[Tensor], group: dict[str, Any]) -> None:
-        fast = [p for p in params if p.is_cuda and p.dtype == torch.bfloat16 and p.is_contiguous()]
-        for p in fast:
-            self._update_in_one_kernel(p, group)
-        params = [p for p in params if not (p.is_cuda and p.dtype == torch.bfloat16 and p.is_contiguous())]
-        if params:
-            self._update_joined(params, group)
+        for p in params:
+            if _has_kernel(p):
+                self._update_in_one_kernel(p, group)
+        others = [p for p in params if not _has_kernel(p)]
+        if others:
+            self._update_joined(others, group)
 
     def _update_in_one_kernel(self, p: Tensor, group: dict[str, Any]) -> None:
         from rloom.models.kernels import adamw_split
@@ -126,8 +126,7 @@ class SplitAdamW(Optimizer):
     def _state(self, p: Tensor) -> dict[str, Tensor]:
         state = self.state[p]
         if not state:
-            in_kernel = p.is_cuda and p.dtype == torch.bfloat16  # counted on the host: the kernel takes numbers
-            state["step"] = torch.zeros((), dtype=torch.float32, device="cpu" if in_kernel else p.device)
+            state["step"] = torch.zeros((), dtype=torch.float32, device=_step_device(p))
             state["exp_avg"] = torch.zeros_like(p, dtype=torch.float32)
             state["exp_avg_sq"] = torch.zeros_like(p, dtype=torch.float32)
             if p.dtype == torch.bfloat16:
@@ -224,6 +223,16 @@ def warn_of_lost_bits(model: nn.Module) -> None:
         )
 
 
+def _has_kernel(p: Tensor) -> bool:
+    """Whether a parameter is updated by the Triton kernel."""
+    return p.is_cuda and p.dtype == torch.bfloat16 and p.is_contiguous()
+
+
+def _step_device(p: Tensor) -> torch.device:
+    """Where a parameter's steps are counted: on the host for the kernel, which takes numbers and must not wait."""
+    return torch.device("cpu") if _has_kernel(p) else p.device
+
+
 def _in_batches(params: Iterable[Tensor]) -> Iterator[list[Tensor]]:
     """Parameters of one device, so many that their float32 words take a bounded amount of memory."""
     batch: list[Tensor] = []
@@ -248,4 +257,5 @@ def _put_back(optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
     names = [name for group in state_dict["param_groups"] for name in group["params"]]
     for p, name in zip(params, names, strict=True):
         for key, value in state_dict["state"].get(name, {}).items():
-            optimizer.state[p][key] = value.to(p.device, copy=True) if isinstance(value, Tensor) else value
+            device = _step_device(p) if key == "step" else p.device
+            optimizer.state[p][key] = value.to(device, copy=True) if isinstance(value, Tensor) else value
