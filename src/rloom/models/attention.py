@@ -3,8 +3,8 @@
 It stands in for a model's own attention through transformers' attention interface, so that any architecture that goes
 through that interface can be trained on packed rows unchanged. Two forms, chosen per call:
 
-- `flash.py`: two calls of torch's varlen flash attention per layer.
-- `two_part.py`: scaled dot-product attention, block by block; for CPUs, float32, soft-caps.
+- `prefix.py`: Triton kernels made for such rows; for half precision on CUDA.
+- `two_part.py`: scaled dot-product attention, block by block; for CPUs, float32, dropout.
 
 For `torch.compile` the whole of it is one opaque operator, `rloom::shared_prefix`.
 """
@@ -13,15 +13,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+import torch._functorch.config as functorch_config
 from torch import Tensor, nn
 from transformers import AttentionInterface
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from rloom.models.flash import FlashIndex, flash_forward, flash_grads
+from rloom.models.prefix import Options, Tiles, fits, launch, prefix_forward, prefix_grads
 from rloom.models.two_part import two_part
 from rloom.types import PackedRow
 
@@ -34,7 +35,7 @@ class _Active:
     which torch may do in a thread of its own, where context variables are not seen."""
 
     row: PackedRow | None = None
-    flash: FlashIndex | None = None
+    tiles: dict[int, Tiles] = field(default_factory=dict)
     calls: int = 0
     opaque: bool = False  # layers are compiled: attention must be one operator
 
@@ -75,7 +76,9 @@ class CompiledLayers:
         for layer, forward in self.layers:
             layer.forward = forward
         try:
-            yield
+            # Activations that cost a pass over memory are made again in the backward: a third less is kept.
+            with functorch_config.patch(ban_recompute_materialized_backward=False):
+                yield
         finally:
             for layer, _ in self.layers:
                 del layer.forward  # uncovers the class' own
@@ -84,12 +87,12 @@ class CompiledLayers:
 @contextmanager
 def running(row: PackedRow) -> Iterator[None]:
     """The row that attention calls are about, from its forward to the end of its backward."""
-    previous = (_active.row, _active.flash, _active.calls)
-    _active.row, _active.flash, _active.calls = row, None, 0
+    previous = (_active.row, _active.tiles, _active.calls)
+    _active.row, _active.tiles, _active.calls = row, {}, 0
     try:
         yield
     finally:
-        _active.row, _active.flash, _active.calls = previous
+        _active.row, _active.tiles, _active.calls = previous
 
 
 def num_calls() -> int:
@@ -114,9 +117,9 @@ def shared_prefix_attention(
     scale = query.shape[-1] ** -0.5 if scaling is None else float(scaling)
     drop = float(dropout) if module.training else 0.0
     key, value = key.to(query.dtype), value.to(query.dtype)  # under autocast they may differ
-    if _active.opaque and _fits_flash(query, softcap, drop):
+    if _active.opaque and _fits_kernels(query, value, drop):
         q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))  # (T, H, D)
-        out, _ = torch.ops.rloom.shared_prefix(q, k, v, s_aux, scale, sliding_window or 0)
+        out, _ = torch.ops.rloom.shared_prefix(q, k, v, s_aux, scale, sliding_window or 0, softcap or 0.0)
         return out.unsqueeze(0), None
     return _eager(query, key, value, scale, drop, sliding_window, softcap, s_aux), None
 
@@ -128,58 +131,57 @@ def _eager(
     value: Tensor,
     scale: float,
     dropout: float,
-    sliding_window: int | None,
+    window: int | None,
     softcap: float | None,
     sinks: Tensor | None,
 ) -> Tensor:
     row = _active.row
     assert row is not None, "packed attention was called outside of a packed forward"
     _active.calls += 1
-    window = _window(row, sliding_window)
-    if _fits_flash(query, softcap, dropout):
+    if _fits_kernels(query, value, dropout):
         q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
-        return _SharedPrefixFlash.apply(q, k, v, sinks, _flash_index(row, query.device), scale, window).unsqueeze(0)
-    options: dict[str, Any] = {"scale": scale, "window": window, "softcap": softcap, "sinks": sinks, "dropout": dropout}
-    return two_part(query[0], key[0], value[0], row, **options).transpose(0, 1).unsqueeze(0)
+        options = Options(scale=scale, window=window, softcap=softcap)
+        return _SharedPrefix.apply(q, k, v, sinks, _tiles(q, v), options).unsqueeze(0)
+    longest = max(block.prompt + max(block.completions, default=0) for block in row.blocks)
+    felt = window if window and window < longest else None
+    out = two_part(
+        query[0], key[0], value[0], row, scale=scale, window=felt, softcap=softcap, sinks=sinks, dropout=dropout
+    )
+    return out.transpose(0, 1).unsqueeze(0)
 
 
 AttentionInterface.register(NAME, shared_prefix_attention)
 
 
-def _window(row: PackedRow, window: int | None) -> int | None:
-    """The window if any sequence is long enough to feel it."""
-    longest = max(block.prompt + max(block.completions, default=0) for block in row.blocks)
-    return window if window and window < longest else None
+def _fits_kernels(query: Tensor, value: Tensor, dropout: float) -> bool:
+    return query.dtype in (torch.bfloat16, torch.float16) and not dropout and fits(query, value)
 
 
-def _fits_flash(query: Tensor, softcap: float | None, dropout: float) -> bool:
-    half = query.dtype in (torch.bfloat16, torch.float16)
-    return query.is_cuda and half and query.shape[-1] <= 256 and query.shape[-1] % 8 == 0 and not (softcap or dropout)
+def _tiles(q: Tensor, v: Tensor) -> Tiles:
+    """The active row in tiles, cut once for all layers."""
+    row, size = _active.row, launch(max(q.shape[-1], v.shape[-1])).tile
+    assert row is not None
+    if size not in _active.tiles:
+        _active.tiles[size] = Tiles.of(row, q.device, size)
+    return _active.tiles[size]
 
 
-# -- flash attention, differentiable
+class _SharedPrefix(torch.autograd.Function):
+    """The kernels, differentiable."""
 
-
-def _flash_index(row: PackedRow, device: torch.device) -> FlashIndex:
-    if _active.flash is None:
-        _active.flash = FlashIndex.of(row, device)
-    return _active.flash
-
-
-class _SharedPrefixFlash(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, index: Any, scale: float, window: Any
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, tiles: Tiles, options: Options
     ) -> Tensor:
-        out, lse = flash_forward(q, k, v, sinks, index, scale, window)
+        out, lse = prefix_forward(q, k, v, sinks, tiles, options)
         ctx.save_for_backward(q, k, v, out, lse, sinks)
-        ctx.options = (index, scale, window)
+        ctx.options = (tiles, options)
         return out
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
         q, k, v, out, lse, sinks = ctx.saved_tensors
-        return (*flash_grads(grad, q, k, v, out, lse, sinks, *ctx.options), None, None, None)
+        return (*prefix_grads(grad, q, k, v, out, lse, sinks, *ctx.options), None, None)
 
 
 # -- the same as one operator, for torch.compile, which must not look inside: what it does depends on the row
@@ -188,41 +190,39 @@ class _SharedPrefixFlash(torch.autograd.Function):
 # Registered by hand rather than with `torch.library.custom_op`, whose checks cost half a millisecond per call.
 _library = torch.library.Library("rloom", "DEF")
 _library.define(
-    "shared_prefix(Tensor q, Tensor k, Tensor v, Tensor? sinks, float scale, int window) -> (Tensor, Tensor)"
+    "shared_prefix(Tensor q, Tensor k, Tensor v, Tensor? sinks, float scale, int window, float softcap) "
+    "-> (Tensor, Tensor)"
 )
 _library.define(
     "shared_prefix_backward(Tensor grad, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, Tensor? sinks, "
-    "float scale, int window) -> (Tensor, Tensor, Tensor, Tensor)"
+    "float scale, int window, float softcap) -> (Tensor, Tensor, Tensor, Tensor)"
 )
 
 
-def _operator(
-    q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, scale: float, window: int
-) -> tuple[Tensor, Tensor]:
-    row = _active.row
-    assert row is not None
+def _options(scale: float, window: int, softcap: float) -> Options:
+    return Options(scale=scale, window=window or None, softcap=softcap or None)
+
+
+def _operator(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, *options: Any) -> tuple[Tensor, Tensor]:
     _active.calls += 1
-    return flash_forward(q, k, v, sinks, _flash_index(row, q.device), scale, _window(row, window))
+    return prefix_forward(q, k, v, sinks, _tiles(q, v), _options(*options))
 
 
-def _operator_shapes(q: Tensor, k: Tensor, v: Tensor, sinks: Any, scale: float, window: int) -> Any:
-    return q.new_empty(q.shape), q.new_empty((q.shape[1], q.shape[0]), dtype=torch.float32)
+def _operator_shapes(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, *options: Any) -> tuple[Tensor, Tensor]:
+    count, heads, _ = q.shape
+    return q.new_empty((count, heads, v.shape[-1])), q.new_empty((heads, count), dtype=torch.float32)
 
 
 def _operator_backward(
-    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, sinks: Tensor | None,
-    scale: float, window: int,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    row = _active.row
-    assert row is not None
-    index = _flash_index(row, q.device)
-    dq, dk, dv, dsinks = flash_grads(grad, q, k, v, out, lse, sinks, index, scale, _window(row, window))
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, sinks: Tensor | None, *options: Any
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    dq, dk, dv, dsinks = prefix_grads(grad, q, k, v, out, lse, sinks, _tiles(q, v), _options(*options))
     return dq, dk, dv, q.new_empty(0) if dsinks is None else dsinks
 
 
 def _operator_backward_shapes(
-    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, sinks: Any, scale: float, window: int
-) -> Any:
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, sinks: Tensor | None, *options: Any
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     dsinks = q.new_empty(0) if sinks is None else sinks.new_empty(sinks.shape)
     return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape), dsinks
 
@@ -242,7 +242,7 @@ def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> 
 def _backward(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Any, ...]:
     q, k, v, out, lse, sinks = ctx.saved_tensors
     dq, dk, dv, dsinks = torch.ops.rloom.shared_prefix_backward(grad, q, k, v, out, lse, sinks, *ctx.options)
-    return dq, dk, dv, None if sinks is None else dsinks, None, None
+    return dq, dk, dv, None if sinks is None else dsinks, None, None, None
 
 
 torch.library.register_autograd("rloom::shared_prefix", _backward, setup_context=_setup)

@@ -199,6 +199,8 @@ def _add_product(total: Tensor, dz: Tensor, hidden: Tensor) -> None:
     """total += dzᵀ h, accumulated in float32 also where the factors are bfloat16."""
     if dz.dtype == total.dtype:
         total.addmm_(dz.T, hidden)
+    elif dz.is_cuda:
+        torch.addmm(total, dz.T, hidden, out_dtype=total.dtype, out=total)
     else:
         total += dz.T @ hidden
 

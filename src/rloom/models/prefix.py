@@ -1,0 +1,178 @@
+"""Packed attention on CUDA: what the kernels of `prefix_kernels.py` are told, and how their parts add up.
+
+Grouped queries, soft-caps, sliding windows, sinks, values of another width than keys: all in the kernels.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rloom.types import PackedRow
+
+WIDEST = 256  # dimensions of a head that the kernels' tiles hold
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tiles:
+    """A row cut into tiles, on the device; see `prefix_kernels.py` for the fields."""
+
+    size: int
+    table: Tensor  # (tiles, fields), int32
+    positions: Tensor  # (T,), int32
+    longest: int  # prompt and completion together
+
+    @classmethod
+    def of(cls, row: PackedRow, device: torch.device, size: int) -> Tiles:
+        entries: list[tuple[int, ...]] = []
+        for block in row.blocks:
+            after_end = block.first + sum(block.completions)
+            own = block.start
+            for start in range(own, own + block.prompt, size):
+                entries.append((start, own + block.prompt, own, own, 0, block.first, after_end))
+            first = block.first
+            for length in block.completions:
+                for start in range(first, first + length, size):
+                    entries.append((start, first + length, first, own, block.prompt, 0, 0))
+                first += length
+        return cls(
+            size=size,
+            table=torch.tensor(entries, dtype=torch.int32).to(device, non_blocking=True),
+            positions=row.position_ids[0].to(torch.int32),
+            longest=max(block.prompt + max(block.completions, default=0) for block in row.blocks),
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Launch:
+    """How the kernels are launched for heads up to a width: tokens to a tile, and (inner tile, warps, stages) each."""
+
+    tile: int
+    forward: tuple[int, int, int]
+    queries: tuple[int, int, int]
+    keys: tuple[int, int, int]
+
+
+# The fastest of those tried on an H200, triton 3.6.
+LAUNCHES = {
+    64: Launch(tile=64, forward=(64, 4, 2), queries=(32, 4, 3), keys=(32, 4, 3)),
+    128: Launch(tile=64, forward=(64, 4, 2), queries=(32, 4, 2), keys=(64, 4, 2)),
+    256: Launch(tile=64, forward=(32, 4, 2), queries=(64, 4, 2), keys=(64, 8, 2)),
+}
+
+
+def launch(width: int) -> Launch:
+    """For heads of this width."""
+    return next(found for limit, found in LAUNCHES.items() if width <= limit)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Options:
+    """What attention does besides attending."""
+
+    scale: float
+    window: int | None = None
+    softcap: float | None = None
+
+
+def fits(query: Tensor, value: Tensor) -> bool:
+    """Whether the kernels can serve these heads."""
+    return query.is_cuda and max(query.shape[-1], value.shape[-1]) <= WIDEST
+
+
+def prefix_forward(
+    q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, tiles: Tiles, options: Options
+) -> tuple[Tensor, Tensor]:
+    """q (T, H, D), k (T, H_kv, D), v (T, H_kv, E), sinks (H,) or None → output (T, H, E), log-sum-exp (H, T)."""
+    from rloom.models import prefix_kernels as kernels
+
+    q, k, v = _dense(q), _dense(k), _dense(v)
+    count, heads, _ = q.shape
+    out = torch.empty((count, heads, v.shape[-1]), dtype=q.dtype, device=q.device)
+    lse = torch.empty((heads, count), dtype=torch.float32, device=q.device)
+    inner, warps, stages = launch(max(q.shape[-1], v.shape[-1])).forward
+    kernels.forward[(len(tiles.table), heads)](
+        q, k, v, q if sinks is None else sinks, out, lse, tiles.table, *_strides(q, k, v), count, *_numbers(options),
+        **_constants(q, k, v, tiles, options), BN=inner, SINKS=sinks is not None, num_warps=warps, num_stages=stages,
+    )  # fmt: skip
+    return out, lse
+
+
+def prefix_grads(
+    grad: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    sinks: Tensor | None,
+    tiles: Tiles,
+    options: Options,
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    """Gradients of q, k, v and sinks."""
+    from rloom.models import prefix_kernels as kernels
+
+    q, k, v, grad = _dense(q), _dense(k), _dense(v), grad.contiguous()
+    count, heads, _ = q.shape
+    how = launch(max(q.shape[-1], v.shape[-1]))
+    repeat = heads // k.shape[1]
+    dq, delta = torch.empty((count, heads, q.shape[-1]), dtype=q.dtype, device=q.device), torch.empty_like(lse)
+    each = q.dtype if repeat == 1 else torch.float32  # one per query head, summed below
+    dk = torch.empty((count, heads, k.shape[-1]), dtype=each, device=q.device)
+    dv = torch.empty((count, heads, v.shape[-1]), dtype=each, device=q.device)
+    grid, constants = (len(tiles.table), heads), _constants(q, k, v, tiles, options)
+    inner, warps, stages = how.queries
+    kernels.backward_queries[grid](
+        grad, q, k, v, out, lse, dq, delta, tiles.table, *_strides(q, k, v), count, *_numbers(options), **constants,
+        BN=inner, num_warps=warps, num_stages=stages,
+    )  # fmt: skip
+    inner, warps, stages = how.keys
+    kernels.backward_keys[grid](
+        grad, q, k, v, lse, delta, dk, dv, tiles.table, tiles.positions, *_strides(q, k, v), count, *_numbers(options),
+        **constants, BM=inner, num_warps=warps, num_stages=stages,
+    )  # fmt: skip
+    dsinks = None
+    if sinks is not None:
+        share = (sinks.float().unsqueeze(1) - lse).exp()  # (H, T): what the sink takes
+        dsinks = -(share * delta).sum(1).to(sinks.dtype)
+    return dq, _per_key_head(dk, repeat, k.dtype), _per_key_head(dv, repeat, v.dtype), dsinks
+
+
+def _per_key_head(grad: Tensor, repeat: int, dtype: torch.dtype) -> Tensor:
+    if repeat == 1:
+        return grad
+    count, heads, width = grad.shape
+    return grad.view(count, heads // repeat, repeat, width).sum(2, dtype=torch.float32).to(dtype)
+
+
+def _dense(x: Tensor) -> Tensor:
+    """Kernels step through tokens and heads by strides, through a head's numbers one by one."""
+    return x if x.stride(-1) == 1 else x.contiguous()
+
+
+def _strides(*tensors: Tensor) -> list[int]:
+    return [stride for x in tensors for stride in (x.stride(0), x.stride(1))]
+
+
+def _numbers(options: Options) -> tuple[float, float, int]:
+    return options.scale, options.softcap or 1.0, options.window or 0
+
+
+def _constants(q: Tensor, k: Tensor, v: Tensor, tiles: Tiles, options: Options) -> dict[str, Any]:
+    d, e = q.shape[-1], v.shape[-1]
+    return {
+        "HEADS": q.shape[1], "REPEAT": q.shape[1] // k.shape[1], "D": d, "BD": _power(d), "E": e, "BE": _power(e),
+        "TILE": tiles.size, "BY_WINDOW": _felt(options.window, tiles), "CAPPED": options.softcap is not None,
+    }  # fmt: skip
+
+
+def _felt(window: int | None, tiles: Tiles) -> bool:
+    """Whether any sequence is long enough for a window to hide something."""
+    return bool(window) and window < tiles.longest  # type: ignore[operator]
+
+
+def _power(width: int) -> int:
+    return max(16, 1 << (width - 1).bit_length())
