@@ -32,7 +32,9 @@ class Completion:
     token_ids: list[int]
     stop_reason: str
     text: str = ""
-    logprobs: list[float] | None = None
+    logprobs: list[float] | None = None  # of the plain distribution, over the temperature
+    drawn_logprobs: list[float] | None = None  # of the filtered one that was drawn from, where that is another
+    entropies: list[float] | None = None
 
     @property
     def truncated(self) -> bool:

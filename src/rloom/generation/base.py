@@ -39,7 +39,7 @@ def cut_at_end(tokens: Sequence[int], eos_token_ids: Sequence[int]) -> Completio
     The position of the first end token decides, not equality with the padding token: in many models they are the same.
 
     >>> cut_at_end([5, 6, 2, 2, 2], eos_token_ids=[2])
-    Completion(token_ids=[5, 6, 2], stop_reason='eos', text='', logprobs=None)
+    Completion(token_ids=[5, 6, 2], stop_reason='eos', text='', logprobs=None, drawn_logprobs=None, entropies=None)
     """
     for position, token in enumerate(tokens):
         if token in eos_token_ids:

@@ -121,11 +121,11 @@ def shared_prefix_attention(
         q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))  # (T, H, D)
         out, _ = torch.ops.rloom.shared_prefix(q, k, v, s_aux, scale, sliding_window or 0, softcap or 0.0)
         return out.unsqueeze(0), None
-    return _eager(query, key, value, scale, drop, sliding_window, softcap, s_aux), None
+    return attend_packed(query, key, value, scale, drop, sliding_window, softcap, s_aux), None
 
 
 @torch.compiler.disable
-def _eager(
+def attend_packed(
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -135,6 +135,7 @@ def _eager(
     softcap: float | None,
     sinks: Tensor | None,
 ) -> Tensor:
+    """Attention over the row that is running: (1, H, T, D) → (1, T, H, D)."""
     row = _active.row
     assert row is not None, "packed attention was called outside of a packed forward"
     _active.calls += 1

@@ -32,6 +32,8 @@ def two_part(
     for block in row.blocks:
         q, k, v = (x[:, block.start : block.start + block.prompt].unsqueeze(0) for x in (query, key, value))
         prompts.append(_attend(q, k, v, _causal(block.prompt, 0, window, q.device), **options)[0])  # (H, P, D)
+        if not block.completions:  # a prompt alone, as generation begins with it
+            continue
         end = block.first + sum(block.completions)
         own = [_stack(x[:, block.first : end], block.completions) for x in (query, key, value)]  # (K, H, C, D)
         count, _, width, _ = own[0].shape

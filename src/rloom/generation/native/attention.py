@@ -1,0 +1,142 @@
+"""The engine's attention, through transformers' attention interface: prompts as packed rows whose keys and values are
+kept, then one token per row over what was kept."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from transformers import AttentionInterface
+
+from rloom.generation.native.geometry import Layer
+from rloom.generation.native.rows import Rows
+from rloom.models.attention import attend_packed, running
+from rloom.types import PackedRow
+
+NAME = "rloom_native"
+
+
+class Cache(Protocol):
+    """Where keys and values are kept."""
+
+    def keep(self, layer: int, key: Tensor, value: Tensor, row: PackedRow) -> None:
+        """Of prompts in a packed row."""
+        ...
+
+    def attend(
+        self, layer: int, query: Tensor, key: Tensor, value: Tensor, rows: Rows, options: dict[str, Any]
+    ) -> Tensor:
+        """Keep one more token per row, and attend to all that is kept."""
+        ...
+
+
+@dataclass(slots=True)
+class _Active:
+    cache: Any = None
+    prompts: PackedRow | None = None  # set: a prefill
+    rows: Rows | None = None  # set: a decode step
+    found: dict[int, Layer] = field(default_factory=dict)  # what each layer keeps, as seen in prefills
+    calls: int = 0
+    opaque: bool = False  # layers are compiled: attention must be one operator
+
+
+_active = _Active()
+
+
+@contextmanager
+def prefilling(cache: Cache | None, row: PackedRow) -> Iterator[dict[int, Layer]]:
+    """Attention calls are about these prompts; yields what each layer keeps, filled as they come."""
+    _active.cache, _active.prompts, _active.rows = cache, row, None
+    _active.found, _active.calls = {}, 0
+    try:
+        with running(row):
+            yield _active.found
+    finally:
+        _active.cache, _active.prompts = None, None
+
+
+@contextmanager
+def decoding(cache: Cache, rows: Rows, *, opaque: bool = False) -> Iterator[None]:
+    """Attention calls are about one token of each row."""
+    _active.cache, _active.prompts, _active.rows, _active.calls = cache, None, rows, 0
+    _active.opaque = opaque
+    try:
+        yield
+    finally:
+        _active.cache, _active.rows, _active.opaque = None, None, False
+
+
+@contextmanager
+def native_attention(model: Any) -> Iterator[None]:
+    """Let `model` attend as the engine does meanwhile."""
+    before = model.config._attn_implementation
+    model.set_attn_implementation(NAME)
+    try:
+        yield
+    finally:
+        model.set_attn_implementation(before)
+
+
+def num_calls() -> int:
+    """Attention calls since the prefill or step began: one per layer, or the model does not use the interface."""
+    return _active.calls
+
+
+def _attention(
+    module: Any,
+    query: Tensor,  # (B, H, T, D)
+    key: Tensor,  # (B, H_kv, T, D)
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """The function that transformers calls. Returns (B, T, H, E)."""
+    scale = query.shape[-1] ** -0.5 if scaling is None else float(scaling)
+    layer = int(module.layer_idx)
+    if _active.opaque:
+        options = (layer, scale, sliding_window or 0, softcap or 0.0)
+        return torch.ops.rloom.native_decode(query, key, value, s_aux, *options), None
+    return _run(query, key, value, s_aux, layer, scale, sliding_window or 0, softcap or 0.0), None
+
+
+def _run(
+    query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None, layer: int, scale: float, window: int, cap: float
+) -> Tensor:
+    _active.calls += 1
+    key, value = key.to(query.dtype), value.to(query.dtype)
+    if _active.rows is not None:
+        options = {"scale": scale, "window": window, "softcap": cap, "sinks": sinks}
+        return _active.cache.attend(layer, query, key, value, _active.rows, options)
+    row = _active.prompts
+    assert row is not None, "the engine's attention was called outside of its forward"
+    _active.found[layer] = Layer(key.shape[1], key.shape[-1], value.shape[-1], query.shape[1], key.dtype)
+    if _active.cache is not None:
+        _active.cache.keep(layer, key, value, row)
+    return attend_packed(query, key, value, scale, 0.0, window or None, cap or None, sinks)
+
+
+AttentionInterface.register(NAME, _attention)
+
+_library = torch.library.Library("rloom", "FRAGMENT")
+_library.define(
+    "native_decode(Tensor q, Tensor k, Tensor v, Tensor? sinks, int layer, float scale, int window, float softcap) "
+    "-> Tensor"
+)
+_library.impl("native_decode", _run, "CUDA")
+_library.impl("native_decode", _run, "CPU")
+
+
+def _shape(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, *options: Any) -> Tensor:
+    return q.new_empty((q.shape[0], 1, q.shape[1], v.shape[-1]))
+
+
+torch.library.register_fake("rloom::native_decode", _shape)

@@ -1,0 +1,238 @@
+"""Triton kernels of a decode step: attention over paged keys and values, and the rows' bookkeeping.
+
+Flash decoding in two launches. `attend_parts` has two kinds of programs: some take a stretch of a prompt and all rows
+that share it, (rows · repeat) queries at once; the others a stretch of one row's own tokens. Each leaves a partial
+sum; `merge_parts` joins a row's. The program of a row's first stretch also writes the new key and value into their
+page, and counts them in from where they are.
+
+Where the pages lie is read from a table of addresses: a captured graph outlives the memory it was captured with.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import triton
+import triton.language as tl
+
+LOG2E = tl.constexpr(1.4426950408889634)
+
+
+@triton.jit
+def _fold(s, v, top, total, acc):  # type: ignore[no-untyped-def]
+    higher = tl.maximum(top, tl.max(s, 1))
+    safe = tl.where(higher == -float("inf"), 0.0, higher)
+    shrink = tl.exp2((top - safe) * LOG2E)
+    p = tl.exp2((s - safe[:, None]) * LOG2E)
+    acc = acc * shrink[:, None] + tl.dot(p.to(v.dtype), v, input_precision="ieee")
+    return higher, total * shrink + tl.sum(p, 1), acc
+
+
+@triton.jit
+def _capped(s, cap):  # type: ignore[no-untyped-def]
+    return cap * (2 * tl.sigmoid(2 * s / cap) - 1)
+
+
+@triton.jit
+def _stretch(  # type: ignore[no-untyped-def]
+    queries, k, v, table, first, last, offset, position, scale, cap, window, kv, top, total, acc,
+    KV: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, E: tl.constexpr, BE: tl.constexpr, PAGE: tl.constexpr,
+    BN: tl.constexpr, BY_WINDOW: tl.constexpr, CAPPED: tl.constexpr,
+):  # fmt: skip
+    """Fold tokens first … last of a paged stretch in; `offset` is the position of its token 0."""
+    d, e = tl.arange(0, BD), tl.arange(0, BE)
+    for n in range(first, last, BN):
+        at = n + tl.arange(0, BN)
+        seen = at < last
+        page = tl.load(table + n // PAGE).to(tl.int64)
+        line = (page * PAGE + n % PAGE + tl.arange(0, BN)) * KV + kv
+        keys = tl.load(k + line[:, None] * D + d[None, :], mask=seen[:, None] & (d[None, :] < D), other=0.0)
+        s = tl.dot(queries, tl.trans(keys), input_precision="ieee") * scale
+        if CAPPED:
+            s = _capped(s, cap)
+        keep = seen[None, :]
+        if BY_WINDOW:
+            keep = keep & (position[:, None] - (offset + at)[None, :] < window)
+        s = tl.where(keep, s, -float("inf"))
+        values = tl.load(v + line[:, None] * E + e[None, :], mask=seen[:, None] & (e[None, :] < E), other=0.0)
+        top, total, acc = _fold(s, values, top, total, acc)
+    return top, total, acc
+
+
+@triton.jit
+def _on_prompt(  # type: ignore[no-untyped-def]
+    g, part, kv, q, k, v, sums, tops, positions, members, lengths, table, q_b, q_h, table_width, scale, cap, window,
+    HEADS: tl.constexpr, KV: tl.constexpr, REPEAT: tl.constexpr, MOST: tl.constexpr, ROWS: tl.constexpr,
+    D: tl.constexpr, BD: tl.constexpr, E: tl.constexpr, BE: tl.constexpr, PAGE: tl.constexpr, BN: tl.constexpr,
+    ON_PROMPT: tl.constexpr, PARTS: tl.constexpr, BY_WINDOW: tl.constexpr, CAPPED: tl.constexpr,
+):  # fmt: skip
+    """A stretch of a prompt, for all the rows that share it."""
+    r = tl.arange(0, ROWS)
+    row = tl.load(members + g * MOST + r // REPEAT, mask=r < MOST * REPEAT, other=-1)
+    there = row >= 0
+    head = kv * REPEAT + r % REPEAT
+    d, e = tl.arange(0, BD), tl.arange(0, BE)
+    where = q + row[:, None].to(tl.int64) * q_b + head[:, None] * q_h + d[None, :]
+    queries = tl.load(where, mask=there[:, None] & (d[None, :] < D), other=0.0)
+    position = tl.load(positions + row, mask=there, other=0)
+    length = tl.load(lengths + g)
+    each = tl.cdiv(tl.cdiv(length, ON_PROMPT), BN) * BN
+    first = part * each
+    last = tl.minimum(first + each, length)
+    top = tl.full([ROWS], -float("inf"), tl.float32)
+    total = tl.zeros([ROWS], tl.float32)
+    acc = tl.zeros([ROWS, BE], tl.float32)
+    top, total, acc = _stretch(
+        queries, k, v, table + g * table_width, first, last, 0, position, scale, cap, window, kv, top, total, acc,
+        KV, D, BD, E, BE, PAGE, BN, BY_WINDOW, CAPPED,
+    )  # fmt: skip
+    line = (row.to(tl.int64) * HEADS + head) * PARTS + part
+    tl.store(sums + line[:, None] * E + e[None, :], acc, mask=there[:, None] & (e[None, :] < E))
+    tl.store(tops + line * 2, top, mask=there)
+    tl.store(tops + line * 2 + 1, total, mask=there)
+
+
+@triton.jit
+def _on_own(  # type: ignore[no-untyped-def]
+    row, part, kv, q, key, value, k, v, sums, tops, positions, cached, table, q_b, q_h, k_b, k_h, v_b, v_h, table_width,
+    scale, cap, window,
+    HEADS: tl.constexpr, KV: tl.constexpr, REPEAT: tl.constexpr, ROWS: tl.constexpr,
+    D: tl.constexpr, BD: tl.constexpr, E: tl.constexpr, BE: tl.constexpr, PAGE: tl.constexpr, BN: tl.constexpr,
+    ON_PROMPT: tl.constexpr, ON_OWN: tl.constexpr, PARTS: tl.constexpr, BY_WINDOW: tl.constexpr, CAPPED: tl.constexpr,
+):  # fmt: skip
+    """A stretch of a row's own tokens; the first stretch takes the new token in."""
+    r = tl.arange(0, ROWS)
+    there = r < REPEAT
+    head = kv * REPEAT + r
+    d, e = tl.arange(0, BD), tl.arange(0, BE)
+    row = row.to(tl.int64)
+    queries = tl.load(
+        q + row * q_b + head[:, None] * q_h + d[None, :], mask=there[:, None] & (d[None, :] < D), other=0.0
+    )
+    length = tl.load(cached + row)
+    here = tl.load(positions + row)
+    position = tl.zeros([ROWS], tl.int64) + here
+    each = tl.cdiv(tl.cdiv(length, ON_OWN), BN) * BN
+    first = part * each
+    last = tl.minimum(first + each, length)
+    top = tl.full([ROWS], -float("inf"), tl.float32)
+    total = tl.zeros([ROWS], tl.float32)
+    acc = tl.zeros([ROWS, BE], tl.float32)
+    pages = table + row * table_width
+    if part == 0:
+        new_k = tl.load(key + row * k_b + kv * k_h + d, mask=d < D, other=0.0)
+        new_v = tl.load(value + row * v_b + kv * v_h + e, mask=e < E, other=0.0)
+        line = (tl.load(pages + length // PAGE).to(tl.int64) * PAGE + length % PAGE) * KV + kv
+        tl.store(k + line * D + d, new_k, mask=d < D)
+        tl.store(v + line * E + e, new_v, mask=e < E)
+        s = tl.sum(queries.to(tl.float32) * new_k.to(tl.float32)[None, :], 1) * scale
+        if CAPPED:
+            s = _capped(s, cap)
+        top = s
+        total = total + 1.0
+        acc = acc + new_v.to(tl.float32)[None, :]
+    top, total, acc = _stretch(
+        queries, k, v, pages, first, last, here - length, position, scale, cap, window, kv, top, total, acc,
+        KV, D, BD, E, BE, PAGE, BN, BY_WINDOW, CAPPED,
+    )  # fmt: skip
+    line = (row * HEADS + head) * PARTS + ON_PROMPT + part
+    tl.store(sums + line[:, None] * E + e[None, :], acc, mask=there[:, None] & (e[None, :] < E))
+    tl.store(tops + line * 2, top, mask=there)
+    tl.store(tops + line * 2 + 1, total, mask=there)
+
+
+@triton.jit
+def attend_parts(  # type: ignore[no-untyped-def]
+    q, key, value, addresses, layer, sums, tops, positions, cached, own_table, members, lengths, prompt_table, groups,
+    q_b, q_h, k_b, k_h, v_b, v_h, own_width, prompt_width, scale, cap, window,
+    HEADS: tl.constexpr, KV: tl.constexpr, REPEAT: tl.constexpr, MOST: tl.constexpr, ROWS: tl.constexpr,
+    OWN_ROWS: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, E: tl.constexpr, BE: tl.constexpr, PAGE: tl.constexpr,
+    BN: tl.constexpr, ON_PROMPT: tl.constexpr, ON_OWN: tl.constexpr, BY_WINDOW: tl.constexpr, CAPPED: tl.constexpr,
+):  # fmt: skip
+    """See the module's docstring. Grid (groups · ON_PROMPT + rows · ON_OWN, KV)."""
+    program, kv = tl.program_id(0), tl.program_id(1)
+    k = tl.load(addresses + 2 * layer).to(tl.pointer_type(key.dtype.element_ty))
+    v = tl.load(addresses + 2 * layer + 1).to(tl.pointer_type(value.dtype.element_ty))
+    PARTS: tl.constexpr = ON_PROMPT + ON_OWN
+    if program < groups * ON_PROMPT:
+        g = program // ON_PROMPT
+        if tl.load(members + g * MOST) >= 0:
+            _on_prompt(
+                g, program % ON_PROMPT, kv, q, k, v, sums, tops, positions, members, lengths, prompt_table, q_b, q_h,
+                prompt_width, scale, cap, window, HEADS, KV, REPEAT, MOST, ROWS, D, BD, E, BE, PAGE, BN, ON_PROMPT,
+                PARTS, BY_WINDOW, CAPPED,
+            )  # fmt: skip
+    else:
+        program -= groups * ON_PROMPT
+        _on_own(
+            program // ON_OWN, program % ON_OWN, kv, q, key, value, k, v, sums, tops, positions, cached, own_table,
+            q_b, q_h, k_b, k_h, v_b, v_h, own_width, scale, cap, window, HEADS, KV, REPEAT, OWN_ROWS, D, BD, E, BE,
+            PAGE, BN, ON_PROMPT, ON_OWN, PARTS, BY_WINDOW, CAPPED,
+        )  # fmt: skip
+
+
+@triton.jit
+def merge_parts(  # type: ignore[no-untyped-def]
+    sums, tops, sinks, out, HEADS: tl.constexpr, PARTS: tl.constexpr, BP: tl.constexpr, E: tl.constexpr,
+    BE: tl.constexpr, SINKS: tl.constexpr,
+):  # fmt: skip
+    """One head of one row: its partial sums joined, (B, H, E)."""
+    row, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    line = row * HEADS + head
+    p, e = tl.arange(0, BP), tl.arange(0, BE)
+    there = p < PARTS
+    top = tl.load(tops + (line * PARTS + p) * 2, mask=there, other=-float("inf"))
+    total = tl.load(tops + (line * PARTS + p) * 2 + 1, mask=there, other=0.0)
+    top = tl.where(total > 0, top, -float("inf"))
+    highest = tl.max(top, 0)
+    if SINKS:
+        sink = tl.load(sinks + head).to(tl.float32)
+        highest = tl.maximum(highest, sink)
+    weight = tl.where(total > 0, tl.exp2((top - highest) * LOG2E), 0.0)
+    parts = tl.load(
+        sums + (line * PARTS + p)[:, None] * E + e[None, :],
+        mask=(there & (total > 0))[:, None] & (e[None, :] < E), other=0.0,
+    )  # fmt: skip
+    whole = tl.sum(total * weight, 0)
+    if SINKS:
+        whole += tl.exp2((sink - highest) * LOG2E)
+    value = tl.sum(parts * weight[:, None], 0) / whole
+    tl.store(out + line * E + e, value.to(out.dtype.element_ty), mask=e < E)
+
+
+@triton.jit
+def _advance(  # type: ignore[no-untyped-def]
+    tokens, positions, cached, counts, remaining, alive, step, out_tokens, out_stats, ends, drawn, logprobs,
+    drawn_logprobs, entropies, num_ends, vocabulary, CHUNK: tl.constexpr, ENDS: tl.constexpr,
+):  # fmt: skip
+    """Rows._advance, for one row."""
+    row = tl.program_id(0)
+    living = tl.load(alive + row)
+    token = tl.minimum(tl.load(drawn + row), vocabulary - 1)  # a row that does nothing may draw from garbage
+    at = tl.load(step)
+    e = tl.arange(0, ENDS)
+    ended = tl.sum((tl.load(ends + e, mask=e < num_ends, other=-1) == token).to(tl.int32), 0)
+    left = tl.load(remaining + row)
+    goes_on = tl.where((living > 0) & (ended == 0) & (left > 1), 1, 0)
+    tl.store(out_tokens + row * CHUNK + at, tl.where(living > 0, token, -1))
+    where = out_stats + (row * CHUNK + at) * 3
+    tl.store(where, tl.load(logprobs + row))
+    tl.store(where + 1, tl.load(drawn_logprobs + row))
+    tl.store(where + 2, tl.load(entropies + row))
+    tl.store(tokens + row, tl.where(goes_on > 0, token, tl.load(tokens + row)))
+    tl.store(positions + row, tl.load(positions + row) + goes_on)
+    tl.store(cached + row, tl.load(cached + row) + goes_on)
+    tl.store(counts + row, tl.load(counts + row) + goes_on)
+    tl.store(remaining + row, left - goes_on)
+    tl.store(alive + row, goes_on)
+
+
+def advance_rows(rows: Any, drawn: Any) -> None:
+    """One step of the rows' state, on the device."""
+    _advance[(len(rows),)](
+        rows.tokens, rows.positions, rows.cached, rows.counts, rows.remaining, rows.alive, rows.step, rows.out_tokens,
+        rows.out_stats, rows.ends, drawn.tokens, drawn.logprobs, drawn.drawn_logprobs, drawn.entropies,
+        len(rows.ends), rows.vocabulary, CHUNK=rows.out_tokens.shape[1], ENDS=triton.next_power_of_2(len(rows.ends)),
+        num_warps=1,
+    )  # fmt: skip
+    rows.step += 1

@@ -1,0 +1,247 @@
+"""Generation with the very model that is trained: prompts prefilled once, groups decoded together, handed over as they
+finish."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable, Iterator
+from collections.abc import Sequence as Listing
+from typing import Any
+
+import torch
+
+from rloom.errors import EngineError
+from rloom.generation.base import Sampling
+from rloom.generation.native.noise import key_of
+from rloom.generation.native.pages import Pages
+from rloom.generation.native.proof import why_not_native
+from rloom.generation.native.rows import Rows
+from rloom.generation.native.runner import Runner
+from rloom.generation.native.sampler import Drawn, Sampler
+from rloom.generation.native.scheduler import Scheduler, Sequence, SharedPrompt
+from rloom.types import EOS, LENGTH, STOP_STRING, Completion, Group, Prompt
+
+logger = logging.getLogger(__name__)
+
+PREFILL_TOKENS = 32768
+"""Tokens of prompts that one forward takes."""
+
+SHARE_OF_FREE_MEMORY = 0.8
+"""What keys and values may take of the memory that is free when a rollout begins."""
+
+
+class NativeEngine:
+    """Samples from the trained weights themselves; nothing is copied or kept in step.
+
+    `get_model` gives the model, `planned_steps` the decode steps that the run will make in all: compiling pays only in
+    a long run. Raises [`EngineError`] if the model does not decode here as it does on its own.
+    """
+
+    def __init__(
+        self,
+        get_model: Callable[[], Any],
+        sampling: Sampling,
+        *,
+        tokenizer: Any = None,
+        max_sequences: int = 512,
+        compiled: bool = False,
+        prove: bool = True,
+    ) -> None:
+        self.get_model, self.sampling, self.tokenizer = get_model, sampling, tokenizer
+        self.max_sequences, self.compiled = max_sequences, compiled
+        self.stop_strings = _as_list(sampling.extra.get("stop_strings"))
+        if self.stop_strings and tokenizer is None:
+            raise EngineError("stop_strings need a tokenizer")
+        self.runner: Runner | None = None
+        self._seen: tuple[int, int, Any] | None = None  # the weights that the runner was made for
+        self.requeued = 0
+        if prove:
+            reason = why_not_native(get_model(), self._new_runner(get_model()))
+            if reason is not None:
+                raise EngineError(reason)
+
+    def _new_runner(self, model: Any) -> Runner:
+        return Runner(
+            model, Sampler(self.sampling), max_new_tokens=self.sampling.max_completion_length,
+            eos_token_ids=self.sampling.eos_token_ids, compiled=self.compiled,
+        )  # fmt: skip
+
+    def _current_runner(self) -> Runner:
+        """The runner of the present model; a new one where weights have moved, since graphs hold their addresses."""
+        model = self.get_model()
+        weights = _fingerprint(model)
+        if self.runner is None or self._seen != weights:
+            self.runner, self._seen = self._new_runner(model), weights
+        return self.runner
+
+    # -- a rollout
+
+    def generate(self, prompts: Listing[Prompt], num_generations: int, *, seed: int) -> Iterator[Group]:
+        """Yield each prompt's group as it finishes; equal `seed` and weights, equal tokens."""
+        runner = self._current_runner()
+        shared, groups = _share(prompts, num_generations, seed)
+        left = [num_generations] * len(prompts)
+        finished: list[int] = []
+
+        def end(sequence: Sequence, scheduler: Scheduler) -> None:
+            scheduler.finish(sequence)
+            left[sequence.group] -= 1
+            if left[sequence.group] == 0:
+                finished.append(sequence.group)
+
+        if num_generations == 0 or not prompts:
+            return
+        with runner.ready():
+            cache, scheduler = self._begin(runner, shared)
+        while not scheduler.done:
+            with runner.ready():
+                self._advance(runner, cache, scheduler, end)
+            while finished:  # outside: whoever is handed a group may want the model as it was
+                group = finished.pop(0)
+                yield Group(prompt=prompts[group], completions=[self._completion(s) for s in groups[group]])
+        self.requeued += scheduler.requeued
+        if scheduler.requeued:
+            logger.info("%d completions had to begin again: memory for keys and values ran out", scheduler.requeued)
+
+    def _begin(self, runner: Runner, shared: list[SharedPrompt]) -> tuple[Any, Scheduler]:
+        if runner.geometry is None:
+            runner.prefill([shared[0].token_ids[:8]])
+        longest = max(len(prompt.token_ids) for prompt in shared)
+        runner.prepare_for(longest)
+        total = self._plan_pages(runner, shared)
+        scheduler = Scheduler(
+            shared,
+            pages=Pages(total=total, size=runner.page_size),
+            max_new_tokens=self.sampling.max_completion_length,
+            max_sequences=self.max_sequences,
+            prefill_tokens=PREFILL_TOKENS,
+        )
+        return runner.make_cache(total), scheduler
+
+    def _plan_pages(self, runner: Runner, shared: list[SharedPrompt]) -> int:
+        """Enough for all at full length, or what free memory allows."""
+        assert runner.geometry is not None
+        size = runner.page_size
+        pages = lambda tokens: -(-tokens // size)  # noqa: E731
+        at_once = sum(len(p.sequences) for p in shared)
+        wanted = sum(pages(len(p.token_ids)) for p in shared)
+        wanted += min(at_once, self.max_sequences) * pages(self.sampling.max_completion_length)
+        room = int(SHARE_OF_FREE_MEMORY * _free_memory(runner.device)) // (runner.geometry.bytes_per_token * size)
+        return min(wanted, room) + 1
+
+    def _advance(self, runner: Runner, cache: Any, scheduler: Scheduler, end: Callable[..., None]) -> None:
+        """Prefill who fits, then some steps of all that run."""
+        while prompts := scheduler.next_prefill():
+            cache.begin_prefill(prompts)
+            logits = runner.prefill([p.token_ids for p in prompts], cache)
+            self._first_tokens(runner, prompts, logits, scheduler, end)
+        steps = scheduler.fill(runner.chunk)
+        if not scheduler.running:
+            return
+        expected = max(self.sampling.max_completion_length - len(s.tokens) for s in scheduler.running)
+        rows = runner.decode(scheduler.running, cache, steps, expected)
+        self._take(rows, scheduler, end)
+
+    def _first_tokens(
+        self, runner: Runner, prompts: list[SharedPrompt], logits: Any, scheduler: Scheduler, end: Callable[..., None]
+    ) -> None:
+        """All sequences of a prompt draw their first token from its prefill."""
+        sequences = [(i, s) for i, prompt in enumerate(prompts) for s in prompt.sequences]
+        device = logits.device
+        which = torch.tensor([i for i, _ in sequences], device=device)
+        keys = torch.tensor([s.key for _, s in sequences], device=device)
+        seen = None
+        if runner.sampler.penalty != 1.0:
+            seen = torch.zeros(logits.shape, dtype=torch.bool, device=device)
+            for line, prompt in enumerate(prompts):
+                seen[line, torch.tensor(prompt.token_ids, device=device)] = True
+            seen = seen[which]
+        drawn = runner.draw(logits[which], keys, torch.zeros_like(keys), seen)
+        for (_, sequence), *values in zip(sequences, *_values(drawn), strict=True):
+            self._append(sequence, *values)
+            if sequence.stop_reason is None:
+                scheduler.start(sequence)
+            else:
+                end(sequence, scheduler)
+
+    def _take(self, rows: Rows, scheduler: Scheduler, end: Callable[..., None]) -> None:
+        """Read what was drawn, and let go of who has ended."""
+        tokens, stats = rows.read()
+        going: list[Sequence] = []
+        for sequence, drawn, numbers in zip(scheduler.running, tokens, stats, strict=False):
+            for token, (logprob, drawn_logprob, entropy) in zip(drawn, numbers, strict=True):
+                if token < 0 or sequence.stop_reason is not None:
+                    break
+                self._append(sequence, token, logprob, drawn_logprob, entropy)
+            if sequence.stop_reason is None:
+                going.append(sequence)
+            else:
+                end(sequence, scheduler)
+        scheduler.running = going
+
+    def _append(self, sequence: Sequence, token: int, logprob: float, drawn_logprob: float, entropy: float) -> None:
+        sequence.tokens.append(token)
+        sequence.logprobs.append(logprob)
+        sequence.drawn_logprobs.append(drawn_logprob)
+        sequence.entropies.append(entropy)
+        if token in self.sampling.eos_token_ids:
+            sequence.stop_reason = EOS
+        elif self.stop_strings and self._says_stop(sequence.tokens):
+            sequence.stop_reason = STOP_STRING
+        elif len(sequence.tokens) >= self.sampling.max_completion_length:
+            sequence.stop_reason = LENGTH
+
+    def _says_stop(self, tokens: list[int]) -> bool:
+        """Whether a stop string has just been completed. Only the end of the text is looked at."""
+        longest = max(map(len, self.stop_strings))
+        tail = self.tokenizer.decode(tokens[-(longest + 8) :])
+        return any(stop in tail for stop in self.stop_strings)
+
+    def _completion(self, sequence: Sequence) -> Completion:
+        assert sequence.stop_reason is not None
+        filtered = Sampler(self.sampling).filters
+        return Completion(
+            token_ids=sequence.tokens,
+            stop_reason=sequence.stop_reason,
+            logprobs=sequence.logprobs,
+            drawn_logprobs=sequence.drawn_logprobs if filtered else None,
+            entropies=sequence.entropies,
+        )
+
+
+def _share(
+    prompts: Listing[Prompt], num_generations: int, seed: int
+) -> tuple[list[SharedPrompt], list[list[Sequence]]]:
+    """Equal prompts as one; and each prompt's sequences."""
+    shared: dict[tuple[int, ...], SharedPrompt] = {}
+    groups: list[list[Sequence]] = []
+    for index, prompt in enumerate(prompts):
+        one = shared.setdefault(tuple(prompt.token_ids), SharedPrompt(list(prompt.token_ids)))
+        group = [Sequence(one, index, sample, key_of(seed, index, sample)) for sample in range(num_generations)]
+        one.sequences += group
+        groups.append(group)
+    return list(shared.values()), groups
+
+
+def _values(drawn: Drawn) -> tuple[list[Any], ...]:
+    return (
+        drawn.tokens.tolist(), drawn.logprobs.tolist(), drawn.drawn_logprobs.tolist(), drawn.entropies.tolist()
+    )  # fmt: skip
+
+
+def _fingerprint(model: Any) -> tuple[int, int, Any]:
+    """Changes when weights are moved or replaced, not when they are updated in place."""
+    pointers = [p.data_ptr() for p in model.parameters()]
+    return (id(model), hash(tuple(pointers)), getattr(model, "active_adapter", None))
+
+
+def _free_memory(device: torch.device) -> int:
+    if device.type != "cuda":
+        return int(os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
+    free, _ = torch.cuda.mem_get_info(device)
+    return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+
+
+def _as_list(stops: Any) -> list[str]:
+    return [] if not stops else [stops] if isinstance(stops, str) else list(stops)

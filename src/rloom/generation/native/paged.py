@@ -1,0 +1,160 @@
+"""Keys and values in pages on a GPU. Their memory is given back between rollouts; captured graphs stay good, since they
+read where the pages lie from a table of addresses."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rloom.generation.native.geometry import Geometry
+from rloom.generation.native.rows import Rows, groups_of
+from rloom.generation.native.scheduler import Sequence, SharedPrompt
+from rloom.types import PackedRow
+
+PAGE = 64
+QUERIES_AT_ONCE = 64  # rows times repeated heads that one program takes to a prompt
+STRETCHES = 8  # into which a prompt or a completion is cut, at most
+STRETCH = 256  # tokens that are worth a program of their own
+
+
+@dataclass(slots=True, eq=False)
+class Tables:
+    """What the kernels are told about B rows; addresses never change."""
+
+    own: Tensor  # (B, pages of a completion) int32
+    members: Tensor  # (G, rows to a group) int32, −1: none
+    lengths: Tensor  # (G,) int32
+    prompts: Tensor  # (G, pages of a prompt) int32
+    sums: Tensor  # partial sums, float32
+    tops: Tensor
+    on_prompt: int  # stretches
+    on_own: int
+
+
+def fits_kernels(geometry: Geometry) -> bool:
+    """Half precision, one kind of layer, heads that the tiles hold."""
+    layers = set(geometry.layers)
+    return all(
+        layer.dtype in (torch.bfloat16, torch.float16) and max(layer.width, layer.value_width) <= 256
+        for layer in layers
+    )
+
+
+class PagedCache:
+    """Pages of all layers, for as long as a rollout lasts."""
+
+    def __init__(
+        self, geometry: Geometry, *, total: int, addresses: Tensor, max_new_tokens: int, device: torch.device
+    ) -> None:
+        self.geometry, self.device, self.addresses = geometry, device, addresses
+        self.max_new_tokens = max_new_tokens
+        make = lambda heads, width, dtype: torch.empty((total, PAGE, heads, width), dtype=dtype, device=device)  # noqa: E731
+        self.layers = [
+            (make(x.heads, x.width, x.dtype), make(x.heads, x.value_width, x.dtype)) for x in geometry.layers
+        ]
+        pointers = [tensor.data_ptr() for pair in self.layers for tensor in pair]
+        addresses.copy_(torch.tensor(pointers))
+        self.where: Tensor | None = None
+        self.tables: Tables | None = None
+
+    # -- prefill
+
+    def begin_prefill(self, prompts: list[SharedPrompt]) -> None:
+        """The prompts whose keys and values come next, in the order of the packed row."""
+        lines = [
+            torch.tensor(prompt.pages).repeat_interleave(PAGE)[: len(prompt.token_ids)] * PAGE
+            + torch.arange(len(prompt.token_ids)) % PAGE
+            for prompt in prompts
+        ]
+        self.where = torch.cat(lines).to(self.device, non_blocking=True)
+
+    def keep(self, layer: int, key: Tensor, value: Tensor, row: PackedRow) -> None:
+        """A layer's keys and values (1, H, T, D) of the prompts."""
+        for pool, new in zip(self.layers[layer], (key, value), strict=True):
+            pool.view(-1, *pool.shape[2:])[self.where] = new[0].transpose(0, 1).to(pool.dtype)
+
+    # -- decode
+
+    def arrange(self, sequences: list[Sequence], rows: Rows, steps: int) -> None:
+        """Tell the kernels which rows read which pages."""
+        tables = self.tables
+        assert tables is not None
+        own = torch.zeros(tables.own.shape, dtype=torch.int32)
+        for row, sequence in enumerate(sequences):
+            own[row, : len(sequence.pages)] = torch.tensor(sequence.pages, dtype=torch.int32)
+        members = torch.full(tables.members.shape, -1, dtype=torch.int32)
+        prompts = torch.zeros(tables.prompts.shape, dtype=torch.int32)
+        lengths = torch.zeros(tables.lengths.shape, dtype=torch.int32)
+        for index, (prompt, found) in enumerate(groups_of(sequences, most=members.shape[1])):
+            members[index, : len(found)] = torch.tensor(found, dtype=torch.int32)
+            prompts[index, : len(prompt.pages)] = torch.tensor(prompt.pages, dtype=torch.int32)
+            lengths[index] = len(prompt.token_ids)
+        for target, source in zip(
+            (tables.own, tables.members, tables.prompts, tables.lengths), (own, members, prompts, lengths), strict=True
+        ):
+            target.copy_(source)
+        tables.tops.zero_()  # rows that do nothing have no prompt: their part must weigh nothing
+
+    def stepped(self) -> None:
+        """Nothing to do: lengths are on the device."""
+
+    def attend(
+        self, layer: int, query: Tensor, key: Tensor, value: Tensor, rows: Rows, options: dict[str, Any]
+    ) -> Tensor:
+        """query (B, H, 1, D), key and value (B, H_kv, 1, ·) of the new token → (B, 1, H, E)."""
+        from rloom.generation.native import decode_kernels as kernels
+
+        tables = self.tables
+        assert tables is not None
+        count, heads, _, width = query.shape
+        shared, size = key.shape[1], value.shape[-1]
+        groups, most = tables.members.shape
+        parts = tables.on_prompt + tables.on_own
+        repeat = heads // shared
+        query, key, value = (x if x.stride(-1) == 1 else x.contiguous() for x in (query, key, value))
+        constants = {"D": width, "BD": _power(width), "E": size, "BE": _power(size)}
+        kernels.attend_parts[(groups * tables.on_prompt + count * tables.on_own, shared)](
+            query, key, value, self.addresses, layer, tables.sums, tables.tops, rows.positions, rows.cached, tables.own,
+            tables.members, tables.lengths, tables.prompts, groups, query.stride(0), query.stride(1), key.stride(0),
+            key.stride(1), value.stride(0), value.stride(1), tables.own.shape[1], tables.prompts.shape[1],
+            options["scale"], options["softcap"] or 1.0, options["window"] or 0,
+            HEADS=heads, KV=shared, REPEAT=repeat, MOST=most, ROWS=_power(most * repeat), OWN_ROWS=_power(repeat),
+            PAGE=PAGE, BN=64 if max(width, size) <= 128 else 32, ON_PROMPT=tables.on_prompt, ON_OWN=tables.on_own,
+            BY_WINDOW=bool(options["window"]), CAPPED=bool(options["softcap"]), **constants, num_warps=4, num_stages=2,
+        )  # fmt: skip
+        out = torch.empty((count, 1, heads, size), dtype=query.dtype, device=query.device)
+        sinks = options["sinks"]
+        kernels.merge_parts[(count, heads)](
+            tables.sums, tables.tops, query if sinks is None else sinks, out, HEADS=heads, PARTS=parts,
+            BP=max(2, 1 << (parts - 1).bit_length()), E=size, BE=_power(size), SINKS=sinks is not None, num_warps=2,
+        )  # fmt: skip
+        return out
+
+
+def make_tables(geometry: Geometry, count: int, max_prompt: int, max_new_tokens: int, device: torch.device) -> Tables:
+    """Buffers for `count` rows, prompts and completions up to these lengths."""
+    repeat = max(layer.query_heads // layer.heads for layer in geometry.layers)
+    heads = max(layer.query_heads for layer in geometry.layers)
+    width = max(layer.value_width for layer in geometry.layers)
+    most = max(1, min(QUERIES_AT_ONCE // repeat, count))
+    on_prompt = min(STRETCHES, -(-max_prompt // STRETCH))
+    on_own = min(STRETCHES, -(-max_new_tokens // STRETCH))
+    short: dict[str, Any] = {"dtype": torch.int32, "device": device}
+    lines = count * heads * (on_prompt + on_own)
+    return Tables(
+        own=torch.zeros((count, -(-max_new_tokens // PAGE)), **short),
+        members=torch.full((count, most), -1, **short),  # at worst every row has a prompt of its own
+        lengths=torch.zeros(count, **short),
+        prompts=torch.zeros((count, -(-max_prompt // PAGE)), **short),
+        sums=torch.empty((lines, width), dtype=torch.float32, device=device),
+        tops=torch.zeros((lines, 2), dtype=torch.float32, device=device),
+        on_prompt=on_prompt,
+        on_own=on_own,
+    )
+
+
+def _power(width: int) -> int:
+    return max(16, 1 << (width - 1).bit_length())

@@ -1,0 +1,120 @@
+"""Does this very model decode here as it does on its own? Tried out, not looked up in a list.
+
+What goes wrong goes wrong silently: a model that never calls the attention interface, that keeps other state than keys
+and values, or whose window does not arrive, draws fluent nonsense. So its logits are compared with a plain forward's.
+"""
+
+from __future__ import annotations
+
+import logging
+import random
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from rloom.generation.native.attention import num_calls
+from rloom.generation.native.pages import Pages
+from rloom.generation.native.scheduler import Scheduler, Sequence, SharedPrompt
+from rloom.models.load import is_peft_model
+
+if TYPE_CHECKING:
+    from rloom.generation.native.runner import Runner
+
+logger = logging.getLogger(__name__)
+
+LONGEST_WINDOW = 1024  # windows up to this are crossed in the proof; longer ones would make it slow
+STEPS = 3
+
+
+def why_not_native(model: Any, runner: Runner) -> str | None:
+    """None if two prompts with two completions each have the logits of a plain forward, else what went wrong."""
+    base = runner.base
+    name = type(base).__name__
+    if is_peft_model(model) and any(getattr(c, "is_prompt_learning", False) for c in model.peft_config.values()):
+        return "the adapter puts virtual tokens before each prompt"
+    if getattr(base.config, "is_encoder_decoder", False):
+        return f"{name} is an encoder-decoder model"
+    training = model.training
+    model.eval()
+    try:
+        with torch.no_grad():
+            return _compare(model, runner, name)
+    except Exception as error:  # whatever an architecture does not like about it, other engines remain
+        logger.debug("the engine's forward failed", exc_info=True)
+        return f"{name} does not run with the engine's attention ({type(error).__name__}: {str(error)[:120]})"
+    finally:
+        model.train(training)
+
+
+def _compare(model: Any, runner: Runner, name: str) -> str | None:
+    prompts, completions = _tokens(runner.base.config.get_text_config())
+    plain = [
+        model(input_ids=torch.tensor([prompt + tokens], device=runner.device), **runner._no_cache()).logits[0]
+        for prompt, own in zip(prompts, completions, strict=True)
+        for tokens in own
+    ]
+    ours, calls = _decoded(runner, prompts, completions)
+    layers = runner.base.config.get_text_config().num_hidden_layers
+    if calls != layers:
+        return f"{calls} of {layers} layers of {name} go through the attention interface"
+    exact = plain[0].dtype == torch.float32 and not torch.is_autocast_enabled(runner.device.type)
+    allowed = 1e-3 if exact else 0.06  # bfloat16 noise; a wrong mask is off by far more
+    worst = 0.0
+    for index, logits in enumerate(plain):
+        length = len(prompts[index // 2])
+        wanted = logits[length - 1 : length + STEPS].float()
+        worst = max(worst, float((ours[index].float() - wanted).abs().max() / wanted.abs().max().clamp(min=1e-6)))
+    if not worst < allowed:
+        return f"decoding {name} step by step differs from its plain forward by {worst:.1e}"
+    return None
+
+
+def _decoded(runner: Runner, prompts: list[list[int]], completions: list[list[list[int]]]) -> tuple[list[Tensor], int]:
+    """Logits (1 + STEPS, V) of each completion, teacher-forced, and attention calls of a step."""
+    with runner.ready():
+        runner.prefill([prompts[0][:4]])
+        runner.prepare_for(max(map(len, prompts)))
+        shared = [SharedPrompt(list(prompt)) for prompt in prompts]
+        for group, (prompt, own) in enumerate(zip(shared, completions, strict=True)):
+            prompt.sequences = [Sequence(prompt, group, i, key=i, tokens=tokens[:1]) for i, tokens in enumerate(own)]
+        limit = max(STEPS + 1, runner.max_new_tokens)
+        total = sum(-(-len(p) // runner.page_size) for p in prompts) + 4 * -(-limit // runner.page_size) + 1
+        scheduler = Scheduler(
+            shared, pages=Pages(total=total, size=runner.page_size), max_new_tokens=limit, max_sequences=4,
+            prefill_tokens=1 << 30,
+        )  # fmt: skip
+        cache = runner.make_cache(total)
+        cache.max_new_tokens = limit
+        chosen = scheduler.next_prefill()
+        cache.begin_prefill(chosen)
+        first = runner.prefill(prompts, cache)
+        for prompt in shared:
+            for sequence in prompt.sequences:
+                scheduler.start(sequence)
+        scheduler.fill(STEPS)
+        found = [[first[s.group]] for s in scheduler.running]
+        bucket = runner._bucket(4)
+        if bucket.tables is not None:
+            cache.tables = bucket.tables
+        for step in range(STEPS):
+            bucket.rows.load(scheduler.running, limit)
+            cache.arrange(scheduler.running, bucket.rows, STEPS)
+            logits = runner.logits(bucket.rows, cache)
+            calls = num_calls()
+            for row, sequence in enumerate(scheduler.running):
+                found[row].append(logits[row])
+                sequence.tokens.append(completions[sequence.group][sequence.sample][step + 1])
+    runner.buckets.clear()
+    return [torch.stack(rows) for rows in found], calls
+
+
+def _tokens(config: Any) -> tuple[list[list[int]], list[list[list[int]]]]:
+    """Two prompts of different lengths with two completions each, across any window that is not too long."""
+    window = getattr(config, "sliding_window", None) or 0
+    limit = getattr(config, "max_position_embeddings", None) or 1024
+    length = min(window + 8 if window <= LONGEST_WINDOW else 24, max(8, limit // 2))
+    draw = random.Random(0)
+    vocabulary = min(config.vocab_size, 1000)
+    tokens = lambda count: [draw.randrange(vocabulary) for _ in range(count)]  # noqa: E731
+    return [tokens(length), tokens(5)], [[tokens(STEPS + 1) for _ in range(2)] for _ in range(2)]

@@ -1,0 +1,139 @@
+"""The sequences that are decoded together, as tensors: one row each, in buffers whose addresses never change.
+
+The host knows all there is to know whenever it has read back what was drawn, so it writes the whole state anew when the
+rows change; in between, `advance` moves the rows on by themselves, for as many steps as the host likes.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rloom.generation.native.sampler import Drawn
+from rloom.generation.native.scheduler import Sequence, SharedPrompt
+
+CHUNK = 16
+"""Steps between two looks of the host, at most."""
+
+
+@dataclass(slots=True, eq=False)
+class Rows:
+    """State of B rows, some of which may do nothing (`alive` 0)."""
+
+    tokens: Tensor  # (B, 1) int64: the next input
+    positions: Tensor  # (B, 1) int64
+    cached: Tensor  # (B,) int32: tokens of the completion whose keys and values are kept
+    counts: Tensor  # (B,) int64: tokens drawn so far
+    remaining: Tensor  # (B,) int32: tokens that may still be drawn
+    alive: Tensor  # (B,) int32
+    keys: Tensor  # (B,) int64
+    step: Tensor  # (1,) int64: since the host last looked
+    out_tokens: Tensor  # (B, CHUNK) int64, −1: nothing was drawn
+    out_stats: Tensor  # (B, CHUNK, 3) float32: log-probability, the drawn one's, entropy
+    ends: Tensor  # end tokens, int64
+    vocabulary: int
+    seen: Tensor | None = None  # (B, V) bool, for the repetition penalty
+
+    @classmethod
+    def empty(cls, count: int, ends: Tensor, vocabulary: int, *, with_seen: bool) -> Rows:
+        """Rows that do nothing yet."""
+        device = ends.device
+        long: dict[str, Any] = {"dtype": torch.int64, "device": device}
+        short: dict[str, Any] = {"dtype": torch.int32, "device": device}
+        return cls(
+            tokens=torch.zeros((count, 1), **long),
+            positions=torch.zeros((count, 1), **long),
+            cached=torch.zeros(count, **short),
+            counts=torch.zeros(count, **long),
+            remaining=torch.zeros(count, **short),
+            alive=torch.zeros(count, **short),
+            keys=torch.zeros(count, **long),
+            step=torch.zeros(1, **long),
+            out_tokens=torch.full((count, CHUNK), -1, **long),
+            out_stats=torch.zeros((count, CHUNK, 3), device=device),
+            ends=ends,
+            vocabulary=vocabulary,
+            seen=torch.zeros((count, vocabulary), dtype=torch.bool, device=device) if with_seen else None,
+        )
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+    def load(self, sequences: list[Sequence], max_new_tokens: int) -> None:
+        """Write the state of these sequences into the first rows; the others do nothing."""
+        idle = len(self) - len(sequences)
+        columns = [
+            [s.tokens[-1] for s in sequences],
+            [s.position for s in sequences],
+            [s.cached for s in sequences],
+            [len(s.tokens) for s in sequences],
+            [max_new_tokens - len(s.tokens) for s in sequences],
+            [1] * len(sequences),
+            [s.key for s in sequences],
+        ]
+        state = torch.tensor([column + [0] * idle for column in columns]).to(self.tokens.device)
+        targets = (
+            self.tokens.view(-1), self.positions.view(-1), self.cached, self.counts, self.remaining, self.alive,
+            self.keys,
+        )  # fmt: skip
+        for target, source in zip(targets, state, strict=True):
+            target.copy_(source)
+        self.rewind()
+        if self.seen is not None:
+            self.seen.zero_()
+            pairs = [(i, t) for i, s in enumerate(sequences) for t in {*s.prompt.token_ids, *s.tokens}]
+            index = torch.tensor(pairs, device=self.seen.device)
+            self.seen[index[:, 0], index[:, 1]] = True
+
+    def rewind(self) -> None:
+        """The host has read what was drawn."""
+        self.step.zero_()
+        self.out_tokens.fill_(-1)
+
+    def advance(self, drawn: Drawn) -> None:
+        """Take the drawn tokens in, and move on those rows that have not ended."""
+        if self.tokens.is_cuda:
+            from rloom.generation.native.decode_kernels import advance_rows
+
+            advance_rows(self, drawn)
+        else:
+            self._advance(drawn)
+        if self.seen is not None:
+            self.seen.scatter_(1, self.tokens, True)
+
+    def _advance(self, drawn: Drawn) -> None:
+        alive = self.alive.bool()
+        at = self.step.expand(len(self), 1)
+        self.out_tokens.scatter_(1, at, torch.where(alive, drawn.tokens, -1).unsqueeze(1))
+        stats = torch.stack([drawn.logprobs, drawn.drawn_logprobs, drawn.entropies], -1)  # (B, 3)
+        self.out_stats.scatter_(1, at.unsqueeze(-1).expand(-1, 1, 3), stats.unsqueeze(1))
+        goes_on = alive & ~torch.isin(drawn.tokens, self.ends) & (self.remaining > 1)
+        self.tokens.copy_(torch.where(goes_on, drawn.tokens, self.tokens[:, 0]).unsqueeze(1))
+        self.positions += goes_on.unsqueeze(1)
+        for counter in (self.cached, self.counts):
+            counter += goes_on
+        self.remaining -= goes_on.int()
+        self.alive.copy_(goes_on)
+        self.step += 1
+
+    def read(self) -> tuple[list[list[int]], list[list[list[float]]]]:
+        """What was drawn since the last look: tokens and statistics, per row and step."""
+        taken = int(self.step)
+        return self.out_tokens[:, :taken].tolist(), self.out_stats[:, :taken].tolist()
+
+
+def groups_of(sequences: list[Sequence], most: int) -> list[tuple[SharedPrompt, list[int]]]:
+    """Rows that read the same prompt, at most `most` to an entry.
+
+    Rows need not be neighbours: a prompt's sequences may have come at different times.
+    """
+    entries: dict[SharedPrompt, list[list[int]]] = {}
+    for row, sequence in enumerate(sequences):
+        lists = entries.setdefault(sequence.prompt, [[]])
+        if len(lists[-1]) == most:
+            lists.append([])
+        lists[-1].append(row)
+    return [(prompt, rows) for prompt, lists in entries.items() for rows in lists]

@@ -1,0 +1,254 @@
+"""Runs the model: prompts as packed rows, then steps of one token per row, in CUDA graphs where there are any."""
+
+from __future__ import annotations
+
+import bisect
+import inspect
+import logging
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers.modeling_layers import GradientCheckpointingLayer
+
+from rloom.generation.native.attention import decoding, native_attention, prefilling
+from rloom.generation.native.dense import DenseCache
+from rloom.generation.native.geometry import Geometry
+from rloom.generation.native.paged import PAGE, PagedCache, Tables, fits_kernels, make_tables
+from rloom.generation.native.rows import CHUNK, Rows
+from rloom.generation.native.sampler import Drawn, Sampler
+from rloom.generation.native.scheduler import Sequence
+from rloom.models.load import is_peft_model
+from rloom.types import Block, PackedRow
+
+logger = logging.getLogger(__name__)
+
+BUCKETS = [1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024]
+"""Numbers of rows that graphs are captured for."""
+
+CHUNK_ON_CPU = 4
+"""Steps between two looks on a CPU, where looking costs nothing and rows that have ended do."""
+
+
+@dataclass(slots=True, eq=False)
+class Bucket:
+    """Buffers for a number of rows, and the graph of a step over them."""
+
+    rows: Rows
+    tables: Tables | None
+    graph: Any = None
+    steps: int = 0  # run without a graph so far
+    failed: bool = False
+
+
+class Runner:
+    """One model, its buckets and their graphs."""
+
+    def __init__(
+        self, model: Any, sampler: Sampler, *, max_new_tokens: int, eos_token_ids: tuple[int, ...], compiled: bool
+    ) -> None:
+        self.model = model
+        self.base = model.get_base_model() if is_peft_model(model) else model
+        self.sampler, self.max_new_tokens = sampler, max_new_tokens
+        self.accepts = frozenset(inspect.signature(self.base.forward).parameters)
+        self.device = next(model.parameters()).device
+        self.ends = torch.tensor(sorted(eos_token_ids) or [-1], device=self.device)
+        self.vocabulary = int(self.base.get_output_embeddings().weight.shape[0])
+        self.compiled = compiled and self.device.type == "cuda"
+        self.max_prompt = 0  # that buffers are made for
+        self.buckets: dict[int, Bucket] = {}
+        self.geometry: Geometry | None = None
+        self.addresses: Tensor | None = None
+        self.layers: list[tuple[nn.Module, Any]] = []
+        self.seconds = {"capture": 0.0, "compile": 0.0}
+
+    # -- the forwards
+
+    @contextmanager
+    def ready(self) -> Iterator[None]:
+        """The model as the engine runs it: its attention, no dropout, no gradients."""
+        training = self.model.training
+        self.model.eval()
+        try:
+            with torch.no_grad(), native_attention(self.base):
+                yield
+        finally:
+            self.model.train(training)
+
+    def prefill(self, prompts: list[list[int]], cache: Any = None) -> Tensor:
+        """Logits (P, V) after each prompt; its keys and values go to the cache."""
+        row = prompt_row(prompts, self.device)
+        last = row.source
+        inputs: dict[str, Any] = {"input_ids": row.input_ids, "position_ids": row.position_ids, **self._no_cache()}
+        with prefilling(cache, row) as found:
+            if "logits_to_keep" in self.accepts:
+                logits = self.model(**inputs, logits_to_keep=last).logits[0]
+            else:
+                logits = self.model(**inputs).logits[0, last]
+        if self.geometry is None:
+            self.geometry = Geometry(tuple(found[index] for index in sorted(found)))
+        return logits
+
+    def _no_cache(self) -> dict[str, Any]:
+        return {"use_cache": False} if "use_cache" in self.accepts else {}
+
+    def logits(self, rows: Rows, cache: Any, *, opaque: bool = False) -> Tensor:
+        """(B, V) after the rows' next tokens."""
+        inputs = {"input_ids": rows.tokens, "position_ids": rows.positions, **self._no_cache()}
+        with decoding(cache, rows, opaque=opaque):
+            return self.model(**inputs).logits[:, -1]
+
+    def draw(self, logits: Tensor, keys: Tensor, counts: Tensor, seen: Tensor | None = None) -> Drawn:
+        """A token per row."""
+        return self.sampler(logits, keys, counts, seen)
+
+    def _step(self, rows: Rows, cache: Any, *, opaque: bool = False) -> None:
+        logits = self.logits(rows, cache, opaque=opaque)
+        rows.advance(self.draw(logits, rows.keys, rows.counts, rows.seen))
+
+    # -- memory
+
+    @property
+    def paged(self) -> bool:
+        """Whether keys and values lie in pages, for the kernels."""
+        assert self.geometry is not None
+        return self.device.type == "cuda" and fits_kernels(self.geometry)
+
+    @property
+    def page_size(self) -> int:
+        """Tokens to a page."""
+        return PAGE if self.paged else 16
+
+    def make_cache(self, total_pages: int) -> Any:
+        """For one rollout."""
+        assert self.geometry is not None
+        if not self.paged:
+            return DenseCache(self.geometry, self.max_new_tokens, self.device)
+        if self.addresses is None:
+            self.addresses = torch.zeros(2 * len(self.geometry.layers), dtype=torch.int64, device=self.device)
+        return PagedCache(
+            self.geometry, total=total_pages, addresses=self.addresses, max_new_tokens=self.max_new_tokens,
+            device=self.device,
+        )  # fmt: skip
+
+    def prepare_for(self, longest_prompt: int) -> None:
+        """Buffers for prompts of this length; graphs over shorter ones are dropped."""
+        if longest_prompt > self.max_prompt:
+            self.max_prompt = max(PAGE, 1 << (longest_prompt - 1).bit_length())
+            self.buckets.clear()
+
+    # -- decode
+
+    @property
+    def chunk(self) -> int:
+        """Steps between two looks at what was drawn."""
+        return CHUNK if self.device.type == "cuda" else CHUNK_ON_CPU
+
+    def decode(self, sequences: list[Sequence], cache: Any, steps: int, expected: int) -> Rows:
+        """Draw up to `steps` more tokens for each sequence. `expected`: steps that are likely still to come."""
+        bucket = self._bucket(len(sequences))
+        if isinstance(cache, PagedCache):
+            cache.tables = bucket.tables
+        bucket.rows.load(sequences, self.max_new_tokens)
+        cache.arrange(sequences, bucket.rows, steps)
+        if self._worth_a_graph(bucket, cache, expected):
+            self._capture(bucket, cache)
+        for _ in range(steps):
+            if bucket.graph is not None:
+                bucket.graph.replay()
+            else:
+                self._step(bucket.rows, cache)
+                cache.stepped()
+                bucket.steps += 1
+        return bucket.rows
+
+    def _bucket(self, count: int) -> Bucket:
+        size = count
+        if self.paged:  # a row more costs nothing there, another graph does
+            index = bisect.bisect_left(BUCKETS, count)
+            size = BUCKETS[index] if index < len(BUCKETS) else -(-count // 512) * 512
+        else:
+            self.buckets.clear()  # buffers of just this size are cheap, and nothing is captured
+        if size not in self.buckets:
+            assert self.geometry is not None
+            rows = Rows.empty(size, self.ends, self.vocabulary, with_seen=self.sampler.penalty != 1.0)
+            tables = None
+            if self.paged:
+                tables = make_tables(self.geometry, size, self.max_prompt, self.max_new_tokens, self.device)
+            self.buckets[size] = Bucket(rows=rows, tables=tables)
+        return self.buckets[size]
+
+    def _worth_a_graph(self, bucket: Bucket, cache: Any, expected: int) -> bool:
+        """A capture costs about as much as a few steps without one."""
+        if bucket.graph is not None or bucket.failed or not isinstance(cache, PagedCache):
+            return False
+        return bucket.steps + expected >= 8
+
+    def _capture(self, bucket: Bucket, cache: PagedCache) -> None:
+        """Record a step. The rows' state is put back afterwards."""
+        start = time.perf_counter()
+        rows = bucket.rows
+        state = [rows.tokens, rows.positions, rows.cached, rows.counts, rows.remaining, rows.alive, rows.out_tokens]
+        state += [] if rows.seen is None else [rows.seen]
+        saved = [x.clone() for x in state]
+        try:
+            with self._compiled_layers():
+                stream = torch.cuda.Stream()
+                stream.wait_stream(torch.cuda.current_stream())
+                with torch.cuda.stream(stream):  # warm-up: kernels are compiled, workspaces made
+                    for _ in range(2):
+                        self._step(rows, cache, opaque=self.compiled)
+                torch.cuda.current_stream().wait_stream(stream)
+                graph = torch.cuda.CUDAGraph()
+                with torch.cuda.graph(graph):
+                    self._step(rows, cache, opaque=self.compiled)
+            bucket.graph = graph
+        except Exception as error:  # an architecture that synchronises inside (some mixtures of experts)
+            bucket.failed = True
+            torch.cuda.synchronize()
+            logger.warning(
+                "a decode step of this model cannot be captured in a CUDA graph, and runs without: %s",
+                str(error).splitlines()[0][:160] if str(error) else type(error).__name__,
+            )
+        finally:
+            for target, source in zip(state, saved, strict=True):
+                target.copy_(source)
+            rows.step.zero_()
+        self.seconds["capture"] += time.perf_counter() - start
+
+    @contextmanager
+    def _compiled_layers(self) -> Iterator[None]:
+        if not self.compiled:
+            with nullcontext():
+                yield
+            return
+        if not self.layers:
+            found = [m for m in self.base.modules() if isinstance(m, GradientCheckpointingLayer)]
+            self.layers = [(layer, torch.compile(layer.forward, dynamic=True)) for layer in found]
+        for layer, forward in self.layers:
+            layer.forward = forward
+        try:
+            yield
+        finally:
+            for layer, _ in self.layers:
+                del layer.forward  # uncovers the class' own
+
+
+def prompt_row(prompts: list[list[int]], device: torch.device) -> PackedRow:
+    """Prompts one after the other, each attending to itself; `source` is where each ends."""
+    blocks: list[Block] = []
+    start, total = 0, sum(map(len, prompts))
+    for prompt in prompts:
+        blocks.append(Block(start=start, prompt=len(prompt), first=total, completions=()))
+        start += len(prompt)
+    ids = [token for prompt in prompts for token in prompt]
+    positions = [position for prompt in prompts for position in range(len(prompt))]
+    tokens = torch.tensor([ids, positions]).to(device, non_blocking=True)
+    ends = torch.tensor([block.start + block.prompt - 1 for block in blocks]).to(device, non_blocking=True)
+    return PackedRow(
+        blocks=tuple(blocks), num_prompt_tokens=total, input_ids=tokens[:1], position_ids=tokens[1:], source=ends
+    )

@@ -1,0 +1,184 @@
+"""Who is generated next: continuous batching as plain bookkeeping. No tensors here.
+
+A prompt waits, is prefilled once (equal prompts together), and draws the first token of all its sequences from that.
+Sequences then wait for a place among those that are decoded. Memory for keys and values is taken page by page; when
+it runs out, the youngest sequence is sent back to begin again later: its noise is keyed by position, so that it will
+draw the same tokens.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass, field
+
+from rloom.errors import EngineError
+from rloom.generation.native.pages import Pages
+
+
+@dataclass(slots=True, eq=False)
+class SharedPrompt:
+    """A prompt whose keys and values all its sequences read. Equal prompts of several groups are one."""
+
+    token_ids: list[int]
+    sequences: list[Sequence] = field(default_factory=list)
+    pages: list[int] = field(default_factory=list)
+    unfinished: int = 0
+
+
+@dataclass(slots=True, eq=False)
+class Sequence:
+    """One completion in the making."""
+
+    prompt: SharedPrompt
+    group: int  # which of the caller's prompts
+    sample: int  # which of its completions
+    key: int  # of its noise
+    tokens: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    drawn_logprobs: list[float] = field(default_factory=list)
+    entropies: list[float] = field(default_factory=list)
+    stop_reason: str | None = None
+    pages: list[int] = field(default_factory=list)
+
+    @property
+    def cached(self) -> int:
+        """Tokens whose keys and values are kept: all but the last, which is the next input."""
+        return len(self.tokens) - 1
+
+    @property
+    def position(self) -> int:
+        """Of the next input, counted from the prompt's first token."""
+        return len(self.prompt.token_ids) + self.cached
+
+    def restart(self) -> None:
+        """Back to the first token, which the prompt's prefill has drawn."""
+        for drawn in (self.tokens, self.logprobs, self.drawn_logprobs, self.entropies):
+            del drawn[1:]
+
+
+class Scheduler:
+    """Decides who is prefilled, who is decoded, and who has to wait."""
+
+    def __init__(
+        self,
+        prompts: list[SharedPrompt],
+        *,
+        pages: Pages,
+        max_new_tokens: int,
+        max_sequences: int,
+        prefill_tokens: int,
+    ) -> None:
+        self.pages, self.max_new_tokens = pages, max_new_tokens
+        self.max_sequences, self.prefill_tokens = max_sequences, prefill_tokens
+        self.waiting = deque(prompts)
+        self.ready: deque[Sequence] = deque()
+        self.running: list[Sequence] = []
+        self.held: set[SharedPrompt] = set()  # prompts whose keys and values are kept
+        self.requeued = 0  # sequences that had to begin again
+        for prompt in prompts:
+            prompt.unfinished = len(prompt.sequences)
+            self._check_fits(prompt)
+
+    def _check_fits(self, prompt: SharedPrompt) -> None:
+        needed = self.pages.needed(len(prompt.token_ids)) + self._longest
+        if needed > self.pages.usable:
+            raise EngineError(
+                f"a prompt of {len(prompt.token_ids)} tokens with a completion of {self.max_new_tokens} needs "
+                f"{needed * self.pages.size} tokens of key-value memory, and there is room for "
+                f"{self.pages.usable * self.pages.size}: lower max_completion_length, free memory, or use "
+                "engine='transformers'"
+            )
+
+    @property
+    def _longest(self) -> int:
+        """Pages of a completion that goes to the limit."""
+        return self.pages.needed(self.max_new_tokens)
+
+    @property
+    def done(self) -> bool:
+        """Whether nothing is left to do."""
+        return not (self.waiting or self.ready or self.running)
+
+    def next_prefill(self) -> list[SharedPrompt]:
+        """Prompts to prefill now, so many that the places are filled.
+
+        Room for one completion at full length is always left beside the prompts, so that there is always progress.
+        """
+        chosen: list[SharedPrompt] = []
+        tokens = 0
+        sequences = len(self.running) + len(self.ready)
+        while self.waiting and sequences < self.max_sequences:
+            prompt = self.waiting[0]
+            needed = self.pages.needed(len(prompt.token_ids))
+            in_use = sum(self.pages.needed(len(p.token_ids)) for p in self.held)
+            if in_use + needed + self._longest > self.pages.usable or self.pages.free < needed:
+                break
+            if chosen and tokens + len(prompt.token_ids) > self.prefill_tokens:
+                break
+            prompt.pages = self.pages.take(needed) or []
+            chosen.append(self.waiting.popleft())
+            self.held.add(prompt)
+            tokens += len(prompt.token_ids)
+            sequences += len(prompt.sequences)
+        return chosen
+
+    def start(self, sequence: Sequence) -> None:
+        """A sequence whose first token is drawn, and that goes on."""
+        self.ready.append(sequence)
+
+    def fill(self, steps: int) -> int:
+        """Give places and pages for the next `steps` tokens; says how many steps all that run can go.
+
+        Who finds no page sends the youngest back. One sequence alone always fits.
+        """
+        steps = min(steps, max((self.max_new_tokens - len(s.tokens) for s in [*self.running, *self.ready]), default=0))
+        kept: list[Sequence] = []
+        queue = deque(self.running)
+        while queue:
+            sequence = queue.popleft()
+            while not self._reserve(sequence, steps):
+                if queue:
+                    self._send_back(queue.pop())
+                else:
+                    break
+            if len(sequence.pages) * self.pages.size < self._wanted(sequence, steps):
+                self._send_back(sequence)
+            else:
+                kept.append(sequence)
+        self.running = kept
+        while self.ready and len(self.running) < self.max_sequences and self._reserve(self.ready[0], steps):
+            self.running.append(self.ready.popleft())
+        assert self.running or not self.ready, "a sequence alone must fit"
+        return steps
+
+    def finish(self, sequence: Sequence) -> bool:
+        """A sequence has ended: its pages are free. True if it was the last of its prompt."""
+        self.pages.give(sequence.pages)
+        sequence.pages = []
+        prompt = sequence.prompt
+        prompt.unfinished -= 1
+        if prompt.unfinished == 0:
+            self.pages.give(prompt.pages)
+            prompt.pages = []
+            self.held.discard(prompt)
+        return prompt.unfinished == 0
+
+    def _wanted(self, sequence: Sequence, steps: int) -> int:
+        return min(sequence.cached + steps, self.max_new_tokens)
+
+    def _reserve(self, sequence: Sequence, steps: int) -> bool:
+        missing = self.pages.needed(self._wanted(sequence, steps)) - len(sequence.pages)
+        if missing <= 0:
+            return True
+        taken = self.pages.take(missing)
+        if taken is None:
+            return False
+        sequence.pages += taken
+        return True
+
+    def _send_back(self, sequence: Sequence) -> None:
+        self.pages.give(sequence.pages)
+        sequence.pages = []
+        sequence.restart()
+        self.ready.appendleft(sequence)
+        self.requeued += 1
