@@ -4,7 +4,7 @@
 """
 
 from rloom.config import RLOOConfig
-from rloom.generation import Engine, FakeEngine
+from rloom.generation import Engine, FakeEngine, NativeEngine, Sampling
 from rloom.observe.progress import LiveProgress
 from rloom.training.trainer import RLOOTrainer
 from rloom.types import Completion, Group, Prompt
@@ -16,8 +16,10 @@ __all__ = [
     "FakeEngine",
     "Group",
     "LiveProgress",
+    "NativeEngine",
     "Prompt",
     "RLOOConfig",
     "RLOOTrainer",
+    "Sampling",
     "__version__",
 ]

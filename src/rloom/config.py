@@ -27,6 +27,8 @@ from rloom.older_names import INIT_ONLY_NAMES, OlderNames
 
 logger = logging.getLogger(__name__)
 
+ENGINES = ("native", "forked", "transformers")
+
 
 def _option(default: Any, help: str) -> Any:
     return field(default=default, metadata={"help": help})
@@ -149,6 +151,14 @@ class RLOOConfig(OlderNames, TrainingArguments, metaclass=_Remembering):
     chat_template_kwargs: dict | str | None = _option(None, "Further arguments of the chat template.")
     repetition_penalty: float = _option(1.0, "Above 1: discourage tokens that have appeared already.")
     cache_implementation: str | None = _option(None, "The cache that `model.generate` uses.")
+    engine: str | None = _option(
+        None,
+        "What generates: native (our engine, on the trained weights), forked (the library's cache, repeated for each "
+        "group) or transformers (`model.generate`). Unset: the first of these that proves right on the model.",
+    )
+    compile_generation: bool | None = _option(
+        None, "Compile the native engine's decode step (CUDA). Unset: in runs long enough to earn it back."
+    )
 
     # vLLM
     use_vllm: bool = _option(False, "Generate with vLLM.")
@@ -448,13 +458,18 @@ class RLOOConfig(OlderNames, TrainingArguments, metaclass=_Remembering):
                 "LOMO updates weights inside the backward pass, which an update of several micro-batches cannot do; "
                 'set optim="adamw_torch"'
             )
+        if self.engine == "vllm":
+            raise ConfigError("engine='vllm': this version of rloom has no vLLM engine yet; set engine='native'")
+        if self.engine is not None:
+            check_choice("engine", self.engine, ENGINES)
         if self.use_vllm:
             raise ConfigError(
-                "use_vllm=True: this version of rloom generates with transformers only; set use_vllm=False"
+                "use_vllm=True: this version of rloom has no vLLM engine yet; set use_vllm=False and engine='native'"
             )
         if self.use_transformers_continuous_batching or self.use_transformers_paged:
             raise ConfigError(
-                "use_transformers_continuous_batching=True: rloom generates with model.generate; leave it False"
+                "use_transformers_continuous_batching=True: rloom's own engine batches continuously; leave it False "
+                "and set engine='native'"
             )
         parallelism = self.parallelism_config
         if parallelism is not None and (parallelism.cp_enabled or parallelism.sp_enabled):

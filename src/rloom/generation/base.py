@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol, runtime_checkable
 
-from rloom.types import EOS, LENGTH, Completion, Group, Prompt
+from rloom.types import EOS, LENGTH, STOP_STRING, Completion, Group, Prompt
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -22,6 +22,12 @@ class Sampling:
     min_p: float | None = None
     repetition_penalty: float = 1.0
     extra: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def stop_strings(self) -> list[str]:
+        """Texts that end a completion."""
+        stops = self.extra.get("stop_strings")
+        return [] if not stops else [stops] if isinstance(stops, str) else list(stops)
 
 
 @runtime_checkable
@@ -45,3 +51,20 @@ def cut_at_end(tokens: Sequence[int], eos_token_ids: Sequence[int]) -> Completio
         if token in eos_token_ids:
             return Completion(token_ids=list(tokens[: position + 1]), stop_reason=EOS)
     return Completion(token_ids=list(tokens), stop_reason=LENGTH)
+
+
+def is_end(tokens: Sequence[int], sampling: Sampling, tokenizer: Any = None) -> str | None:
+    """Why a completion ends with its last token, or None: an end token, a stop string just completed, the limit.
+
+    >>> sampling = Sampling(max_completion_length=3, eos_token_ids=(2,), pad_token_id=0)
+    >>> is_end([5, 2], sampling), is_end([5, 6], sampling), is_end([5, 6, 7], sampling)
+    ('eos', None, 'length')
+    """
+    if tokens[-1] in sampling.eos_token_ids:
+        return EOS
+    stops = sampling.stop_strings
+    if stops:
+        tail = tokenizer.decode(list(tokens[-(max(map(len, stops)) + 8) :]))  # a token is at least a character
+        if any(stop in tail for stop in stops):
+            return STOP_STRING
+    return LENGTH if len(tokens) >= sampling.max_completion_length else None

@@ -8,11 +8,11 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import Tensor
 from transformers import GenerationConfig
 
 from rloom.errors import ConfigError, EngineError, did_you_mean
 from rloom.generation.base import Sampling, cut_at_end
+from rloom.generation.padding import pad_left
 from rloom.types import STOP_STRING, Completion, Group, Prompt
 
 logger = logging.getLogger(__name__)
@@ -38,7 +38,7 @@ class TransformersEngine:
         """Yield the groups in order, once all are done: `model.generate` hands over nothing earlier."""
         model = self.get_model()
         rows = [prompt.token_ids for prompt in prompts for _ in range(num_generations)]
-        input_ids, attention_mask = _pad_left(rows, self.sampling.pad_token_id, self.pad_to_multiple_of)
+        input_ids, attention_mask = pad_left(rows, self.sampling.pad_token_id, self.pad_to_multiple_of)
         device = next(model.parameters()).device
         with torch.no_grad(), _sampling_mode(model, self.generation_config), _own_randomness(seed, device):
             output = model.generate(
@@ -57,14 +57,14 @@ class TransformersEngine:
 
     def _completion(self, tokens: list[int]) -> Completion:
         completion = cut_at_end(tokens, self.sampling.eos_token_ids)
-        stops = self.sampling.extra.get("stop_strings")
+        stops = self.sampling.stop_strings
         if not stops:
             return completion
         # After a stop string comes padding, which may be the end token itself: neither was sampled.
         ends = {*self.sampling.eos_token_ids, self.sampling.pad_token_id}
         end = next((i for i, token in enumerate(tokens) if token in ends), len(tokens))
         text = self.tokenizer.decode(tokens[:end])
-        if any(stop in text for stop in ([stops] if isinstance(stops, str) else stops)):
+        if any(stop in text for stop in stops):
             return Completion(token_ids=tokens[:end], stop_reason=STOP_STRING)
         return completion
 
@@ -107,19 +107,6 @@ def _generate_options(sampling: Sampling) -> dict[str, Any]:
         "disable_compile": True,
         **sampling.extra,
     }
-
-
-def _pad_left(rows: list[list[int]], pad: int, multiple: int | None) -> tuple[Tensor, Tensor]:
-    """Rows padded on the left to one width, and their mask. (B, P)"""
-    width = max(map(len, rows))
-    if multiple:
-        width = -(-width // multiple) * multiple
-    input_ids = torch.full((len(rows), width), pad, dtype=torch.long)
-    attention_mask = torch.zeros_like(input_ids)
-    for row, tokens in enumerate(rows):
-        input_ids[row, width - len(tokens) :] = torch.tensor(tokens)
-        attention_mask[row, width - len(tokens) :] = 1
-    return input_ids, attention_mask
 
 
 @contextmanager

@@ -19,7 +19,7 @@ from rloom.data.plan import PlanSampler, Schedule
 from rloom.data.prompts import PromptEncoder
 from rloom.errors import ConfigError, UnknownOptionError, did_you_mean
 from rloom.generation.base import Engine, Sampling
-from rloom.generation.transformers import TransformersEngine
+from rloom.generation.choose import choose_engine
 from rloom.models import load as loading
 from rloom.models.proof import proves_packing
 from rloom.models.reference import Reference, make_reference
@@ -36,6 +36,7 @@ from rloom.training.rollouts import Collector
 logger = logging.getLogger(__name__)
 
 DEFAULT_TOKENS = 8192
+STEPS_WORTH_COMPILING = 20_000  # decode steps in a run
 TEXT_COLUMNS = ("prompt", "image", "images")
 
 
@@ -227,13 +228,7 @@ def build(
     )
     collector = Collector(
         encoder=_encoder(policy, args),
-        engine=engine
-        or TransformersEngine(
-            lambda: trainer.model,
-            _sampling(policy, args),
-            pad_to_multiple_of=args.pad_to_multiple_of,
-            tokenizer=policy.tokenizer,
-        ),
+        engine=engine or _engine(trainer, policy, args),
         score=lambda *inputs: trainer._calculate_rewards(*inputs),
         shaper=shaper,
         decode=lambda ids: policy.processing_class.batch_decode(ids, skip_special_tokens=True),
@@ -315,6 +310,21 @@ def _reference(trainer: Any, policy: Policy, path: str | None, args: Any) -> Ref
         placed = {"device_placement": False} if args.offload_reference else {}
         reference.model = trainer.accelerator.prepare_model(reference.model, evaluation_mode=True, **placed)
     return reference
+
+
+def _engine(trainer: Any, policy: Policy, args: Any) -> Engine:
+    compiled = args.compile_generation
+    if compiled is None:  # a compiled step saves about a millisecond; compiling takes some ten seconds
+        compiled = args.max_steps <= 0 or args.max_steps * args.max_completion_length > STEPS_WORTH_COMPILING
+    with trainer.accelerator.autocast():
+        return choose_engine(
+            lambda: trainer.model,
+            _sampling(policy, args),
+            wanted=args.engine,
+            tokenizer=policy.tokenizer,
+            compiled=compiled,
+            pad_to_multiple_of=args.pad_to_multiple_of,
+        )
 
 
 def _sampling(policy: Policy, args: Any) -> Sampling:

@@ -239,6 +239,18 @@ class Learner:
         if known:
             self.metrics.add(mode, "kl", torch.cat(known).mean())
 
+    def record_mismatch(self, rollout: Rollout, mode: str) -> None:
+        """How far the engine's log-probabilities are from the trainer's, at equal weights: rounding, or a fault."""
+        sampled = rollout.sampling_logprobs
+        rows = [row for row, policy in enumerate(rollout.policy_logprobs) if policy is not None]
+        if sampled is None or not rows:
+            return
+        policy = torch.cat([rollout.policy_logprobs[row] for row in rows]).float()  # type: ignore[misc]
+        engine = torch.tensor([p for row in rows for p in sampled[row]], device=policy.device)
+        difference = (policy - engine).abs()
+        self.metrics.add(mode, "mismatch/mean", difference.mean())
+        self.metrics.add(mode, "mismatch/max", difference.max())
+
     def try_worst_case(self, model: Any, prompt: int, completion: int, k: int) -> int:
         """Run a micro-batch of the budget's size forward and backward, all prompts and completions at their limits.
 

@@ -314,6 +314,7 @@ class RLOOTrainer(UpdateLoop):
                 device = max((a.device for a in known), key=lambda device: device.type != "cpu")
                 self._logs["advantages"].extend(torch.stack([a.to(device) for a in known]).tolist())
                 self.learner.record_kl(rollout, self._mode)
+                self.learner.record_mismatch(rollout, self._mode)
 
     def _count_tokens(self, new: int) -> int:
         self.state.num_input_tokens_seen += new

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from rloom.errors import EngineError
-from rloom.generation.base import Sampling
+from rloom.generation.base import Sampling, is_end
 from rloom.generation.native.noise import key_of
 from rloom.generation.native.pages import Pages
 from rloom.generation.native.proof import why_not_native
@@ -20,7 +20,7 @@ from rloom.generation.native.rows import Rows
 from rloom.generation.native.runner import Runner
 from rloom.generation.native.sampler import Drawn, Sampler
 from rloom.generation.native.scheduler import Scheduler, Sequence, SharedPrompt
-from rloom.types import EOS, LENGTH, STOP_STRING, Completion, Group, Prompt
+from rloom.types import Completion, Group, Prompt
 
 logger = logging.getLogger(__name__)
 
@@ -34,8 +34,8 @@ SHARE_OF_FREE_MEMORY = 0.8
 class NativeEngine:
     """Samples from the trained weights themselves; nothing is copied or kept in step.
 
-    `get_model` gives the model, `planned_steps` the decode steps that the run will make in all: compiling pays only in
-    a long run. Raises [`EngineError`] if the model does not decode here as it does on its own.
+    `get_model` gives the model; `compiled` has its decode step compiled (CUDA), which takes some seconds once. Raises
+    [`EngineError`] if the model does not decode here as it does on its own.
     """
 
     def __init__(
@@ -50,8 +50,7 @@ class NativeEngine:
     ) -> None:
         self.get_model, self.sampling, self.tokenizer = get_model, sampling, tokenizer
         self.max_sequences, self.compiled = max_sequences, compiled
-        self.stop_strings = _as_list(sampling.extra.get("stop_strings"))
-        if self.stop_strings and tokenizer is None:
+        if sampling.stop_strings and tokenizer is None:
             raise EngineError("stop_strings need a tokenizer")
         self.runner: Runner | None = None
         self._seen: tuple[int, int, Any] | None = None  # the weights that the runner was made for
@@ -185,18 +184,7 @@ class NativeEngine:
         sequence.logprobs.append(logprob)
         sequence.drawn_logprobs.append(drawn_logprob)
         sequence.entropies.append(entropy)
-        if token in self.sampling.eos_token_ids:
-            sequence.stop_reason = EOS
-        elif self.stop_strings and self._says_stop(sequence.tokens):
-            sequence.stop_reason = STOP_STRING
-        elif len(sequence.tokens) >= self.sampling.max_completion_length:
-            sequence.stop_reason = LENGTH
-
-    def _says_stop(self, tokens: list[int]) -> bool:
-        """Whether a stop string has just been completed. Only the end of the text is looked at."""
-        longest = max(map(len, self.stop_strings))
-        tail = self.tokenizer.decode(tokens[-(longest + 8) :])
-        return any(stop in tail for stop in self.stop_strings)
+        sequence.stop_reason = is_end(sequence.tokens, self.sampling, self.tokenizer)
 
     def _completion(self, sequence: Sequence) -> Completion:
         assert sequence.stop_reason is not None
@@ -241,7 +229,3 @@ def _free_memory(device: torch.device) -> int:
         return int(os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
     free, _ = torch.cuda.mem_get_info(device)
     return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-
-
-def _as_list(stops: Any) -> list[str]:
-    return [] if not stops else [stops] if isinstance(stops, str) else list(stops)

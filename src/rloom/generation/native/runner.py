@@ -54,7 +54,7 @@ class Runner:
         self.model = model
         self.base = model.get_base_model() if is_peft_model(model) else model
         self.sampler, self.max_new_tokens = sampler, max_new_tokens
-        self.accepts = frozenset(inspect.signature(self.base.forward).parameters)
+        self.accepts = frozenset(inspect.signature(type(self.base).forward).parameters)
         self.device = next(model.parameters()).device
         self.ends = torch.tensor(sorted(eos_token_ids) or [-1], device=self.device)
         self.vocabulary = int(self.base.get_output_embeddings().weight.shape[0])

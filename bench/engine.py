@@ -1,0 +1,167 @@
+"""Generation: ours and `model.generate` as TRL calls it, same weights, same prompts, in one process.
+
+    python bench/engine.py small tldr reason          # forced lengths
+    python bench/engine.py small --ragged             # lengths with a long tail
+    python bench/engine.py --growth
+
+Prints ratio, tokens per second, milliseconds per decode step against the floor of the memory bus (weights, and keys
+and values, read once per step), memory for keys and values, and what compiling and capturing took.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import time
+from dataclasses import replace
+from typing import Any
+
+import torch
+from shapes import SHAPES, Shape, make_model, make_rows, make_tokenizer
+
+from rloom.generation import NativeEngine, Sampling
+from rloom.types import Prompt
+
+BUS = 4.3e12  # bytes per second, H200
+
+
+def prompts_of(shape: Shape) -> list[Prompt]:
+    tokenizer = make_tokenizer()
+    return [
+        Prompt(content=row["prompt"], token_ids=tokenizer(row["prompt"])["input_ids"]) for row in make_rows(shape, 1)
+    ]
+
+
+def ends_of(shape: Shape, ragged: bool) -> tuple[int, ...]:
+    """No end token at all; or so many that a fifth of the limit is the mean length."""
+    return tuple(range(1, 1 + 5 * shape.config.vocab_size // shape.completion)) if ragged else ()
+
+
+def clocked(run: Any) -> tuple[float, Any]:
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+    start = time.perf_counter()
+    result = run()
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+    return time.perf_counter() - start, result
+
+
+def run_generate(model: Any, shape: Shape, ends: tuple[int, ...]) -> dict[str, float]:
+    """As TRL does: every completion a row of its own."""
+    rows = [p.token_ids for p in prompts_of(shape) for _ in range(shape.k)]
+    ids = torch.tensor(rows, device=model.device)
+    options = {"do_sample": True, "temperature": 1.0, "top_k": 0, "top_p": 1.0, "pad_token_id": 0}
+    options["eos_token_id"] = list(ends) or None
+    model.generation_config.eos_token_id = None
+
+    @torch.no_grad()
+    def generate(limit: int) -> Any:
+        return model.generate(input_ids=ids, attention_mask=torch.ones_like(ids), max_new_tokens=limit, **options)
+
+    generate(3)
+    seconds, output = clocked(lambda: generate(shape.completion))
+    return {"seconds": round(seconds, 3), "steps": output.shape[1] - ids.shape[1]}
+
+
+def run_ours(model: Any, shape: Shape, ends: tuple[int, ...], compiled: bool, repeat: int = 2) -> dict[str, float]:
+    sampling = Sampling(max_completion_length=shape.completion, eos_token_ids=ends, pad_token_id=0)
+    prompts = prompts_of(shape)
+    start, engine = clocked(lambda: NativeEngine(lambda: model, sampling, compiled=compiled))
+    first, _ = clocked(lambda: list(engine.generate(prompts, shape.k, seed=0)))
+    if torch.cuda.is_available():
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+    times = []
+    for seed in range(1, repeat + 1):
+        seconds, groups = clocked(lambda seed=seed: list(engine.generate(prompts, shape.k, seed=seed)))
+        times.append(seconds)
+    lengths = [len(c.token_ids) for group in groups for c in group.completions]
+    result = {
+        "seconds": round(min(times), 3),
+        "proof_s": round(start, 1),
+        "first_s": round(first, 2),
+        "capture_s": round(engine.runner.seconds["capture"], 2),
+        "tokens": sum(lengths),
+        "steps": max(lengths),
+    }
+    if torch.cuda.is_available():
+        result["extra_gib"] = round((torch.cuda.max_memory_allocated() - before) / 2**30, 2)
+        result["kv_gib"] = round(sum(map(len, (p.token_ids for p in prompts))) / 2**30, 2)
+        tokens = shape.groups * shape.prompt + sum(lengths)
+        result["kv_gib"] = round(tokens * engine.runner.geometry.bytes_per_token / 2**30, 2)
+        result |= steps(engine, prompts, shape, lengths, min(times))
+    return result
+
+
+def steps(engine: Any, prompts: Any, shape: Shape, lengths: list[int], seconds: float) -> dict[str, float]:
+    """Milliseconds per decode step, prefill taken off, against the bus."""
+    runner = engine.runner
+    with runner.ready():
+        runner.prefill([p.token_ids for p in prompts])
+        prefill, _ = clocked(lambda: runner.prefill([p.token_ids for p in prompts]))
+    weights = sum(p.numel() * p.element_size() for p in runner.model.parameters())
+    live = shape.groups * shape.prompt + sum(n * n / 2 for n in lengths) / max(lengths)
+    floor = (weights + live * runner.geometry.bytes_per_token) / BUS * 1e3
+    each = (seconds - prefill) / max(lengths) * 1e3
+    return {
+        "prefill_s": round(prefill, 3),
+        "ms_per_step": round(each, 3),
+        "floor_ms": round(floor, 3),
+        "of_floor": round(floor / each, 3),
+    }
+
+
+def compare(name: str, shape: Shape, *, ragged: bool, ours_alone: bool, compiled: list[bool]) -> None:
+    dtype = torch.bfloat16 if torch.cuda.is_available() else torch.float32
+    model = make_model(shape, dtype).eval()
+    ends = ends_of(shape, ragged)
+    theirs = None
+    what = {"shape": name, "P": shape.prompt, "C": shape.completion, "K": shape.k, "N": shape.completions}
+    what["ragged"] = ragged
+    for one in compiled:
+        ours = run_ours(model, shape, ends, one)
+        if theirs is None and not ours_alone:
+            theirs = run_generate(model, shape, ends)
+            print("RESULT", json.dumps({**what, "peer": "generate", **theirs}), flush=True)
+        ours["tokens_per_second"] = round(ours["tokens"] / ours["seconds"])
+        if theirs is not None:
+            ours["ratio"] = round(theirs["seconds"] / ours["seconds"], 2)
+        print("RESULT", json.dumps({**what, "peer": "rloom", "compiled": one, **ours}), flush=True)
+    del model
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+
+
+def growth() -> None:
+    cuda = torch.cuda.is_available()
+    base = replace(SHAPES["small"], completion=128) if cuda else SHAPES["cpu"]
+    for factor in (1, 2, 4):
+        for what, shape in {
+            "K (batch grows)": replace(base, k=base.k * factor, completions=base.completions * factor),
+            "prompts": replace(base, completions=base.completions * factor),
+            "prompt": replace(base, prompt=base.prompt * factor),
+            "completion": replace(base, completion=base.completion * factor),
+        }.items():
+            compare(f"{what} x{factor}", shape, ragged=False, ours_alone=True, compiled=[False])
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("shapes", nargs="*")
+    parser.add_argument("--ragged", action="store_true")
+    parser.add_argument("--ours", action="store_true", help="leave model.generate out")
+    parser.add_argument("--compile", type=int, nargs="*", default=[0], help="0, 1 or both")
+    parser.add_argument("--growth", action="store_true")
+    arguments = parser.parse_args()
+    for name in arguments.shapes:
+        compiled = [bool(c) for c in arguments.compile]
+        compare(name, SHAPES[name], ragged=arguments.ragged, ours_alone=arguments.ours, compiled=compiled)
+    if arguments.growth:
+        growth()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,62 @@
+"""Which engine a run uses: the fastest that proves right on the very model, or the one that was asked for."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import Any
+
+from rloom.errors import ConfigError, EngineError
+from rloom.generation.base import Engine, Sampling
+from rloom.generation.forked import ForkedEngine
+from rloom.generation.transformers import TransformersEngine
+
+logger = logging.getLogger(__name__)
+
+OURS = frozenset({"stop_strings", "bos_token_id"})
+"""Entries of `generation_kwargs` that our own engines honour; others are for `model.generate`."""
+
+
+def choose_engine(
+    get_model: Callable[[], Any],
+    sampling: Sampling,
+    *,
+    wanted: str | None = None,
+    tokenizer: Any = None,
+    compiled: bool = False,
+    pad_to_multiple_of: int | None = None,
+) -> Engine:
+    """An engine for this model. What is asked for by name is had, or an error says why not."""
+    makers: dict[str, Callable[[], Engine]] = {
+        "native": lambda: _native(get_model, sampling, tokenizer, compiled),
+        "forked": lambda: ForkedEngine(get_model, sampling, tokenizer=tokenizer),
+        "transformers": lambda: TransformersEngine(
+            get_model, sampling, pad_to_multiple_of=pad_to_multiple_of, tokenizer=tokenizer
+        ),
+    }
+    foreign = sorted(set(sampling.extra) - OURS)
+    if wanted in ("native", "forked") and foreign:
+        raise ConfigError(
+            f"engine='{wanted}' does not know the generation option(s) {', '.join(foreign)}: take them out, or set "
+            "engine='transformers'"
+        )
+    if wanted is not None:
+        try:
+            return makers[wanted]()
+        except EngineError as error:
+            raise EngineError(f"engine='{wanted}': {error}. Leave `engine` unset to use one that fits") from error
+    if foreign:
+        logger.info("generating with model.generate, because of %s", ", ".join(foreign))
+        return makers["transformers"]()
+    for name in ("native", "forked"):
+        try:
+            return makers[name]()
+        except EngineError as error:
+            logger.warning("the %s engine does not fit, a slower one is used: %s", name, error)
+    return makers["transformers"]()
+
+
+def _native(get_model: Callable[[], Any], sampling: Sampling, tokenizer: Any, compiled: bool) -> Engine:
+    from rloom.generation.native import NativeEngine
+
+    return NativeEngine(get_model, sampling, tokenizer=tokenizer, compiled=compiled)

@@ -1,0 +1,143 @@
+"""Generation with the library's own cache, forked: prompts are run once, and their keys and values repeated for the
+group. For models that the native engine does not fit (other attention, position biases) but whose cache can be forked.
+"""
+
+from __future__ import annotations
+
+import inspect
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rloom.errors import EngineError
+from rloom.generation.base import Sampling, is_end
+from rloom.generation.native.noise import key_of
+from rloom.generation.native.sampler import Sampler
+from rloom.generation.padding import pad_left
+from rloom.types import Completion, Group, Prompt
+
+logger = logging.getLogger(__name__)
+
+
+class _Fork:
+    """One batch: prompts padded on the left, then K rows of each, one token at a time."""
+
+    def __init__(self, model: Any, prompts: list[list[int]], k: int) -> None:
+        self.model = model
+        base = model.get_base_model() if hasattr(model, "get_base_model") else model
+        self.with_positions = "position_ids" in inspect.signature(type(base).forward).parameters
+        device = next(model.parameters()).device
+        ids, mask = (x.to(device) for x in pad_left(prompts, 0))
+        output = model(**self._inputs(ids, mask, (mask.cumsum(-1) - 1).clamp(min=0)), use_cache=True)
+        self.cache = output.past_key_values
+        self.cache.batch_repeat_interleave(k)
+        self.logits = output.logits[:, -1].repeat_interleave(k, 0)  # (B·K, V)
+        self.mask = mask.repeat_interleave(k, 0)
+
+    def _inputs(self, ids: Tensor, mask: Tensor, positions: Tensor) -> dict[str, Any]:
+        inputs = {"input_ids": ids, "attention_mask": mask}
+        return {**inputs, "position_ids": positions} if self.with_positions else inputs
+
+    def step(self, tokens: Tensor) -> None:
+        """Take one more token per row in, (B·K,)."""
+        positions = self.mask.sum(-1, keepdim=True)
+        self.mask = torch.cat([self.mask, torch.ones_like(positions)], 1)
+        inputs = self._inputs(tokens.unsqueeze(1), self.mask, positions)
+        self.logits = self.model(**inputs, past_key_values=self.cache, use_cache=True).logits[:, -1]
+
+
+class ForkedEngine:
+    """Samples from the trained model, all groups in one batch, each prompt run once."""
+
+    def __init__(self, get_model: Callable[[], Any], sampling: Sampling, *, tokenizer: Any = None) -> None:
+        self.get_model, self.sampling, self.tokenizer = get_model, sampling, tokenizer
+        self.sampler = Sampler(sampling)
+        reason = why_not_forked(get_model())
+        if reason is not None:
+            raise EngineError(reason)
+
+    def generate(self, prompts: Sequence[Prompt], num_generations: int, *, seed: int) -> Iterator[Group]:
+        """Yield the groups in order, once all are done."""
+        rows = self._rows(prompts, num_generations, seed)
+        for index, prompt in enumerate(prompts):
+            yield Group(prompt=prompt, completions=rows[index * num_generations : (index + 1) * num_generations])
+
+    def _rows(self, prompts: Sequence[Prompt], k: int, seed: int) -> list[Completion]:
+        model = self.get_model()
+        with _evaluating(model):
+            fork = _Fork(model, [prompt.token_ids for prompt in prompts], k)
+            device = fork.logits.device
+            keys = torch.tensor([key_of(seed, i, j) for i in range(len(prompts)) for j in range(k)], device=device)
+            rows = [Completion(token_ids=[], stop_reason="", logprobs=[], entropies=[]) for _ in keys]
+            seen = self._seen(prompts, k, fork.logits)
+            for step in range(self.sampling.max_completion_length):
+                drawn = self.sampler(fork.logits, keys, torch.full_like(keys, step), seen)
+                if seen is not None:
+                    seen.scatter_(1, drawn.tokens.unsqueeze(1), True)
+                self._take(rows, drawn)
+                if all(row.stop_reason for row in rows):
+                    break
+                fork.step(drawn.tokens)
+        return rows
+
+    def _seen(self, prompts: Sequence[Prompt], k: int, logits: Tensor) -> Tensor | None:
+        if self.sampler.penalty == 1.0:
+            return None
+        seen = torch.zeros(logits.shape, dtype=torch.bool, device=logits.device)
+        for index, prompt in enumerate(prompts):
+            seen[index * k : (index + 1) * k, torch.tensor(prompt.token_ids, device=logits.device)] = True
+        return seen
+
+    def _take(self, rows: list[Completion], drawn: Any) -> None:
+        values = zip(rows, drawn.tokens.tolist(), drawn.logprobs.tolist(), drawn.entropies.tolist(), strict=True)
+        for row, token, logprob, entropy in values:
+            if row.stop_reason:
+                continue
+            assert row.logprobs is not None
+            assert row.entropies is not None
+            row.token_ids.append(token)
+            row.logprobs.append(logprob)
+            row.entropies.append(entropy)
+            row.stop_reason = is_end(row.token_ids, self.sampling, self.tokenizer) or ""
+
+
+@contextmanager
+def _evaluating(model: Any) -> Iterator[None]:
+    training = model.training
+    model.eval()
+    try:
+        with torch.no_grad():
+            yield
+    finally:
+        model.train(training)
+
+
+def why_not_forked(model: Any) -> str | None:
+    """None if two prompts, forked and continued, have the logits of a plain forward, else what went wrong."""
+    name = type(model).__name__
+    vocabulary = min(model.config.get_text_config().vocab_size, 1000)
+    prompts, own = [[5 % vocabulary, 7 % vocabulary, 3], [4]], [6 % vocabulary, 2]
+    try:
+        with _evaluating(model):
+            fork = _Fork(model, prompts, 2)
+            device = fork.logits.device
+            found = [fork.logits]
+            for token in own:
+                fork.step(torch.full((4,), token, device=device))
+                found.append(fork.logits)
+            worst = 0.0
+            for index, prompt in enumerate(prompts):
+                plain = (
+                    model(input_ids=torch.tensor([prompt + own], device=device)).logits[0, len(prompt) - 1 :].float()
+                )
+                ours = torch.stack([logits[2 * index + 1] for logits in found]).float()
+                worst = max(worst, float((ours - plain).abs().max() / plain.abs().max().clamp(min=1e-6)))
+    except Exception as error:
+        logger.debug("the forked forward failed", exc_info=True)
+        return f"the cache of {name} cannot be forked ({type(error).__name__}: {str(error)[:120]})"
+    allowed = 1e-3 if next(model.parameters()).dtype == torch.float32 else 0.06
+    return None if worst < allowed else f"{name} decodes with a forked cache {worst:.1e} off its plain forward"

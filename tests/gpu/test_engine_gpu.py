@@ -1,0 +1,113 @@
+"""On an NVIDIA GPU: the native engine's kernels and graphs against plain forwards."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+import transformers as tf
+
+from tests.gpu.test_learner_gpu import CONFIGS
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")]
+
+
+def make(name):
+    torch.manual_seed(0)
+    model = tf.AutoModelForCausalLM.from_config(CONFIGS[name](), dtype=torch.bfloat16).cuda().eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() > 1:
+                parameter.mul_(2)
+    return model
+
+
+def make_prompts(lengths=(5, 130, 70, 300)):
+    from rloom.types import Prompt
+
+    draw = random.Random(0)
+    return [Prompt(content="", token_ids=[draw.randrange(3, 512) for _ in range(n)]) for n in lengths]
+
+
+def engine_for(model, compiled=False, **changes):
+    from rloom.generation import NativeEngine, Sampling
+
+    options = {"max_completion_length": 90, "eos_token_ids": (2,), "pad_token_id": 0, **changes}
+    return NativeEngine(lambda: model, Sampling(**options), compiled=compiled)
+
+
+def groups(engine, k=6, seed=0):
+    return sorted(engine.generate(make_prompts(), k, seed=seed), key=lambda group: len(group.prompt.token_ids))
+
+
+def plain(model, prompt, tokens, temperature=1.0):
+    with torch.no_grad():
+        logits = model(input_ids=torch.tensor([prompt + tokens], device="cuda")).logits[0].float() / temperature
+    logprobs = logits.log_softmax(-1)[len(prompt) - 1 : -1]
+    return logprobs.gather(-1, torch.tensor(tokens, device="cuda")[:, None])[:, 0].cpu()
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_sampling_logprobs_are_a_plain_forwards(name):
+    model = make(name)
+    exact = tf.AutoModelForCausalLM.from_config(CONFIGS[name](), dtype=torch.float32).cuda().eval()
+    exact.load_state_dict({key: value.float() for key, value in model.state_dict().items()})
+    engine = engine_for(model)
+    ours, theirs, count = 0.0, 0.0, 0
+    for group in groups(engine):
+        for completion in group.completions:
+            truth = plain(exact, group.prompt.token_ids, completion.token_ids)
+            ours += float((torch.tensor(completion.logprobs) - truth).abs().sum())
+            theirs += float((plain(model, group.prompt.token_ids, completion.token_ids) - truth).abs().sum())
+            count += len(truth)
+    print(f"{name}: off by {ours / count:.2e}, a plain forward by {theirs / count:.2e}; {engine.runner.seconds}")
+    assert engine.runner.paged
+    assert ours < 1.3 * theirs + 1e-3 * count
+
+
+@pytest.mark.parametrize("options", [{}, {"top_k": 20, "temperature": 0.7}, {"top_p": 0.8, "repetition_penalty": 1.2}])
+def test_graphs_draw_what_eager_steps_draw(options, monkeypatch):
+    from rloom.generation.native.runner import Runner
+
+    model = make("qwen2")
+    engine = engine_for(model, **options)
+    with_graphs = [[c.token_ids for c in g.completions] for g in groups(engine)]
+    assert any(bucket.graph is not None for bucket in engine.runner.buckets.values())
+    monkeypatch.setattr(Runner, "_worth_a_graph", lambda *_: False)
+    assert [[c.token_ids for c in g.completions] for g in groups(engine_for(model, **options))] == with_graphs
+
+
+def test_a_graph_sees_the_weights_of_the_last_update():
+    model = make("qwen2")
+    engine = engine_for(model)
+    groups(engine)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn_like(parameter) * 0.05)
+    before = {size: bucket.graph for size, bucket in engine.runner.buckets.items()}
+    for group in groups(engine, seed=1):
+        for completion in group.completions:
+            truth = plain(model, group.prompt.token_ids, completion.token_ids)
+            assert (torch.tensor(completion.logprobs) - truth).abs().mean() < 0.05
+    assert any(graph is not None and engine.runner.buckets[size].graph is graph for size, graph in before.items())
+
+
+def test_compiled_steps():
+    model = make("qwen2")
+    engine = engine_for(model, compiled=True)
+    for group in groups(engine):
+        for completion in group.completions:
+            truth = plain(model, group.prompt.token_ids, completion.token_ids)
+            assert (torch.tensor(completion.logprobs) - truth).abs().mean() < 0.05
+    assert any(bucket.graph is not None for bucket in engine.runner.buckets.values())
+
+
+def test_memory_does_not_grow():
+    model = make("qwen2")
+    engine = engine_for(model, max_completion_length=20)
+    sizes = []
+    for step in range(300):
+        list(engine.generate(make_prompts((5, 30)), 4, seed=step))
+        sizes.append(torch.cuda.memory_allocated())
+    assert max(sizes[100:]) <= max(sizes[:100])

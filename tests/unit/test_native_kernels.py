@@ -1,0 +1,131 @@
+"""The engine's kernels in Triton's interpreter, against their plain forms. On a GPU: tests/gpu."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+import torch
+
+from rloom.generation.base import Sampling
+from rloom.generation.native.dense import DenseCache
+from rloom.generation.native.geometry import Geometry, Layer
+from rloom.generation.native.noise import key_of
+from rloom.generation.native.paged import PagedCache, make_tables
+from rloom.generation.native.pages import Pages
+from rloom.generation.native.rows import Rows
+from rloom.generation.native.runner import prompt_row
+from rloom.generation.native.sampler import Drawn, Sampler
+from rloom.generation.native.scheduler import Scheduler, Sequence, SharedPrompt
+
+pytest.importorskip("triton")
+pytestmark = pytest.mark.skipif(
+    os.environ.get("TRITON_INTERPRET") != "1", reason="on a GPU the kernels are compiled: tests/gpu"
+)
+CPU = torch.device("cpu")
+
+
+def make_sequences(limit):
+    """Three prompts of 3, 1 and 2 sequences, with some tokens each, and pages for them."""
+    prompts = [SharedPrompt([1] * n) for n in (70, 3, 130)]
+    for prompt, lengths in zip(prompts, ([1, 66, 9], [4], [100, 2]), strict=True):
+        prompt.sequences = [Sequence(prompt, 0, 0, 0, tokens=[1] * n) for n in lengths]
+    scheduler = Scheduler(
+        prompts, pages=Pages(total=40, size=64), max_new_tokens=limit, max_sequences=9, prefill_tokens=999
+    )
+    scheduler.next_prefill()
+    for sequence in [s for prompt in prompts for s in prompt.sequences]:
+        scheduler.start(sequence)
+    scheduler.fill(1)
+    return prompts, scheduler.running
+
+
+@pytest.mark.parametrize(
+    ("heads", "widths", "window", "softcap", "sinks"),
+    [((4, 2), (16, 16), 0, 0.0, False), ((6, 2), (24, 8), 33, 0.0, True), ((2, 2), (16, 16), 0, 4.0, False)],
+)
+def test_paged_attention_is_dense_attention(heads, widths, window, softcap, sinks):
+    torch.manual_seed(0)
+    limit = 128
+    geometry = Geometry((Layer(heads[1], *widths, heads[0], torch.float32),))
+    prompts, sequences = make_sequences(limit)
+    count = len(sequences)
+    paged = PagedCache(
+        geometry, total=40, addresses=torch.zeros(2, dtype=torch.int64), max_new_tokens=limit, device=CPU
+    )
+    dense = DenseCache(geometry, limit, CPU)
+    row = prompt_row([p.token_ids for p in prompts], CPU)
+    size = row.input_ids.shape[1]
+    k, v = torch.randn(1, heads[1], size, widths[0]), torch.randn(1, heads[1], size, widths[1])
+    for cache in (paged, dense):
+        cache.begin_prefill(prompts)
+        cache.keep(0, k, v, row)
+    rows = {True: Rows.empty(count + 2, torch.tensor([-1]), 9, with_seen=False)}  # two rows do nothing
+    rows[False] = Rows.empty(count, torch.tensor([-1]), 9, with_seen=False)
+    paged.tables = make_tables(geometry, count + 2, 130, limit, CPU)
+    for is_paged, cache in ((True, paged), (False, dense)):
+        rows[is_paged].load(sequences, limit)
+        cache.arrange(sequences, rows[is_paged], 1)
+    # what the rows have drawn before
+    old_k = torch.randn(count, heads[1], limit, widths[0])
+    old_v = torch.randn(count, heads[1], limit, widths[1])
+    for index, sequence in enumerate(sequences):
+        for t in range(sequence.cached):
+            page = sequence.pages[t // 64]
+            paged.layers[0][0][page, t % 64] = old_k[index, :, t]
+            paged.layers[0][1][page, t % 64] = old_v[index, :, t]
+        dense.own[0][0][index, :, : sequence.cached] = old_k[index, :, : sequence.cached]
+        dense.own[0][1][index, :, : sequence.cached] = old_v[index, :, : sequence.cached]
+    options = {
+        "scale": 0.4,
+        "window": window,
+        "softcap": softcap,
+        "sinks": torch.randn(heads[0]) if sinks else None,
+    }
+    new = [
+        torch.randn(count + 2, n, 1, w)
+        for n, w in ((heads[0], widths[0]), (heads[1], widths[0]), (heads[1], widths[1]))
+    ]
+    expected = dense.attend(0, *(x[:count] for x in new), rows[False], options)
+    found = paged.attend(0, *new, rows[True], options)
+    torch.testing.assert_close(found[:count], expected, rtol=1e-5, atol=1e-5)
+    assert found[count:].isfinite().all()
+    for index, sequence in enumerate(sequences):  # the new key is in its page
+        page = sequence.pages[sequence.cached // 64]
+        assert torch.equal(paged.layers[0][0][page, sequence.cached % 64], new[1][index, :, 0])
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"temperature": 0.0}, {"temperature": 0.7, "top_k": 5}, {"top_p": 0.6}, {"min_p": 0.1, "temperature": 1.3}],
+)
+def test_the_draw(options):
+    from rloom.generation.native.sample_kernels import draw
+
+    torch.manual_seed(0)
+    sampler = Sampler(Sampling(max_completion_length=4, eos_token_ids=(), pad_token_id=0, **options))
+    logits = torch.randn(6, 9000) * 4
+    keys, positions = torch.tensor([key_of(3, 0, i) for i in range(6)]), torch.arange(6) + 4
+    plain = sampler(logits, keys, positions)
+    found = draw(logits, sampler.filtered(logits) if sampler.filters else None, keys, positions, sampler)
+    assert torch.equal(found.tokens, plain.tokens)
+    for name in ("logprobs", "drawn_logprobs", "entropies"):
+        torch.testing.assert_close(getattr(found, name), getattr(plain, name), rtol=1e-5, atol=1e-5)
+
+
+def test_rows_advance():
+    from rloom.generation.native.decode_kernels import advance_rows
+
+    pair = [Rows.empty(5, torch.tensor([7, 8]), 20, with_seen=False) for _ in range(2)]
+    prompt = SharedPrompt([1, 2, 3])
+    sequences = [Sequence(prompt, 0, i, key=i, tokens=[4] * (i + 1)) for i in range(4)]
+    for rows in pair:
+        rows.load(sequences, max_new_tokens=6)
+    for tokens in ([5, 7, 6, 8, 99], [7, 6, 6, 6, 99], [5, 5, 5, 5, 99]):
+        numbers = torch.randn(3, 5)
+        drawn = Drawn(tokens=torch.tensor(tokens), logprobs=numbers[0], drawn_logprobs=numbers[1], entropies=numbers[2])
+        pair[0]._advance(drawn)
+        advance_rows(pair[1], drawn)
+    for name in ("tokens", "positions", "cached", "counts", "remaining", "alive", "step", "out_tokens"):
+        assert torch.equal(getattr(pair[0], name), getattr(pair[1], name)), name
+    assert pair[0].out_tokens[:, :3].tolist() == [[5, 7, -1], [7, -1, -1], [6, 6, 5], [8, -1, -1], [-1, -1, -1]]
