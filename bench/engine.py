@@ -65,7 +65,20 @@ def run_generate(model: Any, shape: Shape, ends: tuple[int, ...]) -> dict[str, f
     return {"seconds": round(seconds, 3), "steps": output.shape[1] - ids.shape[1]}
 
 
-def run_ours(model: Any, shape: Shape, ends: tuple[int, ...], compiled: bool, repeat: int = 2) -> dict[str, float]:
+def profile(engine: Any, prompts: list[Prompt], shape: Shape) -> None:
+    """Where the GPU's time goes, kernel by kernel."""
+    activities = [torch.profiler.ProfilerActivity.CUDA]
+    with torch.profiler.profile(activities=activities) as found:
+        list(engine.generate(prompts, shape.k, seed=9))
+        torch.cuda.synchronize()
+    events = sorted(found.key_averages(), key=lambda event: -event.self_device_time_total)
+    for event in events[:16]:
+        print("KERNEL", f"{event.self_device_time_total / 1e3:8.1f} ms {event.count:7d} ×", event.key[:90], flush=True)
+
+
+def run_ours(
+    model: Any, shape: Shape, ends: tuple[int, ...], compiled: bool, repeat: int = 2, with_profile: bool = False
+) -> dict[str, float]:
     sampling = Sampling(max_completion_length=shape.completion, eos_token_ids=ends, pad_token_id=0)
     prompts = prompts_of(shape)
     start, engine = clocked(lambda: NativeEngine(lambda: model, sampling, compiled=compiled))
@@ -77,6 +90,8 @@ def run_ours(model: Any, shape: Shape, ends: tuple[int, ...], compiled: bool, re
     for seed in range(1, repeat + 1):
         seconds, groups = clocked(lambda seed=seed: list(engine.generate(prompts, shape.k, seed=seed)))
         times.append(seconds)
+    if with_profile:
+        profile(engine, prompts, shape)
     lengths = [len(c.token_ids) for group in groups for c in group.completions]
     result = {
         "seconds": round(min(times), 3),
@@ -88,7 +103,6 @@ def run_ours(model: Any, shape: Shape, ends: tuple[int, ...], compiled: bool, re
     }
     if torch.cuda.is_available():
         result["extra_gib"] = round((torch.cuda.max_memory_allocated() - before) / 2**30, 2)
-        result["kv_gib"] = round(sum(map(len, (p.token_ids for p in prompts))) / 2**30, 2)
         tokens = shape.groups * shape.prompt + sum(lengths)
         result["kv_gib"] = round(tokens * engine.runner.geometry.bytes_per_token / 2**30, 2)
         result |= steps(engine, prompts, shape, lengths, min(times))
@@ -113,7 +127,9 @@ def steps(engine: Any, prompts: Any, shape: Shape, lengths: list[int], seconds: 
     }
 
 
-def compare(name: str, shape: Shape, *, ragged: bool, ours_alone: bool, compiled: list[bool]) -> None:
+def compare(
+    name: str, shape: Shape, *, ragged: bool, ours_alone: bool, compiled: list[bool], with_profile: bool = False
+) -> None:
     dtype = torch.bfloat16 if torch.cuda.is_available() else torch.float32
     model = make_model(shape, dtype).eval()
     ends = ends_of(shape, ragged)
@@ -121,7 +137,7 @@ def compare(name: str, shape: Shape, *, ragged: bool, ours_alone: bool, compiled
     what = {"shape": name, "P": shape.prompt, "C": shape.completion, "K": shape.k, "N": shape.completions}
     what["ragged"] = ragged
     for one in compiled:
-        ours = run_ours(model, shape, ends, one)
+        ours = run_ours(model, shape, ends, one, with_profile=with_profile)
         if theirs is None and not ours_alone:
             theirs = run_generate(model, shape, ends)
             print("RESULT", json.dumps({**what, "peer": "generate", **theirs}), flush=True)
@@ -154,11 +170,13 @@ def main() -> None:
     parser.add_argument("--ragged", action="store_true")
     parser.add_argument("--ours", action="store_true", help="leave model.generate out")
     parser.add_argument("--compile", type=int, nargs="*", default=[0], help="0, 1 or both")
+    parser.add_argument("--profile", action="store_true")
     parser.add_argument("--growth", action="store_true")
     arguments = parser.parse_args()
     for name in arguments.shapes:
         compiled = [bool(c) for c in arguments.compile]
-        compare(name, SHAPES[name], ragged=arguments.ragged, ours_alone=arguments.ours, compiled=compiled)
+        options = {"ragged": arguments.ragged, "ours_alone": arguments.ours, "with_profile": arguments.profile}
+        compare(name, SHAPES[name], compiled=compiled, **options)
     if arguments.growth:
         growth()
 

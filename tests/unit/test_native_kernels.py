@@ -62,9 +62,9 @@ def test_paged_attention_is_dense_attention(heads, widths, window, softcap, sink
         cache.keep(0, k, v, row)
     rows = {True: Rows.empty(count + 2, torch.tensor([-1]), 9, with_seen=False)}  # two rows do nothing
     rows[False] = Rows.empty(count, torch.tensor([-1]), 9, with_seen=False)
-    paged.tables = make_tables(geometry, count + 2, 130, limit, CPU)
+    paged.tables = make_tables(geometry, count + 2, 3, 130, limit, CPU)
     for is_paged, cache in ((True, paged), (False, dense)):
-        rows[is_paged].load(sequences, limit)
+        rows[is_paged].load(sequences, limit, 1)
         cache.arrange(sequences, rows[is_paged], 1)
     # what the rows have drawn before
     old_k = torch.randn(count, heads[1], limit, widths[0])
@@ -120,7 +120,7 @@ def test_rows_advance():
     prompt = SharedPrompt([1, 2, 3])
     sequences = [Sequence(prompt, 0, i, key=i, tokens=[4] * (i + 1)) for i in range(4)]
     for rows in pair:
-        rows.load(sequences, max_new_tokens=6)
+        rows.load(sequences, max_new_tokens=6, steps=3)
     for tokens in ([5, 7, 6, 8, 99], [7, 6, 6, 6, 99], [5, 5, 5, 5, 99]):
         numbers = torch.randn(3, 5)
         drawn = Drawn(tokens=torch.tensor(tokens), logprobs=numbers[0], drawn_logprobs=numbers[1], entropies=numbers[2])

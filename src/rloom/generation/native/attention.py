@@ -42,6 +42,7 @@ class _Active:
     found: dict[int, Layer] = field(default_factory=dict)  # what each layer keeps, as seen in prefills
     calls: int = 0
     opaque: bool = False  # layers are compiled: attention must be one operator
+    order: tuple[int, ...] = ()  # the layers in the order of their calls
 
 
 _active = _Active()
@@ -60,10 +61,10 @@ def prefilling(cache: Cache | None, row: PackedRow) -> Iterator[dict[int, Layer]
 
 
 @contextmanager
-def decoding(cache: Cache, rows: Rows, *, opaque: bool = False) -> Iterator[None]:
-    """Attention calls are about one token of each row."""
+def decoding(cache: Cache, rows: Rows, *, order: tuple[int, ...] = (), opaque: bool = False) -> Iterator[None]:
+    """Attention calls are about one token of each row; `order`: the layers as they are called, for compiled ones."""
     _active.cache, _active.prompts, _active.rows, _active.calls = cache, None, rows, 0
-    _active.opaque = opaque
+    _active.opaque, _active.order = opaque, order
     try:
         yield
     finally:
@@ -101,11 +102,10 @@ def _attention(
 ) -> tuple[Tensor, None]:
     """The function that transformers calls. Returns (B, T, H, E)."""
     scale = query.shape[-1] ** -0.5 if scaling is None else float(scaling)
-    layer = int(module.layer_idx)
-    if _active.opaque:
-        options = (layer, scale, sliding_window or 0, softcap or 0.0)
+    if _active.opaque:  # a layer's number in here would have every layer compiled anew
+        options = (scale, sliding_window or 0, softcap or 0.0)
         return torch.ops.rloom.native_decode(query, key, value, s_aux, *options), None
-    return _run(query, key, value, s_aux, layer, scale, sliding_window or 0, softcap or 0.0), None
+    return _run(query, key, value, s_aux, int(module.layer_idx), scale, sliding_window or 0, softcap or 0.0), None
 
 
 def _run(
@@ -124,15 +124,19 @@ def _run(
     return attend_packed(query, key, value, scale, 0.0, window or None, cap or None, sinks)
 
 
+def _run_next(query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None, *options: Any) -> Tensor:
+    """The layer whose turn it is: they come in the same order each time."""
+    return _run(query, key, value, sinks, _active.order[_active.calls], *options)
+
+
 AttentionInterface.register(NAME, _attention)
 
 _library = torch.library.Library("rloom", "FRAGMENT")
 _library.define(
-    "native_decode(Tensor q, Tensor k, Tensor v, Tensor? sinks, int layer, float scale, int window, float softcap) "
-    "-> Tensor"
+    "native_decode(Tensor q, Tensor k, Tensor v, Tensor? sinks, float scale, int window, float softcap) -> Tensor"
 )
-_library.impl("native_decode", _run, "CUDA")
-_library.impl("native_decode", _run, "CPU")
+_library.impl("native_decode", _run_next, "CUDA")
+_library.impl("native_decode", _run_next, "CPU")
 
 
 def _shape(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, *options: Any) -> Tensor:

@@ -151,8 +151,9 @@ def attend_parts(  # type: ignore[no-untyped-def]
 ):  # fmt: skip
     """See the module's docstring. Grid (groups · ON_PROMPT + rows · ON_OWN, KV)."""
     program, kv = tl.program_id(0), tl.program_id(1)
-    k = tl.load(addresses + 2 * layer).to(tl.pointer_type(key.dtype.element_ty))
-    v = tl.load(addresses + 2 * layer + 1).to(tl.pointer_type(value.dtype.element_ty))
+    # An address from a table says nothing of its alignment; without the hint every load would be of two bytes.
+    k = tl.multiple_of(tl.load(addresses + 2 * layer).to(tl.pointer_type(key.dtype.element_ty)), 16)
+    v = tl.multiple_of(tl.load(addresses + 2 * layer + 1).to(tl.pointer_type(value.dtype.element_ty)), 16)
     PARTS: tl.constexpr = ON_PROMPT + ON_OWN
     if program < groups * ON_PROMPT:
         g = program // ON_PROMPT

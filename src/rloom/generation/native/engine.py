@@ -18,7 +18,7 @@ from rloom.generation.native.pages import Pages
 from rloom.generation.native.proof import why_not_native
 from rloom.generation.native.rows import Rows
 from rloom.generation.native.runner import Runner
-from rloom.generation.native.sampler import Drawn, Sampler
+from rloom.generation.native.sampler import Sampler
 from rloom.generation.native.scheduler import Scheduler, Sequence, SharedPrompt
 from rloom.types import Completion, Group, Prompt
 
@@ -107,7 +107,7 @@ class NativeEngine:
         if runner.geometry is None:
             runner.prefill([shared[0].token_ids[:8]])
         longest = max(len(prompt.token_ids) for prompt in shared)
-        runner.prepare_for(longest)
+        runner.prepare_for(longest, max(len(prompt.sequences) for prompt in shared))
         total = self._plan_pages(runner, shared)
         scheduler = Scheduler(
             shared,
@@ -140,7 +140,7 @@ class NativeEngine:
             return
         expected = max(self.sampling.max_completion_length - len(s.tokens) for s in scheduler.running)
         rows = runner.decode(scheduler.running, cache, steps, expected)
-        self._take(rows, scheduler, end)
+        self._take(rows, steps, scheduler, end)
 
     def _first_tokens(
         self, runner: Runner, prompts: list[SharedPrompt], logits: Any, scheduler: Scheduler, end: Callable[..., None]
@@ -157,34 +157,37 @@ class NativeEngine:
                 seen[line, torch.tensor(prompt.token_ids, device=device)] = True
             seen = seen[which]
         drawn = runner.draw(logits[which], keys, torch.zeros_like(keys), seen)
-        for (_, sequence), *values in zip(sequences, *_values(drawn), strict=True):
-            self._append(sequence, *values)
+        tokens, stats = drawn.tokens.tolist(), drawn.stats().tolist()
+        for (_, sequence), token, numbers in zip(sequences, tokens, stats, strict=True):
+            sequence.extend([token], [numbers])
+            sequence.stop_reason = is_end(sequence.tokens, self.sampling, self.tokenizer)
             if sequence.stop_reason is None:
                 scheduler.start(sequence)
             else:
                 end(sequence, scheduler)
 
-    def _take(self, rows: Rows, scheduler: Scheduler, end: Callable[..., None]) -> None:
+    def _take(self, rows: Rows, steps: int, scheduler: Scheduler, end: Callable[..., None]) -> None:
         """Read what was drawn, and let go of who has ended."""
-        tokens, stats = rows.read()
         going: list[Sequence] = []
-        for sequence, drawn, numbers in zip(scheduler.running, tokens, stats, strict=False):
-            for token, (logprob, drawn_logprob, entropy) in zip(drawn, numbers, strict=True):
-                if token < 0 or sequence.stop_reason is not None:
-                    break
-                self._append(sequence, token, logprob, drawn_logprob, entropy)
+        for sequence, (tokens, stats) in zip(scheduler.running, rows.read(steps), strict=False):
+            if self.sampling.stop_strings:
+                self._append_one_by_one(sequence, tokens, stats)
+            else:  # the device has stopped at end tokens and at the limit: the last token says which
+                sequence.extend(tokens, stats)
+                sequence.stop_reason = is_end(sequence.tokens, self.sampling, self.tokenizer)
             if sequence.stop_reason is None:
                 going.append(sequence)
             else:
                 end(sequence, scheduler)
         scheduler.running = going
 
-    def _append(self, sequence: Sequence, token: int, logprob: float, drawn_logprob: float, entropy: float) -> None:
-        sequence.tokens.append(token)
-        sequence.logprobs.append(logprob)
-        sequence.drawn_logprobs.append(drawn_logprob)
-        sequence.entropies.append(entropy)
-        sequence.stop_reason = is_end(sequence.tokens, self.sampling, self.tokenizer)
+    def _append_one_by_one(self, sequence: Sequence, tokens: list[int], stats: list[list[float]]) -> None:
+        """A stop string may be complete before the last of them."""
+        for token, numbers in zip(tokens, stats, strict=True):
+            sequence.extend([token], [numbers])
+            sequence.stop_reason = is_end(sequence.tokens, self.sampling, self.tokenizer)
+            if sequence.stop_reason is not None:
+                break
 
     def _completion(self, sequence: Sequence) -> Completion:
         assert sequence.stop_reason is not None
@@ -192,9 +195,9 @@ class NativeEngine:
         return Completion(
             token_ids=sequence.tokens,
             stop_reason=sequence.stop_reason,
-            logprobs=sequence.logprobs,
-            drawn_logprobs=sequence.drawn_logprobs if filtered else None,
-            entropies=sequence.entropies,
+            logprobs=[numbers[0] for numbers in sequence.stats],
+            drawn_logprobs=[numbers[1] for numbers in sequence.stats] if filtered else None,
+            entropies=[numbers[2] for numbers in sequence.stats],
         )
 
 
@@ -210,12 +213,6 @@ def _share(
         one.sequences += group
         groups.append(group)
     return list(shared.values()), groups
-
-
-def _values(drawn: Drawn) -> tuple[list[Any], ...]:
-    return (
-        drawn.tokens.tolist(), drawn.logprobs.tolist(), drawn.drawn_logprobs.tolist(), drawn.entropies.tolist()
-    )  # fmt: skip
 
 
 def _fingerprint(model: Any) -> tuple[int, int, Any]:

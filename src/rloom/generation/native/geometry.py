@@ -28,6 +28,7 @@ class Geometry:
     """All layers, in order."""
 
     layers: tuple[Layer, ...]
+    order: tuple[int, ...] = ()  # in which they are called
 
     @property
     def bytes_per_token(self) -> int:

@@ -30,6 +30,7 @@ def _mixed(x: Tensor) -> Tensor:
 def uniform(keys: Tensor, positions: Tensor) -> Tensor:
     """Numbers in (0, 1), float32, from keys and positions (int64). The kernels compute the same.
 
+    >>> import torch
     >>> uniform(torch.tensor([7, 7, 8]), torch.tensor([0, 1, 0]))
     tensor([0.0662, 0.6843, 0.9753])
     """

@@ -6,6 +6,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -17,7 +18,7 @@ from rloom.types import PackedRow
 PAGE = 64
 QUERIES_AT_ONCE = 64  # rows times repeated heads that one program takes to a prompt
 STRETCHES = 8  # into which a prompt or a completion is cut, at most
-STRETCH = 256  # tokens that are worth a program of their own
+STRETCH = 64  # tokens that are worth a program of their own
 
 
 @dataclass(slots=True, eq=False)
@@ -82,20 +83,20 @@ class PagedCache:
         """Tell the kernels which rows read which pages."""
         tables = self.tables
         assert tables is not None
-        own = torch.zeros(tables.own.shape, dtype=torch.int32)
+        own = np.zeros(tables.own.shape, dtype=np.int32)
         for row, sequence in enumerate(sequences):
-            own[row, : len(sequence.pages)] = torch.tensor(sequence.pages, dtype=torch.int32)
-        members = torch.full(tables.members.shape, -1, dtype=torch.int32)
-        prompts = torch.zeros(tables.prompts.shape, dtype=torch.int32)
-        lengths = torch.zeros(tables.lengths.shape, dtype=torch.int32)
+            own[row, : len(sequence.pages)] = sequence.pages
+        members = np.full(tables.members.shape, -1, dtype=np.int32)
+        prompts = np.zeros(tables.prompts.shape, dtype=np.int32)
+        lengths = np.zeros(tables.lengths.shape, dtype=np.int32)
         for index, (prompt, found) in enumerate(groups_of(sequences, most=members.shape[1])):
-            members[index, : len(found)] = torch.tensor(found, dtype=torch.int32)
-            prompts[index, : len(prompt.pages)] = torch.tensor(prompt.pages, dtype=torch.int32)
+            members[index, : len(found)] = found
+            prompts[index, : len(prompt.pages)] = prompt.pages
             lengths[index] = len(prompt.token_ids)
         for target, source in zip(
             (tables.own, tables.members, tables.prompts, tables.lengths), (own, members, prompts, lengths), strict=True
         ):
-            target.copy_(source)
+            target.copy_(torch.from_numpy(source))
         tables.tops.zero_()  # rows that do nothing have no prompt: their part must weigh nothing
 
     def stepped(self) -> None:
@@ -134,12 +135,14 @@ class PagedCache:
         return out
 
 
-def make_tables(geometry: Geometry, count: int, max_prompt: int, max_new_tokens: int, device: torch.device) -> Tables:
-    """Buffers for `count` rows, prompts and completions up to these lengths."""
+def make_tables(
+    geometry: Geometry, count: int, largest_group: int, max_prompt: int, max_new_tokens: int, device: torch.device
+) -> Tables:
+    """Buffers for `count` rows, and groups, prompts and completions up to these sizes."""
     repeat = max(layer.query_heads // layer.heads for layer in geometry.layers)
     heads = max(layer.query_heads for layer in geometry.layers)
     width = max(layer.value_width for layer in geometry.layers)
-    most = max(1, min(QUERIES_AT_ONCE // repeat, count))
+    most = max(1, min(QUERIES_AT_ONCE // repeat, largest_group, count))
     on_prompt = min(STRETCHES, -(-max_prompt // STRETCH))
     on_own = min(STRETCHES, -(-max_new_tokens // STRETCH))
     short: dict[str, Any] = {"dtype": torch.int32, "device": device}

@@ -74,7 +74,7 @@ def _decoded(runner: Runner, prompts: list[list[int]], completions: list[list[li
     """Logits (1 + STEPS, V) of each completion, teacher-forced, and attention calls of a step."""
     with runner.ready():
         runner.prefill([prompts[0][:4]])
-        runner.prepare_for(max(map(len, prompts)))
+        runner.prepare_for(max(map(len, prompts)), 2)
         shared = [SharedPrompt(list(prompt)) for prompt in prompts]
         for group, (prompt, own) in enumerate(zip(shared, completions, strict=True)):
             prompt.sequences = [Sequence(prompt, group, i, key=i, tokens=tokens[:1]) for i, tokens in enumerate(own)]
@@ -98,7 +98,7 @@ def _decoded(runner: Runner, prompts: list[list[int]], completions: list[list[li
         if bucket.tables is not None:
             cache.tables = bucket.tables
         for step in range(STEPS):
-            bucket.rows.load(scheduler.running, limit)
+            bucket.rows.load(scheduler.running, limit, 0)
             cache.arrange(scheduler.running, bucket.rows, STEPS)
             logits = runner.logits(bucket.rows, cache)
             calls = num_calls()

@@ -6,7 +6,7 @@ rows change; in between, `advance` moves the rows on by themselves, for as many 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -36,6 +36,8 @@ class Rows:
     ends: Tensor  # end tokens, int64
     vocabulary: int
     seen: Tensor | None = None  # (B, V) bool, for the repetition penalty
+    loaded: list[Sequence] = field(default_factory=list)  # who the rows are,
+    lengths: list[int] = field(default_factory=list)  # and how many tokens each will have drawn, if none ends
 
     @classmethod
     def empty(cls, count: int, ends: Tensor, vocabulary: int, *, with_seen: bool) -> Rows:
@@ -62,15 +64,24 @@ class Rows:
     def __len__(self) -> int:
         return len(self.tokens)
 
-    def load(self, sequences: list[Sequence], max_new_tokens: int) -> None:
-        """Write the state of these sequences into the first rows; the others do nothing."""
+    def load(self, sequences: list[Sequence], max_new_tokens: int, steps: int) -> None:
+        """Write the state of these sequences into the first rows; the others do nothing.
+
+        Rows that have moved on by themselves are right already: the host then only says that it has looked.
+        """
+        lengths = [len(s.tokens) for s in sequences]
+        moved_on = self.loaded == sequences and self.lengths == lengths
+        self.loaded, self.lengths = list(sequences), [length + steps for length in lengths]
+        if moved_on:
+            self.rewind()
+            return
         idle = len(self) - len(sequences)
         columns = [
             [s.tokens[-1] for s in sequences],
             [s.position for s in sequences],
             [s.cached for s in sequences],
-            [len(s.tokens) for s in sequences],
-            [max_new_tokens - len(s.tokens) for s in sequences],
+            lengths,
+            [max_new_tokens - length for length in lengths],
             [1] * len(sequences),
             [s.key for s in sequences],
         ]
@@ -108,8 +119,7 @@ class Rows:
         alive = self.alive.bool()
         at = self.step.expand(len(self), 1)
         self.out_tokens.scatter_(1, at, torch.where(alive, drawn.tokens, -1).unsqueeze(1))
-        stats = torch.stack([drawn.logprobs, drawn.drawn_logprobs, drawn.entropies], -1)  # (B, 3)
-        self.out_stats.scatter_(1, at.unsqueeze(-1).expand(-1, 1, 3), stats.unsqueeze(1))
+        self.out_stats.scatter_(1, at.unsqueeze(-1).expand(-1, 1, 3), drawn.stats().unsqueeze(1))
         goes_on = alive & ~torch.isin(drawn.tokens, self.ends) & (self.remaining > 1)
         self.tokens.copy_(torch.where(goes_on, drawn.tokens, self.tokens[:, 0]).unsqueeze(1))
         self.positions += goes_on.unsqueeze(1)
@@ -119,10 +129,11 @@ class Rows:
         self.alive.copy_(goes_on)
         self.step += 1
 
-    def read(self) -> tuple[list[list[int]], list[list[list[float]]]]:
-        """What was drawn since the last look: tokens and statistics, per row and step."""
-        taken = int(self.step)
-        return self.out_tokens[:, :taken].tolist(), self.out_stats[:, :taken].tolist()
+    def read(self, steps: int) -> list[tuple[list[int], list[list[float]]]]:
+        """What each row has drawn in the last `steps` steps: tokens, and their statistics."""
+        tokens, stats = self.out_tokens[:, :steps].tolist(), self.out_stats[:, :steps].tolist()
+        counts = [row.index(-1) if row[-1] < 0 else steps for row in tokens]
+        return [(t[:n], s[:n]) for t, s, n in zip(tokens, stats, counts, strict=True)]
 
 
 def groups_of(sequences: list[Sequence], most: int) -> list[tuple[SharedPrompt, list[int]]]:

@@ -59,7 +59,7 @@ class Runner:
         self.ends = torch.tensor(sorted(eos_token_ids) or [-1], device=self.device)
         self.vocabulary = int(self.base.get_output_embeddings().weight.shape[0])
         self.compiled = compiled and self.device.type == "cuda"
-        self.max_prompt = 0  # that buffers are made for
+        self.max_prompt = self.largest_group = 0  # that buffers are made for
         self.buckets: dict[int, Bucket] = {}
         self.geometry: Geometry | None = None
         self.addresses: Tensor | None = None
@@ -90,7 +90,7 @@ class Runner:
             else:
                 logits = self.model(**inputs).logits[0, last]
         if self.geometry is None:
-            self.geometry = Geometry(tuple(found[index] for index in sorted(found)))
+            self.geometry = Geometry(tuple(found[index] for index in sorted(found)), tuple(found))
         return logits
 
     def _no_cache(self) -> dict[str, Any]:
@@ -99,7 +99,8 @@ class Runner:
     def logits(self, rows: Rows, cache: Any, *, opaque: bool = False) -> Tensor:
         """(B, V) after the rows' next tokens."""
         inputs = {"input_ids": rows.tokens, "position_ids": rows.positions, **self._no_cache()}
-        with decoding(cache, rows, opaque=opaque):
+        order = self.geometry.order if self.geometry is not None else ()
+        with decoding(cache, rows, order=order, opaque=opaque):
             return self.model(**inputs).logits[:, -1]
 
     def draw(self, logits: Tensor, keys: Tensor, counts: Tensor, seen: Tensor | None = None) -> Drawn:
@@ -135,10 +136,11 @@ class Runner:
             device=self.device,
         )  # fmt: skip
 
-    def prepare_for(self, longest_prompt: int) -> None:
-        """Buffers for prompts of this length; graphs over shorter ones are dropped."""
-        if longest_prompt > self.max_prompt:
-            self.max_prompt = max(PAGE, 1 << (longest_prompt - 1).bit_length())
+    def prepare_for(self, longest_prompt: int, largest_group: int) -> None:
+        """Buffers for prompts and groups of this size; graphs over smaller ones are dropped."""
+        if longest_prompt > self.max_prompt or largest_group > self.largest_group:
+            self.max_prompt = max(self.max_prompt, PAGE, 1 << (longest_prompt - 1).bit_length())
+            self.largest_group = max(self.largest_group, largest_group)
             self.buckets.clear()
 
     # -- decode
@@ -153,7 +155,7 @@ class Runner:
         bucket = self._bucket(len(sequences))
         if isinstance(cache, PagedCache):
             cache.tables = bucket.tables
-        bucket.rows.load(sequences, self.max_new_tokens)
+        bucket.rows.load(sequences, self.max_new_tokens, steps)
         cache.arrange(sequences, bucket.rows, steps)
         if self._worth_a_graph(bucket, cache, expected):
             self._capture(bucket, cache)
@@ -178,7 +180,8 @@ class Runner:
             rows = Rows.empty(size, self.ends, self.vocabulary, with_seen=self.sampler.penalty != 1.0)
             tables = None
             if self.paged:
-                tables = make_tables(self.geometry, size, self.max_prompt, self.max_new_tokens, self.device)
+                limits = (self.largest_group, self.max_prompt, self.max_new_tokens)
+                tables = make_tables(self.geometry, size, *limits, self.device)
             self.buckets[size] = Bucket(rows=rows, tables=tables)
         return self.buckets[size]
 

@@ -26,6 +26,10 @@ class Drawn:
     drawn_logprobs: Tensor  # of the one that was drawn from
     entropies: Tensor  # of the plain distribution
 
+    def stats(self) -> Tensor:
+        """What is remembered of a draw, (B, 3)."""
+        return torch.stack([self.logprobs, self.drawn_logprobs, self.entropies], -1)
+
 
 class Sampler:
     """Draws with fixed options. Temperature 0 takes the likeliest token, and its log-probabilities are at 1."""

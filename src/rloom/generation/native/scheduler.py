@@ -34,9 +34,7 @@ class Sequence:
     sample: int  # which of its completions
     key: int  # of its noise
     tokens: list[int] = field(default_factory=list)
-    logprobs: list[float] = field(default_factory=list)
-    drawn_logprobs: list[float] = field(default_factory=list)
-    entropies: list[float] = field(default_factory=list)
+    stats: list[list[float]] = field(default_factory=list)  # per token: log-probability, the drawn one's, entropy
     stop_reason: str | None = None
     pages: list[int] = field(default_factory=list)
 
@@ -52,8 +50,12 @@ class Sequence:
 
     def restart(self) -> None:
         """Back to the first token, which the prompt's prefill has drawn."""
-        for drawn in (self.tokens, self.logprobs, self.drawn_logprobs, self.entropies):
-            del drawn[1:]
+        del self.tokens[1:], self.stats[1:]
+
+    def extend(self, tokens: list[int], stats: list[list[float]]) -> None:
+        """Tokens that were drawn, and what is remembered of them."""
+        self.tokens += tokens
+        self.stats += stats
 
 
 class Scheduler:
