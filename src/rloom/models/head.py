@@ -141,7 +141,7 @@ class _LinearHead(torch.autograd.Function):
             logits = F.linear(hidden[part], weight, bias)
             logprobs[part], entropy[part], normalizer[part] = row_stats(logits, targets[part], transform)
         ctx.save_for_backward(hidden, weight, bias, targets, normalizer)
-        ctx.transform = transform
+        ctx.transform, ctx.grad_dtype = transform, _gradient_dtype(weight)
         ctx.mark_non_differentiable(entropy)
         return logprobs, entropy
 
@@ -163,7 +163,7 @@ class _LinearHead(torch.autograd.Function):
                 _add_product(grad_weight, dz, hidden[part])
             if grad_bias is not None:
                 grad_bias += dz.float().sum(0)
-        return grad_hidden, _like(grad_weight, weight), _like(grad_bias, bias), None, None
+        return grad_hidden, _as(grad_weight, ctx.grad_dtype), _as(grad_bias, ctx.grad_dtype), None, None
 
 
 def row_stats(logits: Tensor, targets: Tensor, transform: LogitTransform) -> tuple[Tensor, Tensor, Tensor]:
@@ -191,8 +191,13 @@ def row_grads(logits: Tensor, targets: Tensor, normalizer: Tensor, grad: Tensor,
     return dz.mul_(slope).to(logits.dtype)
 
 
-def _like(grad: Tensor | None, tensor: Tensor | None) -> Tensor | None:
-    return None if grad is None or tensor is None else grad.to(tensor.dtype)
+def _gradient_dtype(weight: Tensor) -> torch.dtype:
+    """float32 where a half-precision parameter accumulates its gradient so: then nothing is rounded, and no copy made."""
+    return (weight.is_leaf and weight.grad_dtype) or weight.dtype
+
+
+def _as(grad: Tensor | None, dtype: torch.dtype) -> Tensor | None:
+    return None if grad is None else grad.to(dtype)
 
 
 def _add_product(total: Tensor, dz: Tensor, hidden: Tensor) -> None:
