@@ -1,7 +1,8 @@
-"""What scores completions: functions, models, objects, called alike and checked alike."""
+"""What scores completions: functions, models, objects, services, called alike and checked alike."""
 
 from rloom.rewards.base import Reward, RewardBatch, RewardSet
+from rloom.rewards.code import code_execution
 from rloom.rewards.functions import FunctionReward, ObjectReward
 from rloom.rewards.model import ModelReward
 
-__all__ = ["FunctionReward", "ModelReward", "ObjectReward", "Reward", "RewardBatch", "RewardSet"]
+__all__ = ["FunctionReward", "ModelReward", "ObjectReward", "Reward", "RewardBatch", "RewardSet", "code_execution"]
