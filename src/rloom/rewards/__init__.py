@@ -1,7 +1,8 @@
 """What scores completions: functions, models, objects, services, called alike and checked alike."""
 
-from rloom.rewards.base import Reward, RewardBatch, RewardSet
+from rloom.rewards.base import Reward, RewardBatch
 from rloom.rewards.code import code_execution
+from rloom.rewards.collection import RewardSet
 from rloom.rewards.functions import FunctionReward, ObjectReward
 from rloom.rewards.model import ModelReward
 

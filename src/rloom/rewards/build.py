@@ -50,6 +50,15 @@ def check_rewards(functions: list[Any], processing_classes: Any) -> list[Any]:
     return classes
 
 
+def is_url(value: Any) -> bool:
+    """Whether a reward is given by address.
+
+    >>> is_url("http://127.0.0.1:8000/score"), is_url("org/reward-model")
+    (True, False)
+    """
+    return isinstance(value, str) and value.startswith(("http://", "https://"))
+
+
 def load_reward_model(name: str, *, trust_remote_code: bool, init_kwargs: dict[str, Any] | None) -> nn.Module:
     """A reward model by name or path, with one output."""
     if name.startswith(("/", "./", "../")) and not os.path.isdir(name):

@@ -100,7 +100,7 @@ def code_execution(
         return [None if v is None else v.share for v in verdicts]
 
     code_execution_reward.__name__ = "code_execution"
-    return mark(code_execution_reward, streaming=True, threads=True)
+    return mark(code_execution_reward, streaming=True, per_sample=True, threads=True)
 
 
 # -- what to run

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
@@ -18,16 +19,18 @@ class Marks:
 
     streaming: bool = False  # called per group, as soon as the group is there
     isolated: bool = False  # called per sample, in worker processes
-    threads: bool = False  # called per sample, in several threads: for functions that wait for something outside Python
+    per_sample: bool = False  # called once per sample; what is isolated always is
+    threads: bool = False  # called in several threads: for functions that wait for something outside Python
     time_limit: float | None = None  # seconds per sample (isolated) or call (async)
-    concurrency: int | None = None  # calls of an async function that run at a time
+    concurrency: int | None = None  # calls of an async function, or of one in threads, that run at a time
 
 
 def marks_of(function: Any) -> Marks:
     """The marks of a function, also of one that is wrapped in a partial; the defaults if it has none."""
     found = getattr(function, ATTRIBUTE, None)
-    if found is None and hasattr(function, "func"):
-        found = getattr(function.func, ATTRIBUTE, None)
+    while found is None and isinstance(function, functools.partial):
+        function = function.func
+        found = getattr(function, ATTRIBUTE, None)
     return found if isinstance(found, Marks) else Marks()
 
 
@@ -57,15 +60,15 @@ def _check(function: Any, marks: Marks) -> None:
             "time_limit has no effect on a function that runs in the trainer's own process, where nothing can cut it "
             "off: add isolated=True, or make it async"
         )
-    if marks.concurrency is not None and (not is_async or marks.isolated):
-        raise RewardError("concurrency is for async functions that run in the trainer's own process")
+    if marks.concurrency is not None and (marks.isolated or not (is_async or marks.threads)):
+        raise RewardError("concurrency is for async functions, and for those with threads=True; others run one by one")
 
 
 def is_coroutine_function(function: Any) -> bool:
     """Whether calling it gives a coroutine; also for objects with an async `__call__` and for partials."""
-    while hasattr(function, "func"):
+    while isinstance(function, functools.partial):
         function = function.func
-    return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(getattr(function, "__call__", None))
+    return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__)
 
 
 def reward(function: Callable[..., Any] | None = None, /, **options: Any) -> Any:
@@ -74,9 +77,10 @@ def reward(function: Callable[..., Any] | None = None, /, **options: Any) -> Any
     Args:
         streaming: call it per group, as soon as the group is there, while others are still being generated.
         isolated: call it per sample in worker processes; a sample that hangs or crashes costs its own score alone.
-        threads: call it per sample in several threads; for functions that wait for something outside Python.
+        per_sample: call it once per sample.
+        threads: call it in several threads; for functions that wait for something outside Python.
         time_limit: seconds per sample of an isolated function, or per call of an async one.
-        concurrency: how many calls of an async function run at a time.
+        concurrency: how many calls of an async function, or of one in threads, run at a time.
 
     >>> @reward(streaming=True)
     ... def short(completions, **kwargs):

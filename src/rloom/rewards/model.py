@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from rloom.rewards.base import RewardBatch
+from rloom.rewards.marks import Marks
 
 ROWS_PER_FORWARD = 32
 
@@ -17,6 +18,7 @@ class ModelReward:
 
     def __init__(self, model: nn.Module, tokenizer: Any, *, name: str, template_kwargs: dict[str, Any]) -> None:
         self.model, self.tokenizer, self.name, self.template_kwargs = model, tokenizer, name, template_kwargs
+        self.marks = Marks()
         model.eval()
 
     def score(self, batch: RewardBatch) -> list[float]:

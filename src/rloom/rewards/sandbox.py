@@ -82,7 +82,8 @@ def check_sandbox() -> None:
         raise SandboxError(
             f"bubblewrap is there but cannot make a sandbox: {result.stderr.strip()[-300:] or 'no output'}. In a "
             "container, user namespaces must be allowed (Docker: --security-opt seccomp=unconfined, or a profile that "
-            "allows them; hosts: sysctl kernel.unprivileged_userns_clone=1, kernel.apparmor_restrict_unprivileged_userns=0)"
+            "allows them; hosts: sysctl kernel.unprivileged_userns_clone=1, and on Ubuntu "
+            "kernel.apparmor_restrict_unprivileged_userns=0)"
         )
 
 

@@ -51,7 +51,7 @@ def main(payload: dict[str, Any]) -> None:
 
 
 def namespace(peer: Peer, payload: dict[str, Any]) -> dict[str, Any]:
-    """What the tests see: the program's names (none that would hide a built-in one), and what was put there for them."""
+    """What the tests see: the program's names (none that hides a built-in one), and what was put there for them."""
     module = types.ModuleType(OWN)
     hello = receive(peer.read_fd)
     if not isinstance(hello, dict) or "names" not in hello:

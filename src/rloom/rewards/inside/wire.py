@@ -96,8 +96,8 @@ def encode(value: Any, keep: Callable[[Any], Any], depth: int = 0) -> Any:
     if (kind.__module__, kind.__name__) in REBUILT:
         parts = REBUILT[kind.__module__, kind.__name__](value)
         return {"rebuilt": [kind.__module__, kind.__name__, encode(parts, keep, depth + 1)]}
-    if isinstance(value, type) and getattr(builtins, value.__name__, None) is value:
-        return {"type": value.__name__}
+    if isinstance(value, type) and getattr(builtins, type.__getattribute__(value, "__name__"), None) is value:
+        return {"type": type.__getattribute__(value, "__name__")}
     if kind.__module__ == "numpy" and hasattr(value, "tolist"):
         return encode(value.tolist(), keep, depth + 1)
     return keep(value)
