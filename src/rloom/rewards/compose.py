@@ -113,8 +113,8 @@ class Composition:
                 return index
         name = wanted if isinstance(wanted, str) else getattr(wanted, "__name__", type(wanted).__name__)
         raise RewardError(
-            f"only_if={name!r} is not among the other rewards ({', '.join(self.names)}){did_you_mean(name, self.names)} "
-            "Add it to `reward_funcs`, with weight 0 if it shall only be a gate"
+            f"only_if={name!r} is not among the other rewards ({', '.join(self.names)}){did_you_mean(name, self.names)}"
+            " Add it to `reward_funcs`, with weight 0 if it shall only be a gate"
         )
 
     @property

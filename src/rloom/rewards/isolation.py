@@ -109,7 +109,7 @@ class Worker:
         self.answer, answer_write = os.pipe()
         os.set_blocking(self.request, False)
         self.process = subprocess.Popen(
-            [sys.executable, str(WORKER), str(request_read), str(answer_write)],
+            [sys.executable, "-P", str(WORKER), str(request_read), str(answer_write)],
             pass_fds=(request_read, answer_write),
             stdin=subprocess.DEVNULL,
             stdout=sys.stderr.fileno() if _has_fileno(sys.stderr) else subprocess.DEVNULL,

@@ -72,7 +72,7 @@ def is_coroutine_function(function: Any) -> bool:
 
 
 def reward(function: Callable[..., Any] | None = None, /, **options: Any) -> Any:
-    """Say how a reward function wants to be called. As a decorator, or around a function.
+    """Say how a reward function wants to be called. As a decorator, or around a function, which stays as it was.
 
     Args:
         streaming: call it per group, as soon as the group is there, while others are still being generated.
@@ -94,4 +94,5 @@ def reward(function: Callable[..., Any] | None = None, /, **options: Any) -> Any
     """
     if function is None:
         return lambda f: mark(f, **options)
-    return mark(function, **options)
+    # A copy: a built-in reward, or one that is used elsewhere too, stays as it is.
+    return mark(functools.update_wrapper(functools.partial(function), function), **options)
