@@ -27,6 +27,8 @@ if TYPE_CHECKING:
     from rloom.rewards.embeddings import semantic_similarity
     from rloom.rewards.form import format, json_schema, think_format_reward
     from rloom.rewards.functions import FunctionReward, ObjectReward
+    from rloom.rewards.http import http_reward
+    from rloom.rewards.judging import judge
     from rloom.rewards.marks import reward
     from rloom.rewards.model import ModelReward
     from rloom.rewards.size import get_repetition_penalty_reward, get_soft_overlong_punishment, length
@@ -42,6 +44,8 @@ _HOMES = {
     "compose": ("route", "term"),
     "embeddings": ("semantic_similarity",),
     "form": ("format", "json_schema", "think_format_reward"),
+    "http": ("http_reward",),
+    "judging": ("judge",),
     "functions": ("FunctionReward", "ObjectReward"),
     "text": ("bleu", "language", "rouge", "sentiment"),
     "size": ("get_repetition_penalty_reward", "get_soft_overlong_punishment", "length"),
@@ -65,7 +69,9 @@ __all__ = [
     "get_cosine_scaled_reward",
     "get_repetition_penalty_reward",
     "get_soft_overlong_punishment",
+    "http_reward",
     "json_schema",
+    "judge",
     "language",
     "length",
     "math_accuracy",

@@ -12,6 +12,7 @@ from transformers import AutoModelForSequenceClassification, AutoTokenizer
 from rloom.errors import RewardError
 from rloom.rewards.base import Reward
 from rloom.rewards.functions import FunctionReward, ObjectReward
+from rloom.rewards.http import http_reward
 from rloom.rewards.model import ModelReward
 
 
@@ -29,8 +30,8 @@ def check_rewards(functions: list[Any], processing_classes: Any) -> list[Any]:
     for function in functions:
         if not (isinstance(function, (str, nn.Module)) or callable(function) or hasattr(function, "get_rewards")):
             raise RewardError(
-                f"a reward is a function, a model, a model's name or path, or an object with get_rewards(prompts, "
-                f"completions); got {type(function).__name__}"
+                f"a reward is a function, a model, a model's name or path, the address of a service, or an object with "
+                f"get_rewards(prompts, completions); got {type(function).__name__}"
             )
         if isinstance(function, nn.Module) and type(function).__name__.endswith("ForCausalLM"):
             raise RewardError(
@@ -75,6 +76,8 @@ def build_reward(
     template_kwargs: dict[str, Any],
 ) -> Reward:
     """One reward of the right kind. `place` moves a model to the device that it shall run on."""
+    if is_url(function):
+        return FunctionReward(http_reward(function))
     if isinstance(function, nn.Module):
         name = str(getattr(function.config, "_name_or_path", "") or type(function).__name__)
         model = place(function)
