@@ -7,6 +7,7 @@ import logging
 import random
 import threading
 import time
+import weakref
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -137,6 +138,7 @@ class JsonService:
                 self._client = httpx.Client(
                     timeout=self.timeout, limits=limits, follow_redirects=False, trust_env=not self.local
                 )
+                weakref.finalize(self, self._client.close)
             return self._client
 
 
