@@ -255,7 +255,7 @@ def test_a_built_in_reward_that_hangs_is_cut():
 def test_workers_end_with_the_pool_and_with_the_trainer(tmp_path):
     with WorkerPool(2) as pool:
         key = pool.register(lambda completions: [__import__("os").getpid()], "pid")
-        pids = {pool.submit(key, {"completions": ["a"]}, 30.0).result()["value"][0] for _ in range(8)}
+        pids = {pool.submit(key, [{"completions": ["a"]}], 30.0)[0].result()["value"][0] for _ in range(8)}
     assert pids
     assert not [pid for pid in pids if os.path.exists(f"/proc/{pid}")]
     script = textwrap.dedent("""
@@ -264,8 +264,8 @@ def test_workers_end_with_the_pool_and_with_the_trainer(tmp_path):
         pool = WorkerPool(1)
         sleep = pool.register(lambda: __import__("time").sleep(100), "sleeps")
         pid = pool.register(lambda: __import__("os").getpid(), "pid")
-        print(pool.submit(pid, {}, 30.0).result()["value"], flush=True)
-        pool.submit(sleep, {}, 100.0)
+        print(pool.submit(pid, [{}], 30.0)[0].result()["value"], flush=True)
+        pool.submit(sleep, [{}], 100.0)
         os.kill(os.getpid(), 9)
     """)
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60)
@@ -280,13 +280,13 @@ def test_workers_end_with_the_pool_and_with_the_trainer(tmp_path):
 def test_a_worker_that_dies_while_idle_is_replaced():
     with WorkerPool(1) as pool:
         key = pool.register(lambda completions: [__import__("os").getpid()], "pid")
-        first = pool.submit(key, {"completions": ["a"]}, 30.0).result()["value"][0]
+        first = pool.submit(key, [{"completions": ["a"]}], 30.0)[0].result()["value"][0]
         os.kill(first, 9)
         time.sleep(0.3)
         try:
-            second = pool.submit(key, {"completions": ["a"]}, 30.0).result()["value"][0]
+            second = pool.submit(key, [{"completions": ["a"]}], 30.0)[0].result()["value"][0]
         except WorkerGone:  # it was still dying
-            second = pool.submit(key, {"completions": ["a"]}, 30.0).result()["value"][0]
+            second = pool.submit(key, [{"completions": ["a"]}], 30.0)[0].result()["value"][0]
         assert second != first
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import time
 import types
-from collections.abc import Awaitable
+from collections.abc import Awaitable, Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -37,7 +37,12 @@ class Piece:
     """A call that is under way, or done, and the rows of the batch that it is for."""
 
     rows: list[int]
-    answer: Future[Answer]
+    future: Future[Any]
+    read: Callable[[Future[Any]], Answer] = lambda future: future.result()
+
+    def answer(self) -> Answer:
+        """What came of it, when it is done."""
+        return self.read(self.future)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -79,10 +84,12 @@ class Caller:
         rows = self._rows(batch)
         if not rows:
             return []
-        single = self.marks.isolated or self.marks.per_sample
+        single = self.marks.per_sample
         parts = [[row] for row in rows] if single else [rows]
+        if self.marks.isolated:
+            return self._in_workers(batch, rows)
         whole = len(parts[0]) == len(batch)
-        return [Piece(rows=part, answer=self._start(batch if whole else batch.take(part))) for part in parts]
+        return [Piece(rows=part, future=self._start(batch if whole else batch.take(part))) for part in parts]
 
     def _rows(self, batch: RewardBatch) -> list[int]:
         if self.when is None:
@@ -96,8 +103,6 @@ class Caller:
         return [row for row, value in enumerate(batch.columns[column]) if value in values]
 
     def _start(self, batch: RewardBatch) -> Future[Answer]:
-        if self.marks.isolated:
-            return self._in_worker(batch)
         if self.is_async:
             return start(self._on_loop(batch))
         if self.streaming or self.marks.threads:
@@ -108,7 +113,8 @@ class Caller:
 
     def _executor(self) -> ThreadPoolExecutor:
         if self._threads is None:  # a function that does not say that it may is never called twice at a time
-            count = (self.marks.concurrency or self.options.workers) if self.marks.threads else 1
+            # Twice as many threads as cores: they wait for something most of the time.
+            count = (self.marks.concurrency or 2 * self.options.workers) if self.marks.threads else 1
             self._threads = ThreadPoolExecutor(count, thread_name_prefix=f"rloom-{self.name}")
         return self._threads
 
@@ -143,21 +149,20 @@ class Caller:
             answer.seconds = time.perf_counter() - began
         return answer
 
-    def _in_worker(self, batch: RewardBatch) -> Future[Answer]:
-        arguments = self.reward.arguments(batch)  # type: ignore[attr-defined]
+    def _in_workers(self, batch: RewardBatch, rows: list[int]) -> list[Piece]:
+        assert self._key is not None
+        samples = [self._portable(batch.take([row])) for row in rows]
+        futures = self.pool.submit(self._key, samples, self.time_limit)
+        return [Piece(rows=[row], future=f, read=self._from_worker) for row, f in zip(rows, futures, strict=True)]
+
+    def _portable(self, sample: RewardBatch) -> dict[str, Any]:
+        """A sample's arguments, as they can travel to a worker."""
+        arguments = self.reward.arguments(sample)  # type: ignore[attr-defined]
         if "trainer_state" in arguments:
             arguments["trainer_state"] = _snapshot(arguments["trainer_state"])
-        for name in ("log_extra", "log_metric"):
-            arguments.update({name: None} if name in arguments else {})
-        assert self._key is not None
-        asked = self.pool.submit(self._key, arguments, self.time_limit)
-        answer: Future[Answer] = Future()
-        asked.add_done_callback(lambda done: answer.set_result(self._from_worker(done)))
-        return answer
+        return {name: None if name in ("log_extra", "log_metric") else value for name, value in arguments.items()}
 
     def _from_worker(self, done: Future[dict[str, Any]]) -> Answer:
-        if done.cancelled():
-            return Answer(error=RewardError("cancelled"), failure="errors")
         error = done.exception()
         if isinstance(error, TimeoutError):
             return Answer(error=error, failure="timeouts", seconds=self.time_limit)

@@ -6,6 +6,8 @@ import logging
 import math
 import os
 from collections.abc import Sequence
+from concurrent.futures import wait
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -87,7 +89,7 @@ class RewardSet:
         """Let go of groups that will not be asked for: generation failed, or somebody else scored them."""
         for _, _, pieces in self._parts:
             for piece in (p for several in pieces for p in several):
-                piece.answer.cancel()
+                piece.future.cancel()
         self._parts = []
 
     # -- when all are there
@@ -115,7 +117,7 @@ class RewardSet:
             return self.callers[index].begin(batch)
         pieces, first = [], 0
         for _, group, several in parts:
-            pieces += [Piece(rows=[first + row for row in p.rows], answer=p.answer) for p in several[index]]
+            pieces += [replace(p, rows=[first + row for row in p.rows]) for p in several[index]]
             first += len(group)
         return pieces
 
@@ -126,8 +128,9 @@ class RewardSet:
         failures: dict[str, int] = {}
         extra: dict[str, list[Any]] = {}
         seconds = 0.0
+        wait([piece.future for piece in pieces[-1:]])  # to wake up once, not for each: others need the time
         for piece in pieces:
-            answer = piece.answer.result()
+            answer = piece.answer()
             seconds += answer.seconds
             for row, value in zip(piece.rows, self._values(index, answer, piece.rows, batch, failures), strict=True):
                 column[row] = math.nan if value is None else value

@@ -101,15 +101,15 @@ def main(read_fd: int, write_fd: int) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the trainer's to handle
     functions: dict[int, Any] = {}
     while (message := read(read_fd)) is not None:
-        answer: dict[str, Any] = {"loaded": True}
         try:
             request = pickle.loads(message)
-            if "path" in request:
-                sys.path[:] = request["path"]
-            if "function" in request:
-                functions[request["key"]] = pickle.loads(request["function"])
-            else:
-                answer = call(functions[request["key"]], request["arguments"])
+            if "samples" in request:
+                for arguments in request["samples"]:
+                    write(write_fd, call(functions[request["key"]], arguments))
+                continue
+            sys.path[:] = request["path"]
+            functions[request["key"]] = pickle.loads(request["function"])
+            answer: dict[str, Any] = {"loaded": True}
         except BaseException as error:
             answer = {
                 "error": [type(error).__name__, str(error)[:1000], traceback.format_exc()[-4000:]],
