@@ -50,7 +50,7 @@ def main() -> None:
 
 
 def math_batch(count: int, first: int) -> RewardBatch:
-    """Answers in several forms, half of them right. Another `first`, other numbers: sympy remembers what it has seen."""
+    """Answers in several forms, half of them right. Another `first`, other numbers: sympy remembers what it saw."""
     numbers = range(first, first + count)
     texts = [ANSWERS[i % 4].replace("%d", str(i)) for i in numbers]
     return batch_of(texts, {"solution": [str(i + (i // 4) % 2) for i in numbers]})
@@ -91,9 +91,8 @@ def compare(name: str, function: Any, make: Callable[[int, int], RewardBatch], c
     rewards.close()
     a, b = statistics.median(loop), statistics.median(ours)
     best = min(loop) / min(ours)
-    print(
-        f"{name}: plain loop {a:.2f} s, ours {b:.2f} s ({b / count * 1000:.2f} ms a sample): {a / b:.2f}×; the best: {best:.2f}×"
-    )
+    each = b / count * 1000
+    print(f"{name}: plain loop {a:.2f} s, ours {b:.2f} s ({each:.2f} ms a sample): {a / b:.2f}×; the best: {best:.2f}×")
 
 
 def isolation(count: int, repeats: int) -> None:
@@ -148,9 +147,8 @@ def overlap(repeats: int, *, groups: int = 16, total: float = 2.0) -> None:
         rewards.score(batch_of(["x"] * 8, {}))
         took = statistics.median(seconds(lambda r=rewards: step(r, prompts, total)) for _ in range(repeats))  # type: ignore[misc]
         rewards.close()
-        print(
-            f"a step with {total:g} s of generation and {total:g} s of rewards ({name}): {took:.2f} s, {took / total:.3f} times one of them"
-        )
+        what = f"{total:g} s of generation and {total:g} s of rewards ({name})"
+        print(f"a step of {what}: {took:.2f} s, {took / total:.3f}×")
 
 
 def step(rewards: RewardSet, prompts: list[Prompt], total: float) -> None:

@@ -177,6 +177,7 @@ def test_a_reward_model_as_judge(tmp_path):
     LlamaForSequenceClassification(config).save_pretrained(tmp_path)
     make_tokenizer().save_pretrained(tmp_path)
     logits = judge(reward_model=str(tmp_path))(PROMPTS, ANSWERS)
+    assert judge(reward_model=str(tmp_path))(["q"], ["\ud800"])[0] is not None  # half a surrogate pair
     wins = judge(reward_model=str(tmp_path), mode="pairwise")(PROMPTS, ANSWERS)
     expected = torch.sigmoid(torch.tensor([logits[0] - logits[1], logits[0] - logits[2]])).mean().item()
     assert wins[0] == pytest.approx(expected)

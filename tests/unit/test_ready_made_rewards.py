@@ -218,6 +218,7 @@ def test_semantic_similarity(bert, tmp_path):
     assert scores[0] == pytest.approx(1.0, abs=1e-5)
     assert scores[1] < 0.999
     assert scores[2] is None
+    assert near(["\ud800 x"], reference=["x"])[0] is not None
     # padding beside longer texts changes nothing, and the mean is over real tokens
     assert near(["hello there"], reference=["1+1="])[0] == pytest.approx(scores[1], abs=1e-5)
     inputs = tokenizer(["ab", "c"], return_tensors="pt", padding=True)

@@ -62,8 +62,7 @@ class RewardSet:
         self.names = unique_names([reward.name for reward in rewards])
         self.weights = torch.tensor(weights if weights is not None else [1.0] * len(rewards), dtype=torch.float32)
         self.on_error = on_error
-        options = Options(workers=workers or min(len(os.sched_getaffinity(0)), 8), time_limit=time_limit)
-        options.concurrency = concurrency
+        options = Options(workers=workers or min(_cores(), 8), time_limit=time_limit, concurrency=concurrency)
         self.pool = WorkerPool(options.workers)
         routes = list(when) if when is not None else [None] * len(self.rewards)
         self.callers = [
@@ -217,6 +216,11 @@ class RewardSet:
         self.pool.close()
         for caller in self.callers:
             caller.close()
+
+
+def _cores() -> int:
+    """The cores that this process may use, where the system tells."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def _noted(error: BaseException, name: str, batch: RewardBatch) -> BaseException:

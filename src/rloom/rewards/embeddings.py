@@ -11,7 +11,7 @@ from torch import Tensor
 
 from rloom.errors import RewardError
 from rloom.rewards.marks import mark
-from rloom.rewards.texts import text_of
+from rloom.rewards.texts import text_of, without_surrogates
 
 DEFAULT = "sentence-transformers/all-MiniLM-L6-v2"
 ROWS_PER_FORWARD = 32
@@ -38,6 +38,7 @@ class Encoder:
 
     def _forward(self, texts: list[str]) -> Tensor:
         limit = min(getattr(self.model.config, "max_position_embeddings", 512), 512)
+        texts = [without_surrogates(text) for text in texts]  # which no tokenizer takes
         inputs = self.tokenizer(texts, padding=True, truncation=True, max_length=limit, return_tensors="pt")
         inputs = inputs.to(self.model.device)
         hidden = self.model(**inputs).last_hidden_state.float()  # (B, T, D)

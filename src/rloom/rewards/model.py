@@ -9,6 +9,7 @@ from torch import nn
 
 from rloom.rewards.base import RewardBatch
 from rloom.rewards.marks import Marks
+from rloom.rewards.texts import without_surrogates
 
 ROWS_PER_FORWARD = 32
 
@@ -24,6 +25,7 @@ class ModelReward:
     def score(self, batch: RewardBatch) -> list[float]:
         """The model's first logit for each completion."""
         texts = [self._text(p, c) for p, c in zip(batch.prompts, batch.completions, strict=True)]
+        texts = [without_surrogates(text) for text in texts]  # which no tokenizer takes
         scores: list[float] = []
         for start in range(0, len(texts), ROWS_PER_FORWARD):
             scores += self._forward(texts[start : start + ROWS_PER_FORWARD])
