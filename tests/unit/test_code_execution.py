@@ -112,7 +112,7 @@ def test_standard_input_and_output():
 def test_a_harness_of_the_users_own():
     harness = "assert 'import' not in program\nfor x in row['inputs']:\n    assert candidate(x) == 2 * x, x\n"
     reward = code_execution(harness=harness)
-    columns = {"entry_point": ["double"] * 2, "inputs": [[1, 2, 3]] * 2}
+    columns = {"entry_point": ["double"] * 2, "inputs": [{1, 2, 3}] * 2, "picture": [object()] * 2}
     assert reward(completions=[RIGHT, "import os\n" + RIGHT], **columns) == [1.0, 0.0]
     unit = "import unittest\nclass T(unittest.TestCase):\n    def test(self):\n        self.assertEqual(double(2), 4)\n"
     assert run(RIGHT, unit + "unittest.main(module=__import__('types').SimpleNamespace(T=T))").share == 1.0
@@ -280,6 +280,14 @@ def test_a_trick_does_not_score(trick, form):
 
 
 @needs_sandbox
+def test_a_module_that_the_tests_forgot_to_import_is_never_the_programs():
+    """Where the tests rely on the program's imports, they get the real module, whatever the program calls by that name."""
+    tests = "assert math.isclose(double(1.5), 3.0)"
+    assert run("import math\n" + RIGHT, tests).share == 1.0
+    assert run("class math:\n    isclose = staticmethod(lambda *a: True)\ndef double(x): return x", tests).share == 0.0
+
+
+@needs_sandbox
 @pytest.mark.parametrize("form", FORMS)
 def test_the_tests_are_nowhere_to_be_read(form):
     """The program looks through files, processes, stack frames and all objects, and is right only if it found nothing."""
@@ -411,8 +419,8 @@ def test_strange_completions():
     ("row", "message"),
     [
         ({"answer": "4"}, "needs a column 'tests'.*its columns are: answer"),
-        ({"tests": ["assert double(2) =="]}, "the tests of sample 0 are no Python program"),
-        ({"tests": [1, 2]}, "neither text"),
+        ({"tests": ["assert double(2) =="]}, "the tests 'assert double.2. ==' are no Python program"),
+        ({"tests": [1, 2]}, "tests are a text, a list"),
         ({"tests": [{"input": "1"}]}, "needs 'input' and 'output'"),
         ({"tests": {"inputs": ["1"], "outputs": []}}, "two lists of one length"),
     ],

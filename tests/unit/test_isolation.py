@@ -154,7 +154,8 @@ def test_exceptions_in_workers_are_told_with_their_traceback():
 
     with pytest.raises(RewardError, match=r"(?s)KeyError: 'no such thing'.*in a worker process.*in throws") as caught:
         score(throws)
-    assert "in the reward 'throws', on 4 completions" in caught.value.__notes__[0]
+    assert "sample 0: its prompt begins 'p0'" in caught.value.__notes__[0]
+    assert "in the reward 'throws', on 4 completions" in caught.value.__notes__[1]
 
 
 @pytest.mark.parametrize(

@@ -72,6 +72,8 @@ class Caller:
         self.time_limit = self.marks.time_limit or options.time_limit
         self._threads: ThreadPoolExecutor | None = None
         self._gate: asyncio.Semaphore | None = None
+        if self.marks.isolated and self.function is None:
+            raise RewardError(f"isolated=True is for functions; '{name}' is a {type(reward).__name__}")
         self._key = pool.register(self.function, name) if self.marks.isolated else None
 
     @property

@@ -89,7 +89,7 @@ def code_execution(
         names = [n for n, v in columns.items() if isinstance(v, (list, tuple)) and len(v) == len(completions)]
         verdicts: list[Verdict | None] = []
         for index, completion in enumerate(completions):
-            tests = read_tests({name: columns[name][index] for name in names}, harness, index)
+            tests = read_tests({name: columns[name][index] for name in names}, harness)
             if tests is None:
                 verdicts.append(None)
                 continue
@@ -139,7 +139,7 @@ def _defines(program: str, name: str) -> bool:
     )
 
 
-def read_tests(row: dict[str, Any], harness: str | None = None, index: int = 0) -> Tests | None:
+def read_tests(row: dict[str, Any], harness: str | None = None) -> Tests | None:
     """The tests in a row's columns; None where there are none.
 
     >>> read_tests({"tests": ["assert f(1) == 2"]}).sources
@@ -160,32 +160,32 @@ def read_tests(row: dict[str, Any], harness: str | None = None, index: int = 0) 
     if tests is None or tests in ("", [], {}):
         return None
     if isinstance(tests, dict):
-        tests = _transposed(tests, index)
+        tests = _transposed(tests)
     if isinstance(tests, (list, tuple)) and isinstance(tests[0], dict):
-        return Tests(cases=tuple(_case(case, index) for case in tests))
+        return Tests(cases=tuple(_case(case) for case in tests))
     sources = (tests,) if isinstance(tests, str) else tuple(tests)
     if not all(isinstance(source, str) for source in sources):
-        raise RewardError(f"the tests of sample {index} are neither text, a list of texts, nor inputs and outputs")
+        raise RewardError(f"tests are a text, a list of texts, or inputs and outputs, not {tests!r:.100}")
     imports = row.get("test_imports") or []
     setup = "\n".join([*([imports] if isinstance(imports, str) else imports), row.get("test_setup_code") or ""])
     for source in (*sources, setup):
-        _parsed(source, f"the tests of sample {index}")
+        _parsed(source, f"the tests {source!r:.100}")
     return Tests(sources=sources, setup=setup, entry_point=row.get("entry_point"))
 
 
-def _transposed(tests: dict[str, Any], index: int) -> list[dict[str, Any]]:
+def _transposed(tests: dict[str, Any]) -> list[dict[str, Any]]:
     inputs, outputs = (tests.get(name, tests.get(name[:-1])) for name in ("inputs", "outputs"))
     if not isinstance(inputs, (list, tuple)) or not isinstance(outputs, (list, tuple)) or len(inputs) != len(outputs):
         raise RewardError(
-            f"the tests of sample {index} are a dict and should hold 'inputs' and 'outputs', two lists of one length; "
-            f"it holds {', '.join(map(repr, tests))}"
+            "tests that are a dict should hold 'inputs' and 'outputs', two lists of one length; "
+            f"this one holds {', '.join(map(repr, tests))}"
         )
     return [{"input": i, "output": o} for i, o in zip(inputs, outputs, strict=True)]
 
 
-def _case(case: dict[str, Any], index: int) -> tuple[str, str]:
+def _case(case: dict[str, Any]) -> tuple[str, str]:
     if not isinstance(case.get("input"), str) or not isinstance(case.get("output"), str):
-        raise RewardError(f"a test of sample {index} needs 'input' and 'output', both text; it holds {sorted(case)}")
+        raise RewardError(f"a test needs 'input' and 'output', both text; this one holds {sorted(case)}")
     return case["input"], case["output"]
 
 
@@ -371,7 +371,7 @@ def _lines(text: str) -> list[str]:
 def _by_harness(program: str, tests: Tests, limits: Limits, partial: bool, packages: Sequence[str]) -> Verdict:
     """Run the tests in a sandbox of their own, whose verdict alone counts."""
     payload = {"tests": tests.sources, "setup": tests.setup, "entry_point": tests.entry_point, "partial": partial,
-               "row": tests.row, "program": program if tests.row is not None else ""}  # fmt: skip
+               "row": encode(tests.row, _refuse), "program": program if tests.row is not None else ""}  # fmt: skip
     with _pipes("ask", "answer", "verdict") as fds:
         ours = {"read_fd": fds["answer_read"], "write_fd": fds["ask_write"], "verdict_fd": fds["verdict_write"]}
         theirs = {"read_fd": fds["ask_read"], "write_fd": fds["answer_write"]}

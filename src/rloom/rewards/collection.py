@@ -193,6 +193,8 @@ class RewardSet:
         """Raise, or count and say so: once per rollout and kind, with the first sample's prompt."""
         name = self.names[index]
         if kind == "errors" and self.on_error == "raise":
+            if len(rows) < len(batch):
+                error.add_note(f"sample {rows[0]}: its prompt begins {str(batch.prompts[rows[0]])[:100]!r}")
             raise _noted(error, name, batch)
         failures[kind] = failures.get(kind, 0) + len(rows)
         if failures[kind] > len(rows):

@@ -59,7 +59,7 @@ class RLOOTrainer(UpdateLoop):
     Args:
         model: a name or path, a `PreTrainedModel`, or a `PeftModel`.
         reward_funcs: one or a list of: functions (sync or async), sequence-classification models or their names,
-            objects with `get_rewards(prompts, completions)`.
+            objects with `get_rewards(prompts, completions)`, addresses of services, `rloom.term(…)` of any of these.
         args: the options; defaults of [`RLOOConfig`] if not given.
         train_dataset: rows with a `prompt` (text or messages); further columns go to the reward functions. A
             `datasets.Dataset`, an `IterableDataset` (with `max_steps`), or a plain list of dicts.

@@ -68,13 +68,25 @@ def namespace(peer: Peer, payload: dict[str, Any]) -> dict[str, Any]:
     for name, module_name in hello.get("modules", {}).items():
         if module_name in sys.stdlib_module_names:  # a copy of our own: tests may rely on what the program imports
             space[name] = importlib.import_module(module_name)
+    for name in modules_used(payload["tests"]):  # whatever the program calls by that name
+        space[name] = importlib.import_module(name)
     if payload["entry_point"]:
         if payload["entry_point"] not in space:
             raise WireError(f"it does not define {payload['entry_point']}")
         space["candidate"] = space[payload["entry_point"]]
-    space.update(row=payload["row"], program=payload["program"])
+    space.update(row=peer.unpack(payload["row"]), program=payload["program"])
     exec(compile(payload["setup"], "<setup>", "exec"), space)
     return space
+
+
+def modules_used(sources: list[str]) -> set[str]:
+    """The modules of the standard library that tests use by name, as `math.isclose(…)` does.
+
+    >>> modules_used(["assert math.isclose(f(1), g.x)"])
+    {'math'}
+    """
+    nodes = [node for source in sources for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Attribute)]
+    return {n.value.id for n in nodes if isinstance(n.value, ast.Name) and n.value.id in sys.stdlib_module_names}
 
 
 def run(source: str, space: dict[str, Any], payload: dict[str, Any]) -> tuple[float, str]:
