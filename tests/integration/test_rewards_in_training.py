@@ -81,7 +81,7 @@ def test_scoring_begins_with_the_first_group(config):
     assert scores == list(trainer.completion_log.columns["rewards"]["plain"])
     table = trainer.completion_log.table(2)
     assert table["prompt again"] == table["prompt"]  # in the prompts' order, though groups came in another
-    assert trainer.state.log_history[0]["rewards/early/seconds"] >= 0
+    assert trainer.state.log_history[0]["rewards/early/time"] >= 0
 
 
 def test_a_run_with_streaming_equals_one_without(config):

@@ -63,7 +63,7 @@ def test_closures_lambdas_and_partials():
     ]
     result, report = score(*functions)
     assert same(result, [[11, 1, 3], [13, 2, 3], [15, 3, 3], [17, 4, 3]])
-    assert report["rewards/closure/seconds"] > 0
+    assert report["rewards/closure/time"] > 0
 
 
 SCRIPT = """

@@ -115,7 +115,7 @@ def _measured(
         ties=_mean(pairs) if pairs else 1.0,
         none=1.0 - known.double().mean().item(),
         errors=int(sum(report.get(f"rewards/{name}/{kind}", 0) for kind in ("errors", "timeouts", "crashes"))),
-        seconds_per_sample=report.get(f"rewards/{name}/seconds", 0.0) / max(len(column), 1),
+        seconds_per_sample=report.get(f"rewards/{name}/time", 0.0) / max(len(column), 1),
         length_correlation=_correlation(values, lengths[known].double()),
         degenerate=odd,
     )

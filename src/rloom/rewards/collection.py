@@ -149,7 +149,7 @@ class RewardSet:
                 raise _noted(error, self.names[index], batch) from None
 
     def _note(self, name: str, column: list[float], failures: dict[str, int], seconds: float) -> None:
-        self.report.append((f"rewards/{name}/seconds", seconds))
+        self.report.append((f"rewards/{name}/time", seconds))
         none = sum(math.isnan(value) for value in column)
         if none:
             self.report.append((f"rewards/{name}/none_ratio", none / len(column)))
