@@ -1,6 +1,6 @@
 """How fast rewards are called: ours against the same function in a plain loop, what isolation costs, and overlap.
 
-python bench/rewards.py [--count 1024]
+python bench/rewards.py [--count 1024] [--only math]
 
 Numbers go to bench/RESULTS.md by hand, with date, machine and versions.
 """
@@ -41,12 +41,19 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--count", type=int, default=1024)
     parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--only", choices=("math", "code", "isolation", "overlap"))
     options = parser.parse_args()
     print(f"{options.count} completions, {os.cpu_count()} cores, load {os.getloadavg()[0]:.1f}")
-    compare("math_accuracy", math_accuracy, math_batch, options.count, options.repeats)
-    compare("code_execution", code_execution(time_limit=5.0), code_batch, options.count, options.repeats)
-    isolation(options.count, options.repeats)
-    overlap(options.repeats)
+    count, repeats = options.count, options.repeats
+    parts: dict[str, Callable[[], None]] = {
+        "math": lambda: compare("math_accuracy", math_accuracy, math_batch, count, repeats),
+        "code": lambda: compare("code_execution", code_execution(time_limit=5.0), code_batch, count, repeats),
+        "isolation": lambda: isolation(count, repeats),
+        "overlap": lambda: overlap(repeats),
+    }
+    for name, part in parts.items():
+        if options.only in (None, name):
+            part()
 
 
 def math_batch(count: int, first: int) -> RewardBatch:

@@ -201,6 +201,23 @@ def test_what_a_worker_gets_and_logs():
     assert metrics == [("mine", i) for i in range(4)]
 
 
+def test_what_a_worker_must_not_log():
+    def refuse(name, value):
+        raise RewardError(f"not {name}")
+
+    data = batch(check_metric=refuse, log_metric=lambda name, value: None)
+    with pytest.raises(RewardError, match="not reward"):
+        score(rloom.reward(lambda log_metric: log_metric("reward", 1.0) or [0.0], isolated=True), data=data)
+    with pytest.raises(RewardError, match="2 values for 1 completions"):
+        score(rloom.reward(lambda log_extra: log_extra("x", [1, 2]) or [0.0], isolated=True))
+
+
+def test_arguments_by_position():
+    assert same(
+        score(rloom.reward(lambda completions, /: [len(completions[0])], isolated=True))[0], [[1], [2], [3], [4]]
+    )
+
+
 def test_a_function_that_cannot_travel():
     lock = threading.Lock()
 

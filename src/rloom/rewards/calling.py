@@ -74,7 +74,7 @@ class Caller:
         self._gate: asyncio.Semaphore | None = None
         if self.marks.isolated and self.function is None:
             raise RewardError(f"isolated=True is for functions; '{name}' is a {type(reward).__name__}")
-        self._key = pool.register(self.function, name) if self.marks.isolated else None
+        self._key = pool.register(_by_name(reward), name) if self.marks.isolated else None
 
     @property
     def streaming(self) -> bool:
@@ -86,10 +86,9 @@ class Caller:
         rows = self._rows(batch)
         if not rows:
             return []
-        single = self.marks.per_sample
-        parts = [[row] for row in rows] if single else [rows]
         if self.marks.isolated:
             return self._in_workers(batch, rows)
+        parts = [[row] for row in rows] if self.marks.per_sample else [rows]
         whole = len(parts[0]) == len(batch)
         return [Piece(rows=part, future=self._start(batch if whole else batch.take(part))) for part in parts]
 
@@ -186,6 +185,14 @@ class Caller:
         if self._threads is not None:
             self._threads.shutdown(wait=False, cancel_futures=True)
             self._threads = None
+
+
+def _by_name(reward: Any) -> Any:
+    """A reward's function as one that takes all of its arguments by name, which is how workers call it."""
+    function, positional = reward.function, reward.positional
+    if not positional:
+        return function
+    return lambda **arguments: function(*[arguments.pop(name) for name in positional], **arguments)
 
 
 async def _awaited(value: Awaitable[Any]) -> Any:

@@ -136,6 +136,7 @@ class RewardSet:
             for title, values in answer.extra.items():
                 for row, value in zip(piece.rows, values, strict=True):
                     extra.setdefault(title, [None] * len(batch))[row] = value
+            self._log(index, batch, answer.metrics, batch.check_metric)  # what a worker sent was not checked yet
             self._log(index, batch, answer.metrics, batch.log_metric)
         self._log(index, batch, list(extra.items()), batch.log_extra)
         self._note(name, column, failures, seconds)

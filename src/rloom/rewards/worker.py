@@ -70,8 +70,14 @@ def call(function: Any, arguments: dict[str, Any]) -> dict[str, Any]:
     """Call a function with a sample; its value, or its exception, and what it logged."""
     extra: dict[str, Any] = {}
     metrics: list[Any] = []
+
+    def log_extra(column: str, values: Any) -> None:
+        if len(values) != 1:
+            raise ValueError(f"log_extra({column!r}, …) got {len(values)} values for 1 completions")
+        extra[str(column)] = [_text(v) for v in values]
+
     if "log_extra" in arguments:
-        arguments["log_extra"] = lambda column, values: extra.__setitem__(str(column), [_text(v) for v in values])
+        arguments["log_extra"] = log_extra
     if "log_metric" in arguments:
         arguments["log_metric"] = lambda name, value: metrics.append([str(name), plain(value)])
     began = time.perf_counter()
