@@ -19,6 +19,11 @@ from rloom.generation.base import Engine
 from rloom.rewards import FunctionReward, RewardBatch, RewardSet, code_execution, math_accuracy
 from rloom.types import Completion, Group, Prompt
 
+STEPS = """Let us go step by step. There are %d crates with 12 bottles each, so $12 \\cdot %d$ bottles in all.
+A third of them is sold on Monday, which leaves two thirds. On Tuesday $\\frac{1}{4}$ of the rest is sold. If x is what
+is left, then x = 12 * %d * 2/3 * 3/4 = 6 * %d. Every bottle costs 0.25 dollars, so we divide by 4 and add the 3 dollars
+that were there before.
+"""
 ANSWERS = [
     r"First we add, then we halve, so that \boxed{\frac{%d}{2}} remains.",
     "Let x be the number. Then 2x = %d, and the answer is %d.",
@@ -59,7 +64,7 @@ def main() -> None:
 def math_batch(count: int, first: int) -> RewardBatch:
     """Answers in several forms, half of them right. Another `first`, other numbers: sympy remembers what it saw."""
     numbers = range(first, first + count)
-    texts = [ANSWERS[i % 4].replace("%d", str(i)) for i in numbers]
+    texts = [(STEPS + ANSWERS[i % 4]).replace("%d", str(i)) for i in numbers]
     return batch_of(texts, {"solution": [str(i + (i // 4) % 2) for i in numbers]})
 
 

@@ -152,8 +152,10 @@ class Caller:
 
     def _in_workers(self, batch: RewardBatch, rows: list[int]) -> list[Piece]:
         assert self._key is not None
-        samples = [self._portable(batch.take([row])) for row in rows]
-        futures = self.pool.submit(self._key, samples, self.time_limit)
+        futures: list[Future[Any]] = []
+        for first in range(0, len(rows), 32):  # the first are being scored while the others are made ready
+            samples = [self._portable(batch.take([row])) for row in rows[first : first + 32]]
+            futures += self.pool.submit(self._key, samples, self.time_limit)
         return [Piece(rows=[row], future=f, read=self._from_worker) for row, f in zip(rows, futures, strict=True)]
 
     def _portable(self, sample: RewardBatch) -> dict[str, Any]:

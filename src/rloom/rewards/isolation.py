@@ -27,7 +27,7 @@ from rloom.rewards.sandbox import TimeLeft
 
 WORKER = Path(__file__).with_name("worker.py")
 LOAD_SECONDS = 300.0
-AT_ONCE_SECONDS, MAX_AT_ONCE = 0.02, 16
+AT_ONCE_SECONDS, MAX_AT_ONCE = 0.05, 32
 """Samples that take so long together, and so many at most, are handed to a worker at once."""
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import ctypes
+import gc
 import inspect
 import json
 import os
@@ -106,12 +107,16 @@ def main(read_fd: int, write_fd: int) -> None:
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the trainer's to handle
     functions: dict[int, Any] = {}
+    warm: set[int] = set()
     while (message := read(read_fd)) is not None:
         try:
             request = pickle.loads(message)
             if "samples" in request:
                 for arguments in request["samples"]:
                     write(write_fd, call(functions[request["key"]], arguments))
+                if request["key"] not in warm:  # what it imported stays: the collector need not look at it again
+                    warm.add(request["key"])
+                    gc.freeze()
                 continue
             sys.path[:] = request["path"]
             functions[request["key"]] = pickle.loads(request["function"])
