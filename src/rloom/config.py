@@ -7,6 +7,7 @@ TrainingArguments follow TRL. `older_names.py` owns the names that older documen
 from __future__ import annotations
 
 import logging
+import math
 from dataclasses import dataclass, field, fields
 from typing import Any, ClassVar
 
@@ -239,6 +240,17 @@ class RLOOConfig(OlderNames, TrainingArguments, metaclass=_Remembering):
         False, "Compile the decoder layers for training: faster and in less memory, after a minute at the start."
     )
 
+    # How rewards are called
+    on_reward_error: str = _option(
+        "raise",
+        "A reward function that fails: raise, none (its samples have no score, and are counted), or a number instead.",
+    )
+    reward_time_limit: float = _option(60.0, "Seconds per sample for isolated reward functions that do not say.")
+    reward_workers: int | None = _option(
+        None, "Worker processes of isolated reward functions, and threads of others. Unset: one per core, at most 8."
+    )
+    reward_concurrency: int = _option(64, "Calls of an async reward function at a time, where it does not say.")
+
     # What is shown
     log_completions: bool = _option(False, "Print a table of completions at each log; also to W&B and Trackio.")
     log_multimodal: bool = _option(True, "Include images in those tables.")
@@ -265,6 +277,7 @@ class RLOOConfig(OlderNames, TrainingArguments, metaclass=_Remembering):
         self._resolve_batches()
         self._check_sampling()
         self._check_unsupported()
+        self._check_rewards()
         self.finish_older_names()
 
     # -- resolution: what was left open gets its value
@@ -451,6 +464,29 @@ class RLOOConfig(OlderNames, TrainingArguments, metaclass=_Remembering):
             raise ConfigError(f"min_p must be in [0, 1], not {self.min_p}")
         if self.max_completion_length is None or self.max_completion_length < 1:
             raise ConfigError(f"max_completion_length must be at least 1, not {self.max_completion_length}")
+
+    @property
+    def instead_of_error(self) -> str | float:
+        """`on_reward_error` as a number where it is one (a command line gives text)."""
+        if self.on_reward_error in ("raise", "none"):
+            return self.on_reward_error
+        try:
+            value = float(self.on_reward_error)
+        except (TypeError, ValueError):
+            value = math.nan
+        if not math.isfinite(value):
+            hint = did_you_mean(str(self.on_reward_error), ("raise", "none"), cutoff=0.5)
+            raise ConfigError(
+                f'on_reward_error must be "raise", "none" or a finite number, not {self.on_reward_error!r}{hint}'
+            )
+        return value
+
+    def _check_rewards(self) -> None:
+        _ = self.instead_of_error
+        for name in ("reward_time_limit", "reward_workers", "reward_concurrency"):
+            value = getattr(self, name)
+            if value is not None and not value > 0:
+                raise ConfigError(f"{name} must be above 0, not {value}")
 
     def _check_unsupported(self) -> None:
         if str(self.optim).rsplit(".", 1)[-1].lower() in ("lomo", "adalomo"):

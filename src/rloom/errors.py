@@ -4,7 +4,9 @@
     ├── ConfigError (ValueError)     an option, or a combination of options, that cannot be honoured
     ├── UnknownOptionError (TypeError)  an option that does not exist; names the nearest one that does
     ├── DataError (ValueError)       a data set or a prompt that cannot be trained on
-    ├── RewardError (ValueError)     a reward function returned something that is not a score
+    ├── RewardError (ValueError)     a reward function returned something that is not a score, or could not be asked
+    ├── SandboxError (RuntimeError)  model-written code cannot be run safely here
+    ├── MissingExtraError (ImportError)  an optional package is needed; names the extra to install
     └── EngineError (RuntimeError)   generation did not deliver what was asked of it
 
 Each also is the built-in exception that callers of TRL's trainer catch, so scripts keep working.
@@ -36,8 +38,25 @@ class RewardError(RloomError, ValueError):
     """A reward function returned something that is not a score."""
 
 
+class SandboxError(RloomError, RuntimeError):
+    """Model-written code cannot be run safely here."""
+
+
+class MissingExtraError(RloomError, ImportError):
+    """An optional package is needed that is not installed."""
+
+
 class EngineError(RloomError, RuntimeError):
     """Generation did not deliver what was asked of it."""
+
+
+def needs_extra(what: str, package: str, extra: str) -> MissingExtraError:
+    """The error for an optional package that is not there.
+
+    >>> print(needs_extra("math_accuracy", "math-verify", "math"))
+    math_accuracy needs the package math-verify: pip install "rloom[math]"
+    """
+    return MissingExtraError(f'{what} needs the package {package}: pip install "rloom[{extra}]"')
 
 
 def did_you_mean(name: str, known: Iterable[str], *, cutoff: float = 0.7) -> str:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from typing import Any
 
 from rloom.cli.parser import Parser
+from rloom.errors import RloomError
 from rloom.version import __version__
 
 
@@ -14,7 +16,26 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = Parser(prog="rloom", description="REINFORCE Leave-One-Out for language models.")
     parser.add_argument("--version", action="version", version=f"rloom {__version__}")
     verbs = parser.add_subparsers(dest="verb", metavar="VERB", required=True, parser_class=Parser)
+    _demo(verbs)
+    _check_reward(verbs)
+    _serve_reward(verbs)
 
+    # parse_known_args, so that an unknown flag is reported by the verb's own parser, which knows what is near
+    options, unknown = parser.parse_known_args(argv)
+    if unknown:
+        verbs.choices[options.verb].error(f"unrecognized arguments: {' '.join(unknown)}")
+    _check_ranges(verbs.choices[options.verb], options)
+    try:
+        return _run(options)
+    except KeyboardInterrupt:
+        print("\nstopped", file=sys.stderr)
+        return 130
+    except (OSError, RloomError) as error:
+        print(f"rloom: {error}", file=sys.stderr)
+        return 1
+
+
+def _demo(verbs: Any) -> None:
     demo = verbs.add_parser("demo", help="train a small model, here and now, and see it learn")
     demo.add_argument("--seed", type=int, default=0, help="everything random follows from it (default 0)")
     demo.add_argument("--steps", type=int, default=None, help="updates (default 200)")
@@ -24,22 +45,49 @@ def main(argv: Sequence[str] | None = None) -> int:
         help="where the trained model goes; what is there is replaced (default runs/demo)",
     )
 
-    # parse_known_args, so that an unknown flag is reported by the verb's own parser, which knows what is near
-    options, unknown = parser.parse_known_args(argv)
-    if unknown:
-        verbs.choices[options.verb].error(f"unrecognized arguments: {' '.join(unknown)}")
-    if options.steps is not None and options.steps < 1:
-        verbs.choices["demo"].error(f"--steps must be at least 1, not {options.steps}")
-    from rloom.cli.demo import run  # heavy imports come after the usage is known to be right
 
-    try:
-        return run(seed=options.seed, steps=options.steps, output=options.output)
-    except KeyboardInterrupt:
-        print("\nstopped", file=sys.stderr)
-        return 130
-    except OSError as error:
-        print(f"rloom: {error}", file=sys.stderr)
-        return 1
+def _check_reward(verbs: Any) -> None:
+    check = verbs.add_parser("check-reward", help="see what rewards give, before a run depends on it")
+    add = check.add_argument
+    add("rewards", nargs="+", metavar="REWARD", help="module:function, file.py:function(option=1), or an address")
+    add("--data", required=True, help='prompts as JSON lines: "prompt", further columns, and maybe "completions"')
+    add("--model", help="what writes the completions, where the file has none: a name or path")
+    add("--prompts", type=int, default=16, help="how many prompts to take (default 16)")
+    add("--num-generations", type=int, default=8, help="completions per prompt from the model (default 8)")
+    add("--max-completion-length", type=int, default=256, help="tokens (default 256)")
+    add("--seed", type=int, default=0, help="of the model's sampling (default 0)")
+    add("--time-limit", type=float, default=60.0, help="seconds per sample for isolated functions (default 60)")
+
+
+def _serve_reward(verbs: Any) -> None:
+    serve = verbs.add_parser("serve-reward", help="serve a reward over HTTP, for reward_funcs='http://…/score'")
+    serve.add_argument("reward", metavar="REWARD", help="module:function or file.py:function(option=1)")
+    serve.add_argument("--host", default="127.0.0.1", help="address to listen on (default 127.0.0.1)")
+    serve.add_argument("--port", type=int, default=8000, help="port; 0 takes a free one (default 8000)")
+    serve.add_argument("--workers", type=int, help="worker processes (default: one per core, at most 8)")
+    serve.add_argument("--on-error", choices=("raise", "none"), default="raise", help="answer 500, or null scores")
+
+
+def _check_ranges(parser: Parser, options: Any) -> None:
+    for name in ("steps", "prompts", "num_generations", "max_completion_length", "workers"):
+        value = getattr(options, name, None)
+        if value is not None and value < 1:
+            parser.error(f"--{name.replace('_', '-')} must be at least 1, not {value}")
+
+
+def _run(options: Any) -> int:
+    """Heavy imports come after the usage is known to be right."""
+    if options.verb == "check-reward":
+        from rloom.cli import check_reward
+
+        return check_reward.run(options)
+    if options.verb == "serve-reward":
+        from rloom.cli import serve_reward
+
+        return serve_reward.run(options)
+    from rloom.cli import demo
+
+    return demo.run(seed=options.seed, steps=options.steps, output=options.output)
 
 
 if __name__ == "__main__":

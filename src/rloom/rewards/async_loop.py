@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Awaitable, Sequence
+from collections.abc import Coroutine
+from concurrent.futures import Future
 from functools import cache
 from typing import Any
 
@@ -20,10 +21,10 @@ def _loop() -> asyncio.AbstractEventLoop:
     return loop
 
 
-def run_all(awaitables: Sequence[Awaitable[Any]]) -> list[Any]:
-    """Run them side by side and return their results in order; the first failure is raised."""
+def start(coroutine: Coroutine[Any, Any, Any]) -> Future[Any]:
+    """Run a coroutine on that loop.
 
-    async def gather() -> list[Any]:
-        return list(await asyncio.gather(*awaitables))
-
-    return asyncio.run_coroutine_threadsafe(gather(), _loop()).result()
+    >>> start(asyncio.sleep(0, "done")).result()
+    'done'
+    """
+    return asyncio.run_coroutine_threadsafe(coroutine, _loop())

@@ -12,6 +12,7 @@ from transformers import AutoModelForSequenceClassification, AutoTokenizer
 from rloom.errors import RewardError
 from rloom.rewards.base import Reward
 from rloom.rewards.functions import FunctionReward, ObjectReward
+from rloom.rewards.http import http_reward
 from rloom.rewards.model import ModelReward
 
 
@@ -29,8 +30,8 @@ def check_rewards(functions: list[Any], processing_classes: Any) -> list[Any]:
     for function in functions:
         if not (isinstance(function, (str, nn.Module)) or callable(function) or hasattr(function, "get_rewards")):
             raise RewardError(
-                f"a reward is a function, a model, a model's name or path, or an object with get_rewards(prompts, "
-                f"completions); got {type(function).__name__}"
+                f"a reward is a function, a model, a model's name or path, the address of a service, or an object with "
+                f"get_rewards(prompts, completions); got {type(function).__name__}"
             )
         if isinstance(function, nn.Module) and type(function).__name__.endswith("ForCausalLM"):
             raise RewardError(
@@ -50,6 +51,15 @@ def check_rewards(functions: list[Any], processing_classes: Any) -> list[Any]:
     return classes
 
 
+def is_url(value: Any) -> bool:
+    """Whether a reward is given by address.
+
+    >>> is_url("http://127.0.0.1:8000/score"), is_url("org/reward-model")
+    (True, False)
+    """
+    return isinstance(value, str) and value.startswith(("http://", "https://"))
+
+
 def load_reward_model(name: str, *, trust_remote_code: bool, init_kwargs: dict[str, Any] | None) -> nn.Module:
     """A reward model by name or path, with one output."""
     if name.startswith(("/", "./", "../")) and not os.path.isdir(name):
@@ -66,6 +76,8 @@ def build_reward(
     template_kwargs: dict[str, Any],
 ) -> Reward:
     """One reward of the right kind. `place` moves a model to the device that it shall run on."""
+    if is_url(function):
+        return FunctionReward(http_reward(function))
     if isinstance(function, nn.Module):
         name = str(getattr(function.config, "_name_or_path", "") or type(function).__name__)
         model = place(function)

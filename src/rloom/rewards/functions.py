@@ -9,6 +9,7 @@ from typing import Any
 
 from rloom.errors import RewardError, did_you_mean
 from rloom.rewards.base import RewardBatch
+from rloom.rewards.marks import Marks, marks_of
 
 
 class FunctionReward:
@@ -24,12 +25,19 @@ class FunctionReward:
         self.name = callable_name(function)
         self.positional = _positional_only(function)
         self.accepted = _accepted(function)  # None: everything
+        self.marks = marks_of(function)
 
     def score(self, batch: RewardBatch) -> Any:
         """Call the function, with what it takes."""
+        chosen = self.arguments(batch)
+        first = [chosen.pop(name) for name in self.positional]
+        return self.function(*first, **chosen)
+
+    def arguments(self, batch: RewardBatch) -> dict[str, Any]:
+        """What the function takes of all that there is, by name."""
         arguments = batch.arguments()
         if self.accepted is None:
-            return self.function(**arguments)
+            return arguments
         for name, required in self.accepted.items():
             if required and name not in arguments:
                 raise RewardError(
@@ -37,9 +45,7 @@ class FunctionReward:
                     f"data set nor one of the documented arguments{did_you_mean(name, arguments)} The columns are: "
                     f"{', '.join(sorted(batch.columns)) or 'none'}"
                 )
-        first = [arguments[name] for name in self.positional]
-        rest = {n: arguments[n] for n in self.accepted if n in arguments and n not in self.positional}
-        return self.function(*first, **rest)
+        return {name: arguments[name] for name in self.accepted if name in arguments}
 
 
 class ObjectReward:
@@ -48,6 +54,7 @@ class ObjectReward:
     def __init__(self, scorer: Any) -> None:
         self.scorer = scorer
         self.name = type(scorer).__name__
+        self.marks: Marks = marks_of(scorer)
 
     def score(self, batch: RewardBatch) -> Any:
         """Ask the object."""

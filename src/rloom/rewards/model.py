@@ -8,6 +8,8 @@ import torch
 from torch import nn
 
 from rloom.rewards.base import RewardBatch
+from rloom.rewards.marks import Marks
+from rloom.rewards.texts import without_surrogates
 
 ROWS_PER_FORWARD = 32
 
@@ -17,11 +19,13 @@ class ModelReward:
 
     def __init__(self, model: nn.Module, tokenizer: Any, *, name: str, template_kwargs: dict[str, Any]) -> None:
         self.model, self.tokenizer, self.name, self.template_kwargs = model, tokenizer, name, template_kwargs
+        self.marks = Marks()
         model.eval()
 
     def score(self, batch: RewardBatch) -> list[float]:
         """The model's first logit for each completion."""
         texts = [self._text(p, c) for p, c in zip(batch.prompts, batch.completions, strict=True)]
+        texts = [without_surrogates(text) for text in texts]  # which no tokenizer takes
         scores: list[float] = []
         for start in range(0, len(texts), ROWS_PER_FORWARD):
             scores += self._forward(texts[start : start + ROWS_PER_FORWARD])

@@ -26,8 +26,10 @@ from rloom.models.reference import Reference, make_reference
 from rloom.observe.completions import CompletionLog
 from rloom.observe.metrics import Metrics
 from rloom.older_names import note_once
-from rloom.rewards.base import RewardSet
-from rloom.rewards.build import as_list, build_reward, check_rewards, load_reward_model, reward_tokenizer
+from rloom.rewards.base import unique_names
+from rloom.rewards.build import as_list, build_reward, check_rewards, is_url, load_reward_model, reward_tokenizer
+from rloom.rewards.collection import RewardSet
+from rloom.rewards.compose import Composition, Term, as_terms
 from rloom.training.budget import TokenBudget
 from rloom.training.credit import Credit, Shaper
 from rloom.training.learner import Learner
@@ -110,8 +112,8 @@ def choose_model(model: Any, args: Any) -> tuple[Any, str | None]:
 
 def choose_rewards(
     reward_funcs: Any, reward_model: Any, processing_classes: Any, args: Any
-) -> tuple[list[Any], list[Any]]:
-    """The rewards as given under any of their names, and one processing class (or None) for each."""
+) -> tuple[list[Any], list[Term], list[Any]]:
+    """The rewards as given under any of their names, the part each has, and one processing class (or None) for each."""
     given = {
         "reward_funcs": reward_funcs,
         "reward_model": reward_model,
@@ -120,7 +122,8 @@ def choose_rewards(
     named = [name for name, value in given.items() if value is not None]
     if len(named) > 1:
         raise ConfigError(f"rewards are given twice, as `{named[0]}` and as `{named[1]}`: give one of them")
-    functions = as_list(given[named[0]]) if named else []
+    terms = as_terms(as_list(given[named[0]]) if named else [], args.reward_weights)
+    functions = [one.function for one in terms]
     if reward_model is not None:
         note_once("reward_model=", "`reward_funcs=`")
     if args.reward_weights is not None and len(args.reward_weights) != len(functions):
@@ -128,7 +131,7 @@ def choose_rewards(
             f"Number of reward weights ({len(args.reward_weights)}) must match number of reward functions "
             f"({len(functions)})"
         )
-    return functions, check_rewards(functions, processing_classes)
+    return functions, terms, check_rewards(functions, processing_classes)
 
 
 def check_data(train: Any, evaluation: Any, args: Any) -> tuple[Any, Any]:
@@ -206,16 +209,17 @@ def build(
     trainer: Any,
     policy: Policy,
     functions: list[Any],
+    terms: list[Term],
     reward_classes: list[Any],
     reference_path: str | None,
     engine: Engine | None,
 ) -> Parts:
     """Everything that the step uses, from the trainer's options and its model on its device."""
     args = trainer.args
-    rewards, classes = _rewards(trainer, functions, reward_classes, args)
+    rewards, classes, composition = _rewards(trainer, functions, terms, reward_classes, args)
     reference = _reference(trainer, policy, reference_path, args) if args.beta != 0.0 else None
     metrics, log = Metrics(), CompletionLog(args.generation_batch_size)
-    credit, shaper = Credit(args), Shaper(args, rewards.weights)
+    credit, shaper = Credit(args), Shaper(args, rewards.weights, composition)
     learner = Learner(
         args,
         policy=trainer.model,
@@ -230,9 +234,10 @@ def build(
         encoder=_encoder(policy, args),
         engine=engine or _engine(trainer, policy, args),
         score=lambda *inputs: trainer._calculate_rewards(*inputs),
+        batch=trainer._reward_batch,
+        rewards=rewards,
         shaper=shaper,
         decode=lambda ids: policy.processing_class.batch_decode(ids, skip_special_tokens=True),
-        reward_names=rewards.names,
         truncated=args.truncation,
         metrics=metrics,
         log=log,
@@ -265,11 +270,13 @@ def _batcher(trainer: Any, policy: Policy, args: Any) -> Batcher:
     return Batcher(packed=packed, pad_token_id=policy.tokenizer.pad_token_id, multiple=args.pad_to_multiple_of)
 
 
-def _rewards(trainer: Any, functions: list[Any], classes: list[Any], args: Any) -> tuple[RewardSet, list[Any]]:
+def _rewards(
+    trainer: Any, functions: list[Any], terms: list[Term], classes: list[Any], args: Any
+) -> tuple[RewardSet, list[Any], Composition]:
     classes = list(classes)
     revision = (args.model_init_kwargs or {}).get("revision")
     for index, function in enumerate(functions):
-        by_name = isinstance(function, str)
+        by_name = isinstance(function, str) and not is_url(function)
         if by_name:
             functions[index] = load_reward_model(
                 function, trust_remote_code=args.trust_remote_code, init_kwargs=args.model_init_kwargs
@@ -289,7 +296,17 @@ def _rewards(trainer: Any, functions: list[Any], classes: list[Any], args: Any) 
         build_reward(function, tokenizer, place=place, template_kwargs=args.chat_template_kwargs or {})
         for function, tokenizer in zip(functions, classes, strict=True)
     ]
-    return RewardSet(built, args.reward_weights), classes
+    composition = Composition(terms, unique_names([reward.name for reward in built]))
+    rewards = RewardSet(
+        built,
+        args.reward_weights or composition.weights,
+        when=[one.when for one in terms],
+        on_error=args.instead_of_error,
+        workers=args.reward_workers,
+        time_limit=args.reward_time_limit,
+        concurrency=args.reward_concurrency,
+    )
+    return rewards, classes, composition
 
 
 def _reference(trainer: Any, policy: Policy, path: str | None, args: Any) -> Reference:

@@ -25,13 +25,17 @@ from rloom.algo import (
     weighted_sum,
 )
 from rloom.config import RLOOConfig
+from rloom.rewards.compose import Composition
 
 
 class Shaper:
-    """score_i = Σ_f w_f·f_i − penalties, then normalised, then clipped. Keeps the running moments."""
+    """score_i = Σ_f w_f·f_i − penalties, then normalised, then clipped. Keeps the running moments.
 
-    def __init__(self, config: RLOOConfig, weights: Tensor) -> None:
-        self.weights = weights
+    `composition` says what happens to each column of scores before the sum.
+    """
+
+    def __init__(self, config: RLOOConfig, weights: Tensor, composition: Composition | None = None) -> None:
+        self.weights, self.composition = weights, composition
         self.penalty = config.missing_eos_penalty
         self.length_kind = config.length_regularization
         limit = config.max_completion_length
@@ -46,6 +50,8 @@ class Shaper:
 
     def __call__(self, scores: Tensor, lengths: Tensor, ended: Tensor, *, update: bool) -> Tensor:
         """(N, F) → (N,), NaN where nothing could score. `update=False` leaves the moments alone (evaluation)."""
+        if self.composition is not None:
+            scores = self.composition.scaled(self.composition.gated(scores), update=update)
         score = missing_eos(weighted_sum(scores, self.weights), ended, self.penalty)
         score = score - length_penalty(lengths, self.length_kind, **self.length_options)
         if self.normalization == "batch":
@@ -55,6 +61,10 @@ class Shaper:
                 self.moments.update(score)
             score = self.moments.normalize(score)
         return clip(score, self.limits)
+
+    def total(self, scores: Tensor) -> Tensor:
+        """The weighted sum of gated scores, as they came otherwise: what `reward` in the log is. (N, F) → (N,)"""
+        return weighted_sum(scores if self.composition is None else self.composition.gated(scores), self.weights)
 
 
 class Credit:

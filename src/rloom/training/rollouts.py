@@ -10,15 +10,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rloom.algo import masked_std, weighted_sum
+from rloom.algo import masked_std
 from rloom.data.plan import UpdatePlan
 from rloom.data.prompts import PromptEncoder
 from rloom.errors import EngineError
 from rloom.generation.base import Engine
 from rloom.observe.completions import CompletionLog
 from rloom.observe.metrics import Metrics
+from rloom.rewards.base import RewardBatch
+from rloom.rewards.collection import RewardSet
 from rloom.training.credit import Shaper
-from rloom.types import Group, Rollout, Share
+from rloom.types import Group, Prompt, Rollout, Share
 
 logger = logging.getLogger(__name__)
 
@@ -34,36 +36,51 @@ class Collector:
         encoder: PromptEncoder,
         engine: Engine,
         score: ScoreFunction,
+        batch: Callable[..., RewardBatch],
+        rewards: RewardSet,
         shaper: Shaper,
         decode: Callable[[list[list[int]]], list[str]],
-        reward_names: list[str],
         truncated: str,
         metrics: Metrics,
         log: CompletionLog,
         count_tokens: Callable[[int], int],
     ) -> None:
         self.encoder, self.engine, self.score, self.shaper = encoder, engine, score, shaper
-        self.decode, self.reward_names, self.truncated = decode, reward_names, truncated
+        self.batch, self.rewards, self.reward_names = batch, rewards, rewards.names
+        self.decode, self.truncated = decode, truncated
         self.metrics, self.log, self.count_tokens = metrics, log, count_tokens
 
     def collect(self, rows: Sequence[dict[str, Any]], num_generations: int, *, seed: int, mode: str) -> Rollout:
         """One rollout: K completions for each row's prompt, scored."""
         prompts = self.encoder.encode(rows)
-        groups = self._in_order(prompts, list(self.engine.generate(prompts, num_generations, seed=seed)))
-        flat = [(group.prompt, completion) for group in groups for completion in group.completions]
-        if not flat:
-            raise EngineError("the engine returned no completion at all; see its messages above")
-        self._decode(groups)
-        inputs = [prompt.columns for prompt, _ in flat]
-        texts = [_as_reply(prompt.conversational, c.text) for prompt, c in flat]
-        ids = [c.token_ids for _, c in flat]
-        scores = self.score(inputs, [prompt.content for prompt, _ in flat], texts, ids).cpu().float()
+        try:
+            groups = self._in_order(prompts, self._generate(prompts, num_generations, seed))
+            if not any(group.completions for group in groups):
+                raise EngineError("the engine returned no completion at all; see its messages above")
+            inputs, contents, texts, ids = _flat(groups)
+            scores = self.score(inputs, contents, texts, ids).cpu().float()
+        finally:
+            self.rewards.forget()
         rollout = self._rollout(groups, scores, mode)
         self._record(groups, scores, num_generations, mode)
-        self._log_completions([prompt.content for prompt, _ in flat], texts, scores)
+        self._log_completions(contents, texts, scores)
         return rollout
 
-    def _in_order(self, prompts: list[Any], groups: list[Group]) -> list[Group]:
+    def _generate(self, prompts: list[Prompt], num_generations: int, seed: int) -> list[Group]:
+        """All groups, as they come; rewards that are marked for it begin with each, while the next is generated."""
+        position = {id(prompt): index for index, prompt in enumerate(prompts)}
+        names = column_names([prompt.columns for prompt in prompts])
+        groups = []
+        for group in self.engine.generate(prompts, num_generations, seed=seed):
+            groups.append(group)
+            if not group.completions:
+                continue
+            self._decode([group])
+            if self.rewards.streaming:
+                self.rewards.add(position[id(group.prompt)], self.batch(*_flat([group]), names=names))
+        return groups
+
+    def _in_order(self, prompts: list[Prompt], groups: list[Group]) -> list[Group]:
         """Groups in the order of the prompts, whatever order they finished in; none may be lost."""
         position = {id(prompt): index for index, prompt in enumerate(prompts)}
         groups.sort(key=lambda group: position[id(group.prompt)])
@@ -122,7 +139,9 @@ class Collector:
         for index, name in enumerate(self.reward_names):
             add(f"rewards/{name}/mean", scores[:, index].nanmean())
             add(f"rewards/{name}/std", masked_std(scores[:, index]))
-        total = weighted_sum(scores, self.shaper.weights)
+        for name, value in self.rewards.report:
+            add(name, value)
+        total = self.shaper.total(scores)
         add("reward", total.nanmean())
         add("reward_std", masked_std(total))
         spreads = [masked_std(part) for part in total.split([len(group.completions) for group in groups])]
@@ -140,6 +159,26 @@ class Collector:
         columns["completion"].extend(completions)
         for index, name in enumerate(self.reward_names):
             columns["rewards"][name].extend(scores[:, index].tolist())
+
+
+def _flat(groups: list[Group]) -> tuple[list[dict[str, Any]], list[Any], list[Any], list[list[int]]]:
+    """Columns, prompts, completions and token ids, one of each per completion."""
+    flat = [(group.prompt, completion) for group in groups for completion in group.completions]
+    return (
+        [prompt.columns for prompt, _ in flat],
+        [prompt.content for prompt, _ in flat],
+        [_as_reply(prompt.conversational, completion.text) for prompt, completion in flat],
+        [completion.token_ids for _, completion in flat],
+    )
+
+
+def column_names(rows: Sequence[dict[str, Any]]) -> list[str]:
+    """The columns that any of the rows has, beside the prompt.
+
+    >>> column_names([{"prompt": "a", "x": 1}, {"prompt": "b", "y": 2}])
+    ['x', 'y']
+    """
+    return list(dict.fromkeys(name for row in rows for name in row if name != "prompt"))
 
 
 def _as_reply(conversational: bool, text: str) -> Any:

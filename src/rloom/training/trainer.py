@@ -32,7 +32,7 @@ from rloom.seeds import derive_seed
 from rloom.training import assemble
 from rloom.training.callbacks import FitBudget, SampleTable, SyncReference
 from rloom.training.loop import UpdateLoop
-from rloom.training.rollouts import RolloutBuffer, replace_degenerate
+from rloom.training.rollouts import RolloutBuffer, column_names, replace_degenerate
 from rloom.types import MicroBatch, Rollout
 
 logger = logging.getLogger(__name__)
@@ -59,7 +59,7 @@ class RLOOTrainer(UpdateLoop):
     Args:
         model: a name or path, a `PreTrainedModel`, or a `PeftModel`.
         reward_funcs: one or a list of: functions (sync or async), sequence-classification models or their names,
-            objects with `get_rewards(prompts, completions)`.
+            objects with `get_rewards(prompts, completions)`, addresses of services, `rloom.term(…)` of any of these.
         args: the options; defaults of [`RLOOConfig`] if not given.
         train_dataset: rows with a `prompt` (text or messages); further columns go to the reward functions. A
             `datasets.Dataset`, an `IterableDataset` (with `max_steps`), or a plain list of dicts.
@@ -96,7 +96,9 @@ class RLOOTrainer(UpdateLoop):
         assemble.refuse_arguments(args, unknown)
         args = args or assemble.default_config(model)
         model, reference_path = assemble.choose_model(model, args)
-        functions, reward_classes = assemble.choose_rewards(reward_funcs, reward_model, reward_processing_classes, args)
+        functions, terms, reward_classes = assemble.choose_rewards(
+            reward_funcs, reward_model, reward_processing_classes, args
+        )
         train_dataset, eval_dataset = assemble.check_data(train_dataset, eval_dataset, args)
         # Everything above is checked before any model is loaded; adapters draw random weights, hence the seed here.
         set_seed(args.seed)
@@ -115,7 +117,7 @@ class RLOOTrainer(UpdateLoop):
         assemble.check_devices(self)
         if optimizers[0] is not None:
             warn_of_lost_bits(self.model)
-        parts = assemble.build(self, policy, functions, reward_classes, reference_path, engine)
+        parts = assemble.build(self, policy, functions, terms, reward_classes, reference_path, engine)
         self.rewards, self.collector, self.learner = parts.rewards, parts.collector, parts.learner
         self.credit, self.shaper = parts.credit, parts.shaper
         self.reference = parts.reference
@@ -209,30 +211,38 @@ class RLOOTrainer(UpdateLoop):
         completion_ids_list: list[Any],
     ) -> Tensor:
         """Scores (N, F), NaN for None. TRL's hook: override it to score in a way of your own."""
-        names = dict.fromkeys(name for row in inputs for name in row if name != "prompt")
-        columns = {name: [row.get(name) for row in inputs] for name in names}
-        batch = RewardBatch(
+        return self.rewards.score(self._reward_batch(inputs, prompts, completions, completion_ids_list))
+
+    def _reward_batch(
+        self,
+        inputs: list[dict[str, Any]],
+        prompts: list[Any],
+        completions: list[Any],
+        completion_ids: list[Any],
+        names: list[str] | None = None,
+    ) -> RewardBatch:
+        """Completions as rewards see them. `names` are the columns, where the rows at hand may not have them all."""
+        if names is None:
+            names = column_names(inputs)
+        return RewardBatch(
             prompts=prompts,
             completions=completions,
-            completion_ids=completion_ids_list,
-            columns=columns,
+            completion_ids=completion_ids,
+            columns={name: [row.get(name) for row in inputs] for name in names},
             trainer_state=self.state,
-            log_extra=functools.partial(self._log_extra, len(completions)),
-            log_metric=self._log_metric,
+            log_extra=self._log_extra,
+            log_metric=lambda name, value: self.metrics.add(self._mode, name, float(value)),
+            check_metric=self._check_metric,
         )
-        return self.rewards.score(batch)
 
-    def _log_extra(self, expected: int, column: str, values: list[Any]) -> None:
-        if len(values) != expected:
-            raise RewardError(f"log_extra({column!r}, …) got {len(values)} values for {expected} completions")
+    def _log_extra(self, column: str, values: list[Any]) -> None:
         self._logs["extra"][column].extend(values)
 
-    def _log_metric(self, name: str, value: float) -> None:
+    def _check_metric(self, name: str, value: float) -> None:
         if name in BUILT_IN or name.startswith(BUILT_IN_PREFIXES):
             raise RewardError(f"log_metric({name!r}, …): that name is the trainer's own; choose another")
         if not isinstance(value, (int, float, torch.Tensor)) and not hasattr(value, "__float__"):
             raise RewardError(f"log_metric({name!r}, …): the value must be a number, not {value!r}")
-        self.metrics.add(self._mode, name, float(value))
 
     @property
     def _mode(self) -> str:

@@ -1,0 +1,40 @@
+"""`rloom serve-reward module:function`: a reward as a service."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+from rich.console import Console
+
+from rloom.cli.spec import load_reward
+from rloom.rewards.build import check_rewards
+from rloom.rewards.collection import RewardSet
+from rloom.rewards.functions import FunctionReward, ObjectReward
+from rloom.rewards.http import TOKEN_VARIABLE
+from rloom.rewards.serve import RewardServer
+
+
+def make_server(options: Any) -> RewardServer:
+    """The service, listening; nothing is answered before `serve_forever`."""
+    function = load_reward(options.reward)
+    check_rewards([function], None)
+    reward = ObjectReward(function) if hasattr(function, "get_rewards") else FunctionReward(function)
+    rewards = RewardSet(
+        [reward], None, workers=options.workers, on_error="none" if options.on_error == "none" else "raise"
+    )
+    return RewardServer(rewards, host=options.host, port=options.port, token=os.environ.get(TOKEN_VARIABLE))
+
+
+def run(options: Any) -> int:
+    """The verb."""
+    server = make_server(options)
+    host, port = server.server_address[:2]
+    secret = f"with the token in {TOKEN_VARIABLE}" if server.token else "without a token"
+    Console().print(f"{server.rewards.names[0]} is served at http://{host!s}:{port}/score, {secret}. Ctrl-C ends it.")
+    try:
+        server.serve_forever()
+    finally:
+        server.server_close()
+        server.rewards.close()
+    return 0

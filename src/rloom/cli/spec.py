@@ -1,0 +1,69 @@
+"""A reward named on the command line: `module:name`, `file.py:name`, or with options, `module:name(option=1)`."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import importlib.util
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+from rloom.errors import RewardError, did_you_mean
+
+
+def load_reward(spec: str) -> Any:
+    """The reward that a text names. A service's address is one already.
+
+    >>> load_reward("rloom.rewards:think_format_reward").__name__
+    'think_format_reward'
+    >>> load_reward("rloom.rewards:length(maximum=3)").__name__
+    'length'
+    """
+    if spec.startswith(("http://", "https://")):
+        return spec
+    where, separator, what = spec.partition(":")
+    if not separator or not what:
+        raise RewardError(f"{spec!r} names no reward: module:function, file.py:function, or http://host:port/score")
+    module = _module(where)
+    name, options = _parsed(what, spec)
+    if not hasattr(module, name):
+        known = [n for n in dir(module) if not n.startswith("_")]
+        raise RewardError(f"{where} has no '{name}'{did_you_mean(name, known)}")
+    found = getattr(module, name)
+    return found if options is None else found(**options)
+
+
+def _module(where: str) -> Any:
+    sys.path.insert(0, os.getcwd())
+    if where.endswith(".py"):
+        path = Path(where)
+        if not path.is_file():
+            raise RewardError(f"there is no file {where}")
+        spec = importlib.util.spec_from_file_location(path.stem, path)
+        assert spec is not None
+        assert spec.loader is not None
+        module = importlib.util.module_from_spec(spec)
+        sys.modules[path.stem] = module
+        sys.path.insert(0, str(path.parent.resolve()))  # worker processes find it by name
+        spec.loader.exec_module(module)
+        return module
+    try:
+        return importlib.import_module(where)
+    except ModuleNotFoundError as error:
+        if error.name and (where == error.name or where.startswith(f"{error.name}.")):
+            raise RewardError(f"there is no module {where}; a file is named with its .py") from None
+        raise
+
+
+def _parsed(what: str, spec: str) -> tuple[str, dict[str, Any] | None]:
+    try:
+        node = ast.parse(what, mode="eval").body
+        if isinstance(node, ast.Name):
+            return node.id, None
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and not node.args:
+            return node.func.id, {str(k.arg): ast.literal_eval(k.value) for k in node.keywords if k.arg}
+    except (SyntaxError, ValueError):
+        pass
+    raise RewardError(f"{spec!r}: after the colon stands a name, or a name with options: name(option=1)")

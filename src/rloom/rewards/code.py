@@ -1,0 +1,398 @@
+"""Model-written programs against tests, in sandboxes. What is protected, and how, is said in docs/rewards.md.
+
+The program runs in one sandbox, the tests in another, and only plain data passes between them. Tests of the form
+`assert f(1, 2) == 3` need no second sandbox: the call is made in the program's, the answer compared here. Either way
+the expected values never come near the program, and nothing that it says about itself is believed.
+"""
+
+from __future__ import annotations
+
+import ast
+import logging
+import os
+import re
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+
+from rloom.errors import RewardError
+from rloom.rewards.inside.wire import WireError, decode, encode, receive, send
+from rloom.rewards.marks import mark
+from rloom.rewards.sandbox import Limits, Sandboxed, TimeLeft, check_sandbox
+from rloom.rewards.texts import text_of, without_surrogates
+
+logger = logging.getLogger(__name__)
+
+FENCE = re.compile(r"^[ \t]*(`{3,}|~{3,})[^\n`]*\n(.*?)(?:^[ \t]*\1[ \t]*$|\Z)", re.DOTALL | re.MULTILINE)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Verdict:
+    """The share of the tests that a program passed, and in words why not all."""
+
+    share: float
+    why: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tests:
+    """What a program is judged by: test programs, or texts for its standard input with what it should print."""
+
+    sources: tuple[str, ...] = ()
+    setup: str = ""
+    entry_point: str | None = None
+    cases: tuple[tuple[str, str], ...] = ()
+    row: dict[str, Any] | None = None  # for a harness of the user's own
+
+
+def code_execution(
+    *,
+    time_limit: float = 5.0,
+    memory_mb: int = 512,
+    partial: bool = False,
+    harness: str | None = None,
+    disk_mb: int = 16,
+    processes: int = 4,
+    output_kb: int = 1024,
+    site_packages: Sequence[str] = (),
+) -> Callable[..., list[float | None]]:
+    """Make a reward function that runs completions as Python programs against tests.
+
+    The program is the last fenced block of a completion, or the whole text. The tests come from the columns `tests`
+    (a list of assert lines; a program that raises on failure; or inputs and outputs, as `[{"input": …, "output":
+    …}]`), or by the names of MBPP (`test_list`, `test_setup_code`, `test_imports`) or HumanEval (`test`,
+    `entry_point`). A row without tests scores None. 1.0 if all pass, else 0.0; with `partial` the share that passed.
+
+    Args:
+        time_limit: seconds for the program and all of its tests.
+        memory_mb: memory of each process, on either side.
+        partial: give the share of tests passed: of a list its items, of a program its asserts.
+        harness: a test program for every row instead of a column. It sees the program's functions by name, the row's
+            columns as `row`, and the program's text as `program`.
+        disk_mb, processes, output_kb: room in /tmp; processes and threads of the program; what it may print.
+        site_packages: folders of installed packages that programs may import; none by default.
+
+    ```python
+    reward = code_execution(time_limit=2.0)
+    reward(completions=["def double(x): return 2 * x"], tests=[["assert double(2) == 4"]])  # [1.0]
+    ```
+    """
+    limits = Limits(seconds=time_limit, memory_mb=memory_mb, disk_mb=disk_mb, processes=processes, output_kb=output_kb)
+    if harness is not None:
+        _parsed(harness, "the harness")
+    check_sandbox()
+
+    def code_execution_reward(
+        completions: list[Any], prompts: list[Any] | None = None, log_extra: Any = None, **columns: Any
+    ) -> list[float | None]:
+        names = [n for n, v in columns.items() if isinstance(v, (list, tuple)) and len(v) == len(completions)]
+        verdicts: list[Verdict | None] = []
+        for index, completion in enumerate(completions):
+            tests = read_tests({name: columns[name][index] for name in names}, harness)
+            if tests is None:
+                verdicts.append(None)
+                continue
+            program = program_of(text_of(completion), prompts[index] if prompts else None, tests.entry_point)
+            verdicts.append(judge_program(program, tests, limits, partial=partial, site_packages=site_packages))
+        if log_extra is not None:
+            log_extra("tests", [v.why or "passed" if v else None for v in verdicts])
+        return [None if v is None else v.share for v in verdicts]
+
+    code_execution_reward.__name__ = "code_execution"
+    return mark(code_execution_reward, streaming=True, per_sample=True, threads=True)
+
+
+# -- what to run
+
+
+def program_of(text: str, prompt: Any = None, entry_point: str | None = None) -> str:
+    """The program in a completion: its last fenced block, or all of it.
+
+    Where the tests name a function that it does not define, and prompt and completion together do (HumanEval's
+    prompts are the beginning of a program), it is both.
+
+    >>> program_of("Here:\\n```python\\nx = 1\\n```\\nand so on")
+    'x = 1\\n'
+    """
+    blocks = FENCE.findall(text)
+    program = blocks[-1][1] if blocks else text
+    if (
+        entry_point
+        and isinstance(prompt, str)
+        and not _defines(program, entry_point)
+        and _defines(prompt + program, entry_point)
+    ):
+        return prompt + program
+    return program
+
+
+def _defines(program: str, name: str) -> bool:
+    try:
+        tree = ast.parse(program)
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
+        return False
+    return any(
+        (isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)) and node.name == name)
+        or (isinstance(node, ast.Assign) and any(isinstance(t, ast.Name) and t.id == name for t in node.targets))
+        for node in tree.body
+    )
+
+
+def read_tests(row: dict[str, Any], harness: str | None = None) -> Tests | None:
+    """The tests in a row's columns; None where there are none.
+
+    >>> read_tests({"tests": ["assert f(1) == 2"]}).sources
+    ('assert f(1) == 2',)
+    >>> read_tests({"tests": [{"input": "1", "output": "2"}]}).cases
+    (('1', '2'),)
+    """
+    if harness is not None:
+        return Tests(sources=(harness,), entry_point=row.get("entry_point"), row=_plain(row))
+    known = [name for name in ("tests", "test_list", "test") if name in row]
+    if not known:
+        raise RewardError(
+            "code_execution finds no tests: the data set needs a column 'tests' (a list of assert lines, a program, or "
+            "inputs and outputs), or 'test_list' (MBPP), or 'test' (HumanEval); its columns are: "
+            f"{', '.join(sorted(row)) or 'none'}"
+        )
+    tests = next((row[name] for name in known if row[name] is not None), None)
+    if tests is None or tests in ("", [], {}):
+        return None
+    if isinstance(tests, dict):
+        tests = _transposed(tests)
+    if isinstance(tests, (list, tuple)) and isinstance(tests[0], dict):
+        return Tests(cases=tuple(_case(case) for case in tests))
+    sources = (tests,) if isinstance(tests, str) else tuple(tests)
+    if not all(isinstance(source, str) for source in sources):
+        raise RewardError(f"tests are a text, a list of texts, or inputs and outputs, not {tests!r:.100}")
+    imports = row.get("test_imports") or []
+    setup = "\n".join([*([imports] if isinstance(imports, str) else imports), row.get("test_setup_code") or ""])
+    for source in (*sources, setup):
+        _parsed(source, f"the tests {source!r:.100}")
+    return Tests(sources=sources, setup=setup, entry_point=row.get("entry_point"))
+
+
+def _transposed(tests: dict[str, Any]) -> list[dict[str, Any]]:
+    inputs, outputs = (tests.get(name, tests.get(name[:-1])) for name in ("inputs", "outputs"))
+    if not isinstance(inputs, (list, tuple)) or not isinstance(outputs, (list, tuple)) or len(inputs) != len(outputs):
+        raise RewardError(
+            "tests that are a dict should hold 'inputs' and 'outputs', two lists of one length; "
+            f"this one holds {', '.join(map(repr, tests))}"
+        )
+    return [{"input": i, "output": o} for i, o in zip(inputs, outputs, strict=True)]
+
+
+def _case(case: dict[str, Any]) -> tuple[str, str]:
+    if not isinstance(case.get("input"), str) or not isinstance(case.get("output"), str):
+        raise RewardError(f"a test needs 'input' and 'output', both text; this one holds {sorted(case)}")
+    return case["input"], case["output"]
+
+
+def _parsed(source: str, what: str) -> ast.Module:
+    try:
+        return ast.parse(source)
+    except (SyntaxError, ValueError) as error:
+        raise RewardError(f"{what} are no Python program: {error}") from None
+
+
+def _plain(row: dict[str, Any]) -> dict[str, Any]:
+    """The columns that can be shown to a harness."""
+    plain = {}
+    for name, value in row.items():
+        try:
+            encode(value, keep=_refuse)
+        except (TypeError, ValueError):
+            continue
+        plain[name] = value
+    return plain
+
+
+def _refuse(value: Any) -> Any:
+    raise TypeError(type(value).__name__)
+
+
+# -- running it
+
+
+def judge_program(
+    program: str, tests: Tests, limits: Limits, *, partial: bool = False, site_packages: Sequence[str] = ()
+) -> Verdict:
+    """Run a program against its tests, in sandboxes made for it alone. Without `partial` the share is 1 or 0."""
+    try:
+        verdict = _judged(without_surrogates(program), tests, limits, partial, site_packages)
+    except TimeoutError:
+        return Verdict(share=0.0, why=f"not done after {limits.seconds:g} seconds")
+    except (WireError, BrokenPipeError, ValueError) as error:
+        return Verdict(share=0.0, why=f"the program is gone: {error}")
+    return verdict if partial else replace(verdict, share=float(verdict.share == 1.0))
+
+
+def _judged(program: str, tests: Tests, limits: Limits, partial: bool, packages: Sequence[str]) -> Verdict:
+    if tests.cases:
+        return _by_cases(program, tests, limits, partial, packages)
+    calls = [simple_call(source) for source in tests.sources]
+    if all(calls) and tests.row is None:
+        return _by_calls(program, [c for c in calls if c], limits, partial, packages)
+    return _by_harness(program, tests, limits, partial, packages)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Call:
+    """A call of a function with plain data, and what it should return."""
+
+    function: str
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    expected: Any
+
+
+def simple_call(source: str) -> Call | None:
+    """`assert f(1, 2) == 3` as a call, if the test is of that form and all values are literals.
+
+    >>> simple_call("assert f([1], k=2) == 3")
+    Call(function='f', args=([1],), kwargs={'k': 2}, expected=3)
+    >>> simple_call("assert math.isclose(f(1), 2)") is None
+    True
+    """
+    body = ast.parse(source.strip()).body
+    if len(body) != 1 or not isinstance(body[0], ast.Assert) or not isinstance(body[0].test, ast.Compare):
+        return None
+    test = body[0].test
+    call = test.left
+    if len(test.ops) != 1 or not isinstance(test.ops[0], ast.Eq) or not isinstance(call, ast.Call):
+        return None
+    if not isinstance(call.func, ast.Name) or any(keyword.arg is None for keyword in call.keywords):
+        return None
+    try:
+        return Call(
+            function=call.func.id,
+            args=tuple(ast.literal_eval(arg) for arg in call.args),
+            kwargs={str(keyword.arg): ast.literal_eval(keyword.value) for keyword in call.keywords},
+            expected=ast.literal_eval(test.comparators[0]),
+        )
+    except (ValueError, TypeError, SyntaxError, MemoryError, RecursionError):
+        return None
+
+
+@contextmanager
+def _pipes(*names: str) -> Iterator[dict[str, int]]:
+    """Pairs of descriptors, `NAME_read` and `NAME_write`; whatever is left open is closed at the end."""
+    fds: dict[str, int] = {}
+    try:
+        for name in names:
+            fds[f"{name}_read"], fds[f"{name}_write"] = os.pipe()
+        yield fds
+    finally:
+        for fd in fds.values():
+            os.close(fd)
+
+
+def _by_calls(program: str, calls: list[Call], limits: Limits, partial: bool, packages: Sequence[str]) -> Verdict:
+    """Make each call in the program's sandbox and compare the answer here. No code of anybody's runs here."""
+    with _pipes("ask", "answer") as fds:
+        theirs = {"read_fd": fds["ask_read"], "write_fd": fds["answer_write"]}
+        with Sandboxed("program", {"program": program}, limits, fds=theirs, site_packages=packages) as sandbox:
+            for name in ("ask_read", "answer_write"):  # so that the end of the program is seen as the end of the pipe
+                os.close(fds.pop(name))
+            sandbox.wait_ready()
+            left = TimeLeft(limits.seconds)
+            os.set_blocking(fds["ask_write"], False)
+            hello = receive(fds["answer_read"], left.read)
+            if not isinstance(hello, dict) or "names" not in hello:
+                return Verdict(share=0.0, why=f"the program did not load: {str(hello)[:200]}")
+            return _asked(calls, hello["names"], fds, left, partial)
+
+
+def _asked(calls: list[Call], names: dict[str, Any], fds: dict[str, int], left: TimeLeft, partial: bool) -> Verdict:
+    passed, why = 0, ""
+    for call in calls:
+        failure = ""
+        try:
+            failure = _failure(call, names, fds, left)
+        except (TimeoutError, WireError, BrokenPipeError) as error:
+            why = why or f"{call.function}: {type(error).__name__}: {error or 'out of time'}"
+            break  # what follows cannot pass either
+        passed += not failure
+        why = why or failure
+        if failure and not partial:
+            break
+    return Verdict(share=passed / len(calls), why=why)
+
+
+def _failure(call: Call, names: dict[str, Any], fds: dict[str, int], left: TimeLeft) -> str:
+    """Why a call did not return what it should; empty if it did."""
+    if call.function not in names:
+        return f"the program does not define {call.function}"
+    target = names[call.function]
+    if not isinstance(target, dict) or "mine" not in target:
+        return f"{call.function} is no function"
+    request = {"do": "call", "with": {"theirs": target["mine"]}, "args": [encode(a, _refuse) for a in call.args],
+               "kwargs": {k: encode(v, _refuse) for k, v in call.kwargs.items()}}  # fmt: skip
+    send(fds["ask_write"], request, left.write)
+    answer = receive(fds["answer_read"], left.read)
+    if not isinstance(answer, dict) or "error" in answer:
+        return f"{call.function} raised {str(answer)[:200]}"
+    value = decode(answer.get("value"), find=lambda whose, number: object())  # an object of its own: equal to nothing
+    return "" if value == call.expected else f"{call.function} returned {value!r:.100}, not {call.expected!r:.100}"
+
+
+def _by_cases(program: str, tests: Tests, limits: Limits, partial: bool, packages: Sequence[str]) -> Verdict:
+    """Run the program once for each input and compare what it prints here."""
+    payload = {"program": program, "inputs": [case[0] for case in tests.cases], "max_output": limits.output_kb * 1024}
+    passed, why = 0, ""
+    with _pipes("answer") as fds:
+        theirs = {"write_fd": fds["answer_write"]}
+        with Sandboxed("program", payload, limits, fds=theirs, site_packages=packages) as sandbox:
+            os.close(fds.pop("answer_write"))
+            sandbox.wait_ready()
+            left = TimeLeft(limits.seconds)
+            for number, (_, expected) in enumerate(tests.cases):
+                try:
+                    answer = receive(fds["answer_read"], left.read)
+                except (TimeoutError, WireError) as error:
+                    why = why or f"input {number}: {type(error).__name__}: {error or 'out of time'}"
+                    break
+                output = answer.get("output") if isinstance(answer, dict) else None
+                good = isinstance(output, str) and not answer.get("failed") and _lines(output) == _lines(expected)
+                passed += good
+                if not good:
+                    why = why or f"input {number}: printed {str(output)[:100]!r}, not {expected[:100]!r}"
+                    if not partial:
+                        break
+    return Verdict(share=passed / len(tests.cases), why=why)
+
+
+def _lines(text: str) -> list[str]:
+    """Lines without the blanks at their ends, and without empty ones at the end: what judges of programs compare."""
+    return [line.rstrip() for line in text.rstrip().split("\n")]
+
+
+def _by_harness(program: str, tests: Tests, limits: Limits, partial: bool, packages: Sequence[str]) -> Verdict:
+    """Run the tests in a sandbox of their own, whose verdict alone counts."""
+    payload = {"tests": tests.sources, "setup": tests.setup, "entry_point": tests.entry_point, "partial": partial,
+               "row": encode(tests.row, _refuse), "program": program if tests.row is not None else ""}  # fmt: skip
+    with _pipes("ask", "answer", "verdict") as fds:
+        ours = {"read_fd": fds["answer_read"], "write_fd": fds["ask_write"], "verdict_fd": fds["verdict_write"]}
+        theirs = {"read_fd": fds["ask_read"], "write_fd": fds["answer_write"]}
+        with (
+            Sandboxed("harness", payload, limits, fds=ours, site_packages=packages) as harness,
+            Sandboxed("program", {"program": program}, limits, fds=theirs, site_packages=packages) as sandbox,
+        ):
+            for name in ("ask_read", "ask_write", "answer_read", "answer_write", "verdict_write"):
+                os.close(fds.pop(name))
+            harness.wait_ready()
+            sandbox.wait_ready()
+            return _reported(fds["verdict_read"], len(tests.sources), TimeLeft(limits.seconds))
+
+
+def _reported(fd: int, expected: int, left: TimeLeft) -> Verdict:
+    """The tests' own report, as far as it came."""
+    total, count, why = 0.0, 0, ""
+    try:
+        while "done" not in (report := receive(fd, left.read)):
+            total, count = total + report["share"], count + 1
+            why = why or report["why"]
+    except (TimeoutError, WireError) as error:
+        why = why or ("out of time" if isinstance(error, TimeoutError) else "the tests' own process ended early")
+    return Verdict(share=min(total / expected, 1.0) if count <= expected else 0.0, why=why)

@@ -1,0 +1,248 @@
+"""All rewards of a run: calls them, checks what they return, and keeps one column of scores each."""
+
+from __future__ import annotations
+
+import logging
+import math
+import os
+from collections.abc import Sequence
+from concurrent.futures import wait
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rloom.errors import RewardError
+from rloom.rewards.base import Reward, RewardBatch, as_score, one_per_completion, unique_names
+from rloom.rewards.calling import Answer, Caller, Options, Piece
+from rloom.rewards.isolation import WorkerPool
+
+logger = logging.getLogger(__name__)
+
+Part = tuple[int, RewardBatch, list[list[Piece]]]
+"""A group's position, its completions, and for each reward the calls that are under way for it."""
+
+
+class RewardSet:
+    """All rewards of a run.
+
+    Those that are marked for it are called per group while generation goes on: `add` each group as it comes, then
+    `score` the whole. Others are called by `score`, once, with all completions.
+
+    Args:
+        rewards: what scores.
+        weights: one per reward; None: 1 each.
+        when: for each reward (column, values), the rows that it is for; None: all.
+        on_error: what a failing function costs: "raise" (the run), "none" (its samples' scores), or a number that they
+            get instead. A sample that hung or killed its worker never costs the run.
+        workers: worker processes, and threads for functions that take them; None: one per core, at most 8.
+        time_limit: seconds per sample for isolated functions that do not say.
+        concurrency: calls of an async function at a time, where it does not say.
+    """
+
+    def __init__(
+        self,
+        rewards: Sequence[Reward],
+        weights: Sequence[float] | None,
+        *,
+        when: Sequence[tuple[str, tuple[Any, ...]] | None] | None = None,
+        on_error: str | float = "raise",
+        workers: int | None = None,
+        time_limit: float = 60.0,
+        concurrency: int = 64,
+    ) -> None:
+        if not rewards:
+            raise RewardError("no reward function: pass at least one as `reward_funcs`")
+        if weights is not None and len(weights) != len(rewards):
+            raise RewardError(
+                f"Number of reward weights ({len(weights)}) must match number of reward functions ({len(rewards)})"
+            )
+        self.rewards = list(rewards)
+        self.names = unique_names([reward.name for reward in rewards])
+        self.weights = torch.tensor(weights if weights is not None else [1.0] * len(rewards), dtype=torch.float32)
+        self.on_error = on_error
+        options = Options(workers=workers or min(_cores(), 8), time_limit=time_limit, concurrency=concurrency)
+        self.pool = WorkerPool(options.workers)
+        routes = list(when) if when is not None else [None] * len(self.rewards)
+        self.callers = [
+            Caller(reward, name, options, self.pool, route)
+            for reward, name, route in zip(self.rewards, self.names, routes, strict=True)
+        ]
+        self.report: list[tuple[str, float]] = []  # metrics of the latest `score`
+        self._parts: list[Part] = []
+
+    # -- while groups come in
+
+    @property
+    def streaming(self) -> bool:
+        """Whether any reward can begin before all completions are there."""
+        return any(caller.streaming for caller in self.callers)
+
+    def add(self, position: int, group: RewardBatch) -> None:
+        """Start scoring a group with the rewards that are marked for it. `position` is its place in the batch."""
+        pieces = [caller.begin(group) if caller.streaming else [] for caller in self.callers]
+        self._parts.append((position, group, pieces))
+
+    def forget(self) -> None:
+        """Let go of groups that will not be asked for: generation failed, or somebody else scored them."""
+        for _, _, pieces in self._parts:
+            for piece in (p for several in pieces for p in several):
+                piece.future.cancel()
+        self._parts = []
+
+    # -- when all are there
+
+    def score(self, batch: RewardBatch) -> Tensor:
+        """Scores (N, F) in float32, NaN for None."""
+        parts, self._parts = sorted(self._parts, key=lambda part: part[0]), []
+        if sum(len(group) for _, group, _ in parts) != len(batch):  # nothing, or something else, was added before
+            parts = []
+        self.report = []
+        # What runs elsewhere is started first, so that it goes on while plain functions run here.
+        order = sorted(range(len(self.callers)), key=lambda index: self._runs_here(self.callers[index]))
+        begun = {index: self._pieces(index, batch, parts) for index in order}
+        columns = [self._settled(index, begun[index], batch) for index in range(len(self.callers))]
+        scores = torch.tensor(columns, dtype=torch.float32).T.contiguous()
+        _warn_unscored(scores, batch)
+        return scores
+
+    @staticmethod
+    def _runs_here(caller: Caller) -> bool:
+        return not (caller.streaming or caller.is_async or caller.marks.threads)
+
+    def _pieces(self, index: int, batch: RewardBatch, parts: list[Part]) -> list[Piece]:
+        if not parts or not self.callers[index].streaming:
+            return self.callers[index].begin(batch)
+        pieces, first = [], 0
+        for _, group, several in parts:
+            pieces += [replace(p, rows=[first + row for row in p.rows]) for p in several[index]]
+            first += len(group)
+        return pieces
+
+    def _settled(self, index: int, pieces: list[Piece], batch: RewardBatch) -> list[float]:
+        """One reward's column, from the answers of its calls; what it logged is handed on in the batch's order."""
+        name = self.names[index]
+        column: list[float] = [math.nan] * len(batch)
+        failures: dict[str, int] = {}
+        extra: dict[str, list[Any]] = {}
+        seconds = 0.0
+        wait([piece.future for piece in pieces[-1:]])  # to wake up once, not for each: others need the time
+        for piece in pieces:
+            answer = piece.answer()
+            seconds += answer.seconds
+            for row, value in zip(piece.rows, self._values(index, answer, piece.rows, batch, failures), strict=True):
+                column[row] = math.nan if value is None else value
+            for title, values in answer.extra.items():
+                for row, value in zip(piece.rows, values, strict=True):
+                    extra.setdefault(title, [None] * len(batch))[row] = value
+            self._log(index, batch, answer.metrics, batch.check_metric)  # what a worker sent was not checked yet
+            self._log(index, batch, answer.metrics, batch.log_metric)
+        self._log(index, batch, list(extra.items()), batch.log_extra)
+        self._note(name, column, failures, seconds)
+        return column
+
+    def _log(self, index: int, batch: RewardBatch, entries: list[tuple[str, Any]], log: Any) -> None:
+        for name, value in entries if log is not None else []:
+            try:
+                log(name, value)
+            except RewardError as error:
+                raise _noted(error, self.names[index], batch) from None
+
+    def _note(self, name: str, column: list[float], failures: dict[str, int], seconds: float) -> None:
+        self.report.append((f"rewards/{name}/time", seconds))
+        none = sum(math.isnan(value) for value in column)
+        if none:
+            self.report.append((f"rewards/{name}/none_ratio", none / len(column)))
+        self.report += [(f"rewards/{name}/{kind}", float(count)) for kind, count in failures.items()]
+
+    def _values(
+        self, index: int, answer: Answer, rows: list[int], batch: RewardBatch, failures: dict[str, int]
+    ) -> list[float | None]:
+        """The values of one call, or what its failure costs."""
+        name = self.names[index]
+        if answer.error is not None:
+            self._failed(index, answer.error, answer.failure, rows, batch, failures)
+            return [self._instead] * len(rows)
+        try:
+            values = one_per_completion(answer.values, name, len(rows))
+        except RewardError as error:
+            self._failed(index, error, "errors", rows, batch, failures)
+            return [self._instead] * len(rows)
+        result = []
+        for row, value in zip(rows, values, strict=True):
+            try:
+                result.append(as_score(value, name, row))
+            except RewardError as error:
+                self._failed(index, error, "errors", [row], batch, failures)
+                result.append(self._instead)
+        return result
+
+    @property
+    def _instead(self) -> float | None:
+        return None if isinstance(self.on_error, str) else float(self.on_error)
+
+    def _failed(
+        self,
+        index: int,
+        error: BaseException,
+        kind: str,
+        rows: list[int],
+        batch: RewardBatch,
+        failures: dict[str, int],
+    ) -> None:
+        """Raise, or count and say so: once per rollout and kind, with the first sample's prompt."""
+        name = self.names[index]
+        if kind == "errors" and self.on_error == "raise":
+            if len(rows) < len(batch):
+                error.add_note(f"sample {rows[0]}: its prompt begins {str(batch.prompts[rows[0]])[:100]!r}")
+            raise _noted(error, name, batch)
+        failures[kind] = failures.get(kind, 0) + len(rows)
+        if failures[kind] > len(rows):
+            return
+        what = {
+            "errors": f"failed: {type(error).__name__}: {error}",
+            "timeouts": f"was not done after {self.callers[index].time_limit:g} seconds and was cut off",
+            "crashes": f"took its worker process with it ({error})",
+        }[kind]
+        cost = "no score" if self._instead is None else f"the score {self._instead:g}"
+        logger.warning(
+            "The reward function '%s' %s on sample %s, which gets %s; further ones in this rollout are counted in "
+            "rewards/%s/%s. The sample's prompt begins: %.200r, its completion: %.200r",
+            name, what, rows[0] if len(rows) == 1 else f"{rows[0]} to {rows[-1]}", cost, name, kind,
+            str(batch.prompts[rows[0]]), str(batch.completions[rows[0]]),
+        )  # fmt: skip
+
+    def close(self) -> None:
+        """End worker processes and threads. They start again when needed."""
+        self.forget()
+        self.pool.close()
+        for caller in self.callers:
+            caller.close()
+
+
+def _cores() -> int:
+    """The cores that this process may use, where the system tells."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def _noted(error: BaseException, name: str, batch: RewardBatch) -> BaseException:
+    kind = "texts, since the prompts are texts" if isinstance(batch.prompts[0], str) else "lists of messages"
+    error.add_note(f"in the reward '{name}', on {len(batch)} completions, which are {kind}")
+    return error
+
+
+def _warn_unscored(scores: Tensor, batch: RewardBatch) -> None:
+    unscored = scores.isnan().all(1).nonzero().flatten().tolist()
+    if not unscored:
+        return
+    index = unscored[0]
+    row = {name: values[index] for name, values in batch.columns.items()}
+    row |= {"prompt": batch.prompts[index], "completion": batch.completions[index]}
+    logger.warning(
+        "All reward functions returned None for the following kwargs:\n%.2000s\n%d of %d completions in this rollout "
+        "have no score: they are left out of their siblings' baseline and get advantage 0.",
+        row,
+        len(unscored),
+        len(batch),
+    )

@@ -1,0 +1,121 @@
+"""Runs the model's program. Everything in this process is in the program's hands, so nothing in it is worth having.
+
+It knows no test and no expected value: it is asked to call functions, or given text on its standard input, and its
+answers are judged elsewhere.
+"""
+
+from __future__ import annotations
+
+import os
+import resource
+import sys
+import types
+from typing import Any
+
+from rloom.rewards.inside.wire import Peer, WireError, describe, receive, send
+
+
+def limit(limits: dict[str, int]) -> None:
+    """Hold this process and its children within bounds; they cannot be raised again."""
+    for name, value in limits.items():
+        number = getattr(resource, name)
+        hard = resource.getrlimit(number)[1]
+        bound = value if hard == resource.RLIM_INFINITY else min(value, hard)
+        resource.setrlimit(number, (bound, bound))
+
+
+def main(payload: dict[str, Any]) -> None:
+    """Run the program as a module whose functions are called, or once per text on its standard input."""
+    limit(payload["limits"])
+    nowhere = os.open(os.devnull, os.O_RDWR)
+    for fd in (0, 1, 2):
+        os.dup2(nowhere, fd)
+    os.write(payload["ready_fd"], b"r")
+    if "inputs" in payload:
+        answer_inputs(payload)
+    else:
+        serve_functions(payload)
+
+
+def serve_functions(payload: dict[str, Any]) -> None:
+    """Load the program, say what it defines, and do what is asked until the other side hangs up."""
+    peer = Peer(payload["read_fd"], payload["write_fd"], allow=lambda *request: True)
+    module = types.ModuleType("solution")
+    sys.modules["solution"] = module  # dataclasses and pickle look their module up
+    try:
+        exec(compile(payload["program"], "<program>", "exec"), module.__dict__)
+        send(peer.write_fd, contents(peer, module))
+    except BaseException as error:
+        send(peer.write_fd, {"failed": describe(error)})
+        return
+    while True:
+        try:
+            request = receive(peer.read_fd)
+        except WireError:
+            return
+        peer.serve(request)
+
+
+def contents(peer: Peer, module: types.ModuleType) -> dict[str, Any]:
+    """The names that the program defines. Exceptions come with what they are derived from, modules by name."""
+    names, exceptions, modules = {}, {}, {}
+    for name, value in list(module.__dict__.items()):
+        if name.startswith("__"):
+            continue
+        if isinstance(value, types.ModuleType):
+            modules[name] = value.__name__
+            continue
+        if isinstance(value, type) and issubclass(value, Exception):
+            exceptions[name] = [base.__name__ for base in value.__mro__[1:]]
+            continue
+        try:
+            packed = peer.pack(value)
+            names[name] = packed if len(str(packed)) < 10_000 else peer.keep(value)  # asked for when it is used
+        except Exception:  # data that cannot travel (a list that contains itself)
+            continue
+    return {"names": names, "exceptions": exceptions, "modules": modules}
+
+
+def answer_inputs(payload: dict[str, Any]) -> None:
+    """Run the program once for each input, in a process of its own, and send what it printed."""
+    for text in payload["inputs"]:
+        read_out, pid = start(payload["program"], text)
+        printed = b""
+        while len(printed) <= payload["max_output"] and (part := os.read(read_out, 65536)):
+            printed += part
+        os.close(read_out)  # one that goes on writing is killed by it
+        _, status = os.waitpid(pid, 0)
+        output = printed.decode("utf-8", "replace") if len(printed) <= payload["max_output"] else None
+        send(payload["write_fd"], {"output": output, "failed": bool(status)})
+
+
+def start(program: str, text: str) -> tuple[int, int]:
+    """The program in a child process, with `text` on its standard input and a pipe on its standard output."""
+    name = "/tmp/.input"
+    with open(name, "w", encoding="utf-8", errors="surrogatepass") as file:
+        file.write(text)
+    read_in = os.open(name, os.O_RDONLY)
+    os.unlink(name)
+    read_out, write_out = os.pipe()
+    pid = os.fork()
+    if pid:
+        os.close(write_out)
+        os.close(read_in)
+        return read_out, pid
+    os.dup2(read_in, 0)
+    os.dup2(write_out, 1)
+    for fd in (read_in, read_out, write_out):
+        os.close(fd)
+    sys.stdin = os.fdopen(0, encoding="utf-8", errors="replace", closefd=False)
+    sys.stdout = os.fdopen(1, "w", encoding="utf-8", errors="replace", closefd=False)
+    code = 1
+    try:
+        exec(compile(program, "<program>", "exec"), {"__name__": "__main__", "__builtins__": __builtins__})
+        code = 0
+    except SystemExit as leave:
+        code = int(bool(leave.code))
+    finally:
+        try:
+            sys.stdout.flush()
+        finally:
+            os._exit(code)

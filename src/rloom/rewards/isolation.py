@@ -1,0 +1,274 @@
+"""Reward functions in processes of their own: one that hangs or dies takes its sample with it, and nothing else.
+
+Workers are started as fresh processes, so that this works after CUDA is in use and without importing the main script
+again. Functions travel by cloudpickle, which takes closures, lambdas and what the main script defines.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import pickle
+import signal
+import struct
+import subprocess
+import sys
+import threading
+import weakref
+from collections import deque
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rloom.errors import RewardError
+from rloom.rewards.sandbox import TimeLeft
+
+WORKER = Path(__file__).with_name("worker.py")
+LOAD_SECONDS = 300.0
+AT_ONCE_SECONDS, MAX_AT_ONCE = 0.05, 32
+"""Samples that take so long together, and so many at most, are handed to a worker at once."""
+
+
+class WorkerGone(Exception):
+    """The worker ended by itself in the middle of a sample."""
+
+
+@dataclass(slots=True)
+class Task:
+    """A sample to be scored."""
+
+    key: int
+    arguments: dict[str, Any]
+    time_limit: float
+    answer: Future[dict[str, Any]]
+
+
+class WorkerPool:
+    """Worker processes, each behind a thread that waits for it. They start when first needed.
+
+    Quick samples are handed over several at a time, slow ones one by one; the time limit is for each.
+
+    >>> with WorkerPool(1) as pool:
+    ...     key = pool.register(lambda completions: [len(c) for c in completions], "length")
+    ...     [answer.result()["value"] for answer in pool.submit(key, [{"completions": ["four"]}], time_limit=60.0)]
+    [[4]]
+    """
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self.functions: list[bytes] = []
+        self.seconds: list[float] = []  # that a sample of each function takes, about
+        self.restarts = 0
+        self._tasks: deque[Task] = deque()
+        self._lock = threading.Lock()
+        self._threads: ThreadPoolExecutor | None = None
+        self._local = threading.local()
+        self._workers: weakref.WeakSet[Worker] = weakref.WeakSet()
+
+    def register(self, function: Any, name: str) -> int:
+        """Make a function known to the workers; returns the key to call it by."""
+        import cloudpickle
+
+        try:
+            self.functions.append(cloudpickle.dumps(function))
+            self.seconds.append(AT_ONCE_SECONDS)
+        except Exception as error:
+            raise RewardError(
+                f"The reward function '{name}' cannot be sent to a worker process: {type(error).__name__}: {error}. "
+                "Let it open locks, connections and models on its first call instead of holding them, or leave out "
+                "isolated=True"
+            ) from error
+        return len(self.functions) - 1
+
+    def submit(self, key: int, samples: list[dict[str, Any]], time_limit: float) -> list[Future[dict[str, Any]]]:
+        """Call a function on each sample, in workers that are free. A future raises `TimeoutError` or [`WorkerGone`]
+        where there was no answer."""
+        tasks = [Task(key, arguments, time_limit, Future()) for arguments in samples]
+        with self._lock:
+            self._tasks.extend(tasks)
+            if self._threads is None:
+                self._threads = ThreadPoolExecutor(self.size, thread_name_prefix="rloom-worker")
+        for _ in range(min(self.size, len(tasks))):
+            self._threads.submit(self._work)
+        return [task.answer for task in tasks]
+
+    def _work(self) -> None:
+        while tasks := self._take():
+            self._run([task for task in tasks if task.answer.set_running_or_notify_cancel()])
+
+    def _take(self) -> list[Task]:
+        """The next sample, and as many of the same kind as are done in no time; but no more than one's share."""
+        with self._lock:
+            if not self._tasks:
+                return []
+            taken = [self._tasks.popleft()]
+            quick = int(AT_ONCE_SECONDS / max(self.seconds[taken[0].key], 1e-6))
+            limit = min(quick, MAX_AT_ONCE, len(self._tasks) // self.size)
+            while len(taken) < limit and self._tasks[0].key == taken[0].key:
+                taken.append(self._tasks.popleft())
+            return taken
+
+    def _run(self, tasks: list[Task]) -> None:
+        """Have one worker do some samples; after one that hangs or dies, another goes on with the rest."""
+        while tasks:
+            worker = None
+            try:
+                worker = self._worker(tasks[0].key)
+                worker.ask({"key": tasks[0].key, "samples": [task.arguments for task in tasks]}, tasks[0].time_limit)
+                while tasks:
+                    answer = worker.answer(tasks[0].time_limit)
+                    self._note(tasks[0].key, answer)
+                    tasks.pop(0).answer.set_result(answer)
+            except Exception as error:
+                if worker is not None and not isinstance(error, RewardError):
+                    worker.kill()
+                tasks.pop(0).answer.set_exception(error)
+
+    def _note(self, key: int, answer: dict[str, Any]) -> None:
+        seconds = answer.get("seconds", 0.0)
+        self.seconds[key] = seconds if self.seconds[key] == AT_ONCE_SECONDS else 0.9 * self.seconds[key] + 0.1 * seconds
+
+    def _worker(self, key: int) -> Worker:
+        """This thread's worker, with a function loaded."""
+        worker: Worker | None = getattr(self._local, "worker", None)
+        if worker is None or worker.process.poll() is not None:
+            self.restarts += worker is not None
+            worker = self._local.worker = Worker()
+            self._workers.add(worker)
+        if key not in worker.loaded:
+            try:
+                worker.load(key, self.functions[key])
+            except (TimeoutError, WorkerGone) as error:
+                worker.kill()
+                raise RewardError(f"a worker process ended while loading a reward function: {error}") from None
+        return worker
+
+    def close(self) -> None:
+        """End all workers, also those in the middle of something."""
+        with self._lock:
+            tasks, self._tasks = self._tasks, deque()
+        for task in tasks:
+            task.answer.cancel()
+        if self._threads is not None:
+            self._threads.shutdown(wait=False, cancel_futures=True)
+            for worker in list(self._workers):
+                worker.stop()  # its thread sees the end of the pipe; only then are the pipes closed
+            self._threads.shutdown(wait=True)
+            self._threads = None
+        for worker in list(self._workers):
+            worker.kill()
+        self._local = threading.local()
+
+    def __enter__(self) -> WorkerPool:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.close()
+
+
+class Worker:
+    """One worker process and the pipes to it."""
+
+    def __init__(self) -> None:
+        request_read, self.request = os.pipe()
+        self.answers, answer_write = os.pipe()
+        os.set_blocking(self.request, False)
+        self.process = subprocess.Popen(
+            [sys.executable, "-P", str(WORKER), str(request_read), str(answer_write)],
+            pass_fds=(request_read, answer_write),
+            stdin=subprocess.DEVNULL,
+            stdout=sys.stderr.fileno() if _has_fileno(sys.stderr) else subprocess.DEVNULL,
+            env={"OMP_NUM_THREADS": "1", **os.environ},
+            start_new_session=True,  # so that what it starts can be killed with it
+        )
+        os.close(request_read)
+        os.close(answer_write)
+        self.loaded: set[int] = set()
+        self.received = bytearray()
+        self._close = weakref.finalize(self, _close_all, self.request, self.answers, self.process)
+
+    def load(self, key: int, function: bytes) -> None:
+        """Give it a function; what that imports is not the sample's time."""
+        self.ask({"key": key, "function": function, "path": sys.path}, LOAD_SECONDS)
+        answer = self.answer(LOAD_SECONDS)
+        if "error" in answer:
+            raise RewardError(f"a worker process cannot load a reward function: {answer['error'][2]}")
+        self.loaded.add(key)
+
+    def ask(self, request: dict[str, Any], seconds: float) -> None:
+        """Send a request within `seconds`."""
+        left = TimeLeft(seconds)
+        body = _pickled(request)
+        data = memoryview(struct.pack(">I", len(body)) + body)
+        try:
+            while data:
+                data = data[left.write(self.request, data) :]
+        except BrokenPipeError:
+            raise WorkerGone(self._how()) from None
+
+    def answer(self, seconds: float) -> dict[str, Any]:
+        """The next answer within `seconds`."""
+        left = TimeLeft(seconds)
+        (size,) = struct.unpack(">I", self._read(4, left))
+        try:
+            answer = json.loads(self._read(size, left))
+        except ValueError:
+            answer = None
+        if not isinstance(answer, dict):
+            raise WorkerGone("it answered something else")
+        return answer
+
+    def _read(self, size: int, left: TimeLeft) -> bytes:
+        while len(self.received) < size:
+            part = left.read(self.answers, 2**16)
+            if not part:
+                raise WorkerGone(self._how())
+            self.received += part
+        data = bytes(self.received[:size])
+        del self.received[:size]
+        return data
+
+    def _how(self) -> str:
+        code = self.process.wait()
+        return f"killed by {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
+
+    def stop(self) -> None:
+        """End the process and what it started; a loop in C does not wait to be asked."""
+        _stop(self.process)
+
+    def kill(self) -> None:
+        """End it, and close the pipes."""
+        self._close()
+
+
+def _stop(process: subprocess.Popen[bytes]) -> None:
+    if process.poll() is None:  # else its number may be another's by now
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(process.pid, signal.SIGKILL)
+    process.kill()
+
+
+def _close_all(request: int, answers: int, process: subprocess.Popen[bytes]) -> None:
+    _stop(process)
+    process.wait()
+    os.close(request)
+    os.close(answers)
+
+
+def _pickled(request: dict[str, Any]) -> bytes:
+    try:
+        return pickle.dumps(request, protocol=5)
+    except Exception:  # a column that holds a lambda, say
+        import cloudpickle
+
+        return cloudpickle.dumps(request)
+
+
+def _has_fileno(stream: Any) -> bool:
+    try:
+        stream.fileno()
+    except (AttributeError, OSError, ValueError):
+        return False
+    return True

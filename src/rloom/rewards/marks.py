@@ -1,0 +1,98 @@
+"""How a reward function wants to be called, noted on the function itself."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass, fields, replace
+from typing import Any
+
+from rloom.errors import RewardError, UnknownOptionError, did_you_mean
+
+ATTRIBUTE = "__rloom_reward__"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Marks:
+    """What [`reward`] notes. The defaults are TRL's way: one call with the whole batch, in the trainer's process."""
+
+    streaming: bool = False  # called per group, as soon as the group is there
+    isolated: bool = False  # called per sample, in worker processes
+    per_sample: bool = False  # called once per sample; what is isolated always is
+    threads: bool = False  # called in several threads: for functions that wait for something outside Python
+    time_limit: float | None = None  # seconds per sample (isolated) or call (async)
+    concurrency: int | None = None  # calls of an async function, or of one in threads, that run at a time
+
+
+def marks_of(function: Any) -> Marks:
+    """The marks of a function, also of one that is wrapped in a partial; the defaults if it has none."""
+    found = getattr(function, ATTRIBUTE, None)
+    while found is None and isinstance(function, functools.partial):
+        function = function.func
+        found = getattr(function, ATTRIBUTE, None)
+    return found if isinstance(found, Marks) else Marks()
+
+
+def mark(function: Any, **options: Any) -> Any:
+    """Note how a function wants to be called, on top of what is noted already."""
+    known = [field.name for field in fields(Marks)]
+    for name in options:
+        if name not in known:
+            raise UnknownOptionError(f"reward() has no option '{name}'{did_you_mean(name, known)}")
+    marks = replace(marks_of(function), **options)
+    _check(function, marks)
+    try:
+        setattr(function, ATTRIBUTE, marks)
+    except AttributeError:
+        raise RewardError(f"{function!r} takes no marks: wrap it in a function of your own, and mark that") from None
+    return function
+
+
+def _check(function: Any, marks: Marks) -> None:
+    is_async = is_coroutine_function(function)
+    if marks.time_limit is not None and not marks.time_limit > 0:
+        raise RewardError(f"time_limit must be above 0, not {marks.time_limit}")
+    if marks.concurrency is not None and marks.concurrency < 1:
+        raise RewardError(f"concurrency must be at least 1, not {marks.concurrency}")
+    if marks.time_limit is not None and not (marks.isolated or is_async):
+        raise RewardError(
+            "time_limit has no effect on a function that runs in the trainer's own process, where nothing can cut it "
+            "off: add isolated=True, or make it async"
+        )
+    if marks.concurrency is not None and (marks.isolated or not (is_async or marks.threads)):
+        raise RewardError("concurrency is for async functions, and for those with threads=True; others run one by one")
+
+
+def is_coroutine_function(function: Any) -> bool:
+    """Whether calling it gives a coroutine; also for objects with an async `__call__` and for partials."""
+    while isinstance(function, functools.partial):
+        function = function.func
+    return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__)
+
+
+def reward(function: Callable[..., Any] | None = None, /, **options: Any) -> Any:
+    """Say how a reward function wants to be called. As a decorator, or around a function, which stays as it was.
+
+    Args:
+        streaming: call it per group, as soon as the group is there, while others are still being generated.
+        isolated: call it per sample in worker processes; a sample that hangs or crashes costs its own score alone.
+        per_sample: call it once per sample.
+        threads: call it in several threads; for functions that wait for something outside Python.
+        time_limit: seconds per sample of an isolated function, or per call of an async one.
+        concurrency: how many calls of an async function, or of one in threads, run at a time.
+
+    >>> @reward(streaming=True)
+    ... def short(completions, **kwargs):
+    ...     return [-float(len(text)) for text in completions]
+    >>> short(["four"])
+    [-4.0]
+    >>> reward(short, straeming=True)
+    Traceback (most recent call last):
+        ...
+    rloom.errors.UnknownOptionError: reward() has no option 'straeming'; did you mean 'streaming'?
+    """
+    if function is None:
+        return lambda f: mark(f, **options)
+    # A copy: a built-in reward, or one that is used elsewhere too, stays as it is.
+    return mark(functools.update_wrapper(functools.partial(function), function), **options)

@@ -1,0 +1,216 @@
+"""Processes that can do no harm: bubblewrap, an unprivileged user, no network, no host files, limits on the rest.
+
+What is inside sees a read-only /usr, a small /tmp that vanishes with it, and itself. Where bubblewrap is missing,
+nothing is
+run: there is no way around it.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import select
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rloom.errors import SandboxError
+
+INSIDE = Path(__file__).with_name("inside")
+NOBODY = 65534
+START_SECONDS = 60.0
+BOOTSTRAP = """
+import json, sys, types
+data = json.loads(sys.stdin.buffer.read())
+for name in ("rloom", "rloom.rewards", "rloom.rewards.inside"):
+    sys.modules[name] = types.ModuleType(name)
+for name, source in data["modules"]:
+    module = sys.modules["rloom.rewards.inside." + name] = types.ModuleType("rloom.rewards.inside." + name)
+    exec(compile(source, name, "exec"), module.__dict__)
+module.main(data["payload"])
+"""
+MISSING = (
+    "running model-written code needs bubblewrap, which was not found. Install it (Debian, Ubuntu: `apt-get install "
+    "bubblewrap`; Fedora: `dnf install bubblewrap`; Arch: `pacman -S bubblewrap`). Nothing is run without it."
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Limits:
+    """What a sandbox may use. Memory is per process; `processes` counts threads too."""
+
+    seconds: float = 5.0
+    memory_mb: int = 512
+    disk_mb: int = 16
+    processes: int = 4
+    output_kb: int = 1024
+
+    def __post_init__(self) -> None:
+        for name in self.__slots__:
+            if getattr(self, name) <= 0:
+                raise ValueError(f"{name} must be above 0, not {getattr(self, name)}")
+
+    def inside(self) -> dict[str, int]:
+        """As the limits that a process sets itself before it runs what it was given."""
+        return {
+            "RLIMIT_AS": self.memory_mb * 2**20,
+            "RLIMIT_CPU": int(self.seconds) + 2,
+            "RLIMIT_FSIZE": self.disk_mb * 2**20,
+            "RLIMIT_NPROC": self.processes + 2,  # bubblewrap's own first process, and ours
+            "RLIMIT_NOFILE": 64,
+            "RLIMIT_CORE": 0,
+        }
+
+
+@functools.cache
+def check_sandbox() -> None:
+    """Find out once whether sandboxes work here; a [`SandboxError`] says what is missing, and how to get it."""
+    if sys.platform != "linux":
+        raise SandboxError(f"model-written code runs in bubblewrap, which needs Linux; this is {sys.platform}")
+    if shutil.which("bwrap") is None:
+        raise SandboxError(MISSING)
+    if os.geteuid() == 0 and shutil.which("setpriv") is None:
+        raise SandboxError("as root, sandboxes are started through `setpriv` (package util-linux), which was not found")
+    result = subprocess.run([*command(Limits()), "-c", "print('inside')"], capture_output=True, text=True, timeout=60)
+    if result.stdout != "inside\n":
+        raise SandboxError(
+            f"bubblewrap is there but cannot make a sandbox: {result.stderr.strip()[-300:] or 'no output'}. In a "
+            "container, user namespaces must be allowed (Docker: --security-opt seccomp=unconfined, or a profile that "
+            "allows them; hosts: sysctl kernel.unprivileged_userns_clone=1, and on Ubuntu "
+            "kernel.apparmor_restrict_unprivileged_userns=0)"
+        )
+
+
+@functools.cache
+def interpreter() -> tuple[str, str | None]:
+    """A Python that the sandbox's user can read, and the folder to show in the sandbox for it (None: it is in /usr)."""
+    base = Path(sys.base_prefix).resolve()
+    own = base / "bin" / f"python{sys.version_info.major}.{sys.version_info.minor}"
+    if own.exists() and base.is_relative_to("/usr"):
+        return str(own), None
+    if own.exists() and (os.geteuid() != 0 or _world_readable(base)):
+        return str(own), str(base)
+    for other in ("/usr/bin/python3", "/usr/local/bin/python3"):  # ours is in root's home, say
+        if Path(other).resolve().is_relative_to("/usr") and os.access(other, os.X_OK):
+            return other, None
+    raise SandboxError(
+        f"the sandbox's user cannot read this Python ({own}), and there is no other in /usr: install one there "
+        "(Debian: `apt-get install python3`), or make that folder readable for everybody"
+    )
+
+
+def _world_readable(folder: Path) -> bool:
+    return all(part.stat().st_mode & 0o005 == 0o005 for part in (folder, *folder.parents))
+
+
+def command(limits: Limits, site_packages: Sequence[str] = ()) -> list[str]:
+    """bubblewrap's command line, up to and including the interpreter."""
+    python, prefix = interpreter()
+    unprivileged = []
+    if os.geteuid() == 0:  # limits on processes do not bind root
+        unprivileged = ["setpriv", f"--reuid={NOBODY}", f"--regid={NOBODY}", "--clear-groups"]
+    links = [
+        (f"/{name}", os.readlink(f"/{name}")) for name in ("bin", "lib", "lib64", "sbin") if os.path.islink(f"/{name}")
+    ]
+    shown = [f"/{name}" for name in ("lib", "lib64") if os.path.isdir(f"/{name}") and not os.path.islink(f"/{name}")]
+    shown += [path for path in (prefix, *site_packages) if path]
+    return [
+        *unprivileged, "bwrap", "--unshare-all", "--die-with-parent", "--new-session", "--cap-drop", "ALL",
+        "--uid", str(NOBODY), "--gid", str(NOBODY), "--hostname", "sandbox", "--clearenv",
+        "--setenv", "PATH", "/usr/bin:/bin", "--setenv", "HOME", "/tmp", "--setenv", "LANG", "C.UTF-8",
+        "--setenv", "OMP_NUM_THREADS", "1", "--setenv", "OPENBLAS_NUM_THREADS", "1",
+        *(["--setenv", "PYTHONPATH", ":".join(site_packages)] if site_packages else []),
+        "--ro-bind", "/usr", "/usr", "--ro-bind-try", "/etc/ld.so.cache", "/etc/ld.so.cache",
+        *(part for name, target in links for part in ("--symlink", target, name)),
+        *(part for path in shown for part in ("--ro-bind", path, path)),
+        "--proc", "/proc", "--dev", "/dev", "--size", "65536", "--tmpfs", "/dev/shm", "--remount-ro", "/dev",
+        "--size", str(limits.disk_mb * 2**20), "--tmpfs", "/tmp", "--remount-ro", "/", "--chdir", "/tmp",
+        python, *(["-s", "-P"] if site_packages and sys.version_info >= (3, 11) else ["-I"]), "-S", "-B",
+    ]  # fmt: skip
+
+
+class Sandboxed:
+    """One sandbox with a role ("program" or "harness") in it, ready to begin. Leaving the context kills all of it."""
+
+    def __init__(
+        self,
+        role: str,
+        payload: dict[str, Any],
+        limits: Limits,
+        *,
+        fds: dict[str, int],
+        site_packages: Sequence[str] = (),
+    ) -> None:
+        self.role, self.limits = role, limits
+        self.ready_fd, ready = os.pipe()
+        names = ("wire", "program") if role == "program" else ("wire", "program", "harness")
+        payload = {**payload, **fds, "ready_fd": ready, "limits": limits.inside()}
+        data = json.dumps({"modules": [(name, _source(name)) for name in names], "payload": payload}).encode()
+        self.process = subprocess.Popen(
+            [*command(limits, site_packages), "-c", BOOTSTRAP],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            pass_fds=(ready, *fds.values()),
+            cwd="/",
+        )
+        os.close(ready)
+        assert self.process.stdin is not None
+        try:
+            self.process.stdin.write(data)
+            self.process.stdin.close()
+        except BrokenPipeError:  # it is gone already: `wait_ready` says so
+            pass
+
+    def wait_ready(self) -> None:
+        """Until it is about to run what it was given; what starting takes is not the program's time."""
+        try:
+            began = TimeLeft(START_SECONDS).read(self.ready_fd, 1) == b"r"
+        except TimeoutError:
+            began = False
+        if not began:
+            raise SandboxError(f"the sandbox for the {self.role} did not start (exit code {self.process.poll()})")
+
+    def __enter__(self) -> Sandboxed:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.process.kill()  # --die-with-parent takes everything inside with it
+        self.process.wait()
+        os.close(self.ready_fd)
+
+
+@functools.cache
+def _source(name: str) -> str:
+    return (INSIDE / f"{name}.py").read_text()
+
+
+class TimeLeft:
+    """A deadline for what is read from and written to pipes whose other end cannot be trusted to go on."""
+
+    def __init__(self, seconds: float) -> None:
+        self.end = time.monotonic() + seconds
+
+    def wait(self, fd: int, event: int) -> None:
+        """Until a pipe can be read or written; `TimeoutError` when the time is over first."""
+        poll = select.poll()  # select() knows no descriptors above 1023, which a training process may have
+        poll.register(fd, event)
+        left = self.end - time.monotonic()
+        if left <= 0 or not poll.poll(left * 1000):
+            raise TimeoutError
+
+    def read(self, fd: int, size: int) -> bytes:
+        """Some bytes, at most `size`."""
+        self.wait(fd, select.POLLIN)
+        return os.read(fd, size)
+
+    def write(self, fd: int, data: memoryview) -> int:
+        """Write what the pipe takes; the descriptor must not block."""
+        self.wait(fd, select.POLLOUT)
+        return os.write(fd, data)

@@ -1,0 +1,144 @@
+"""A reward as a service, for [`rloom.rewards.http`] and anybody who speaks its JSON. Standard library only."""
+
+from __future__ import annotations
+
+import hmac
+import json
+import logging
+import math
+import threading
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+
+from rloom.errors import RewardError
+from rloom.rewards.base import RewardBatch
+from rloom.rewards.collection import RewardSet
+from rloom.rewards.web import LOOPBACK
+
+logger = logging.getLogger(__name__)
+
+MAX_BODY = 256 * 2**20
+FIELDS = ("prompts", "completions", "completion_ids", "columns")
+
+
+class BadRequest(Exception):
+    """What the client did wrong, with the status to answer."""
+
+    def __init__(self, message: str, status: int = 400) -> None:
+        super().__init__(message)
+        self.status = status
+
+
+class RewardServer(ThreadingHTTPServer):
+    """Answers POST /score with a reward's scores, and GET /health.
+
+    Without a token it listens on a loopback address alone: whoever can reach it could otherwise have code run that the
+    reward runs, and read what it knows.
+    """
+
+    daemon_threads = True
+
+    def __init__(
+        self, rewards: RewardSet, *, host: str = "127.0.0.1", port: int = 8000, token: str | None = None
+    ) -> None:
+        if host not in LOOPBACK and not token:
+            raise RewardError(
+                f"serving on {host}, which other machines can reach, needs a token: set the environment variable "
+                "RLOOM_REWARD_TOKEN here and where the trainer runs"
+            )
+        self.rewards, self.token = rewards, token
+        # A plain function is never called twice at a time; what runs in workers or threads sorts that out itself.
+        self.one_by_one = any(not (c.marks.isolated or c.marks.threads or c.is_async) for c in rewards.callers)
+        self.lock = threading.Lock()
+        super().__init__((host, port), Handler)
+
+    def score(self, request: Any) -> list[float | None]:
+        """Scores for a request's completions; null where there is none."""
+        batch = _batch(request)
+        if not len(batch):
+            return []
+        if self.one_by_one:
+            with self.lock:
+                scores = self.rewards.score(batch)
+        else:
+            scores = self.rewards.score(batch)
+        return [None if math.isnan(value) else value for value in scores[:, 0].tolist()]
+
+
+def _batch(request: Any) -> RewardBatch:
+    if not isinstance(request, dict) or not isinstance(request.get("completions"), list):
+        raise BadRequest('a JSON object with a list "completions" is expected')
+    unknown = [name for name in request if name not in FIELDS]
+    if unknown:
+        raise BadRequest(
+            f'unknown field "{unknown[0]}"; known are {", ".join(FIELDS)} (further columns go in "columns")'
+        )
+    count = len(request["completions"])
+    columns = request.get("columns", {})
+    if not isinstance(columns, dict):
+        raise BadRequest('"columns" is an object of lists')
+    prompts, ids = request.get("prompts", [""] * count), request.get("completion_ids", [[]] * count)
+    for name, values in {"prompts": prompts, "completion_ids": ids, **columns}.items():
+        if not isinstance(values, list) or len(values) != count:
+            raise BadRequest(f'"{name}" is no list of {count} values, one per completion')
+    return RewardBatch(prompts=prompts, completions=request["completions"], completion_ids=ids, columns=columns)
+
+
+class Handler(BaseHTTPRequestHandler):
+    """One connection."""
+
+    server: RewardServer
+    protocol_version = "HTTP/1.1"
+    timeout = 60  # a client that says nothing does not hold a thread for ever
+    server_version, sys_version = "rloom", ""
+
+    def do_GET(self) -> None:
+        """Whether the service is up, and what it scores with."""
+        if self.path != "/health":
+            return self._answer(404, {"error": "GET /health and POST /score are all there is"})
+        return self._answer(200, {"status": "ok", "reward": self.server.rewards.names[0]})
+
+    def do_POST(self) -> None:
+        """Scores."""
+        try:
+            self._check()
+            request = self._request()
+            self._answer(200, {"scores": self.server.score(request)})
+        except BadRequest as error:
+            self.close_connection = True  # the body may not have been read
+            self._answer(error.status, {"error": str(error)})
+        except (ConnectionError, TimeoutError):
+            self.close_connection = True
+        except Exception as error:  # the reward's own: told to the client, and the service goes on
+            logger.exception("the reward failed")
+            self._answer(500, {"error": f"{type(error).__name__}: {error}"[:2000]})
+
+    def _check(self) -> None:
+        if self.path != "/score":
+            raise BadRequest("POST /score is all there is", 404)
+        given = self.headers.get("Authorization", "").encode()
+        if self.server.token and not hmac.compare_digest(given, f"Bearer {self.server.token}".encode()):
+            raise BadRequest("the token is missing or wrong", 401)
+
+    def _request(self) -> Any:
+        length = self.headers.get("Content-Length", "")
+        if not length.isdigit():
+            raise BadRequest("a Content-Length is needed", 411)
+        if int(length) > MAX_BODY:
+            raise BadRequest(f"more than {MAX_BODY} bytes; send fewer completions at a time", 413)
+        try:
+            return json.loads(self.rfile.read(int(length)))
+        except (ValueError, RecursionError) as error:
+            raise BadRequest(f"not JSON: {error}") from None
+
+    def _answer(self, status: int, content: dict[str, Any]) -> None:
+        body = json.dumps(content).encode()
+        self.send_response(status)
+        self.send_header("Content-Type", "application/json")
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, format: str, *args: Any) -> None:
+        """To the log rather than to the terminal."""
+        logger.info(format, *args)

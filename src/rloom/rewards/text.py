@@ -1,0 +1,144 @@
+"""What a text is like: its language, its mood, how near it is to a reference. Each on a library made for it."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+from rloom.errors import RewardError, check_choice, needs_extra
+from rloom.rewards.marks import mark, reward
+from rloom.rewards.texts import text_of, without_surrogates
+
+MAX_CHARACTERS = 20_000
+"""What is read of a completion: these measures do not change much beyond, and some take quadratic time."""
+
+
+def language(code: str | None = None, *, column: str = "language") -> Callable[..., list[float | None]]:
+    """Make a reward: the probability that a completion is in a language, given by its ISO 639-1 code, by py3langid.
+
+    Without `code`, each row names its own in a column.
+
+    >>> scores = language("en")(["This is the house where we live.", "Das ist das Haus, in dem wir wohnen."])
+    >>> [round(score) for score in scores]
+    [1, 0]
+    """
+    identifier = _identifier()
+    if code is not None and code not in identifier.labels:
+        check_choice("language", code, sorted(identifier.labels))
+
+    def language_reward(completions: list[Any], **columns: Any) -> list[float | None]:
+        if code is None and column not in columns:
+            raise RewardError(f"language needs a code, or a column '{column}' with one for each row")
+        codes = [code] * len(completions) if code is not None else columns[column]
+        return [_probability(text_of(c), wanted) for c, wanted in zip(completions, codes, strict=True)]
+
+    language_reward.__name__ = "language"
+    return mark(language_reward, streaming=True, isolated=True)
+
+
+@functools.cache
+def _identifier() -> Any:
+    try:
+        from py3langid.langid import MODEL_FILE, LanguageIdentifier
+    except ImportError:
+        raise needs_extra("language", "py3langid", "text") from None
+    return LanguageIdentifier.from_model_file(MODEL_FILE, norm_probs=True)
+
+
+def _probability(text: str, code: str | None) -> float | None:
+    if code is None:
+        return None
+    text = without_surrogates(text[:MAX_CHARACTERS]).strip()
+    if not any(character.isalpha() for character in text):
+        return 0.0  # digits and signs are in no language
+    return float(dict(_identifier().rank(text)).get(code, 0.0))
+
+
+@reward(streaming=True, isolated=True)
+def sentiment(completions: list[Any], **kwargs: Any) -> list[float]:
+    """How positive a text is, from −1 to 1, by VADER (Hutto & Gilbert 2014). English.
+
+    >>> [round(score) for score in sentiment(["What a wonderful day!", "This is horrible.", ""])]
+    [1, -1, 0]
+    """
+    analyzer = _analyzer()
+    return [analyzer.polarity_scores(text_of(c)[:MAX_CHARACTERS])["compound"] for c in completions]
+
+
+@functools.cache
+def _analyzer() -> Any:
+    try:
+        from vaderSentiment.vaderSentiment import SentimentIntensityAnalyzer
+    except ImportError:
+        raise needs_extra("sentiment", "vaderSentiment", "text") from None
+    return SentimentIntensityAnalyzer()
+
+
+def rouge(kind: str = "rougeL", *, column: str = "reference", stem: bool = True) -> Callable[..., list[float | None]]:
+    """Make a reward: the ROUGE F1 score against a reference in a column, by rouge-score.
+
+    >>> rouge("rouge1")(["the cat sat"], reference=["the cat"])
+    [0.8]
+    """
+    check_choice("kind", kind, ("rouge1", "rouge2", "rouge3", "rougeL", "rougeLsum"))
+    try:
+        import rouge_score  # noqa: F401
+    except ImportError:
+        raise needs_extra("rouge", "rouge-score", "text") from None
+
+    def rouge_reward(completions: list[Any], **columns: Any) -> list[float | None]:
+        scorer = _rouge_scorer(kind, stem)
+        scores: list[float | None] = []
+        for completion, references in zip(completions, _references(columns, column, "rouge"), strict=True):
+            text = text_of(completion)[:MAX_CHARACTERS]
+            several = [references] if isinstance(references, str) else references
+            scores.append(None if several is None else max(scorer.score(r, text)[kind].fmeasure for r in several))
+        return scores
+
+    rouge_reward.__name__ = kind
+    return mark(rouge_reward, streaming=True, isolated=True)
+
+
+@functools.cache
+def _rouge_scorer(kind: str, stem: bool) -> Any:
+    from rouge_score.rouge_scorer import RougeScorer
+
+    return RougeScorer([kind], use_stemmer=stem)
+
+
+def bleu(*, column: str = "reference") -> Callable[..., list[float | None]]:
+    """Make a reward: the sentence BLEU score, from 0 to 1, against a reference (or several) in a column, by sacrebleu.
+
+    >>> bleu()(["the cat sat on the mat"], reference=["the cat sat on the mat"])
+    [1.0]
+    """
+    try:
+        import sacrebleu  # noqa: F401
+    except ImportError:
+        raise needs_extra("bleu", "sacrebleu", "text") from None
+
+    def bleu_reward(completions: list[Any], **columns: Any) -> list[float | None]:
+        scorer = _bleu_scorer()
+        scores: list[float | None] = []
+        for completion, references in zip(completions, _references(columns, column, "bleu"), strict=True):
+            text = text_of(completion)[:MAX_CHARACTERS]
+            several = [references] if isinstance(references, str) else references
+            scores.append(None if several is None else min(scorer.sentence_score(text, several).score / 100, 1.0))
+        return [None if score is None else round(score, 10) for score in scores]
+
+    bleu_reward.__name__ = "bleu"
+    return mark(bleu_reward, streaming=True, isolated=True)
+
+
+@functools.cache
+def _bleu_scorer() -> Any:
+    from sacrebleu.metrics import BLEU
+
+    return BLEU(effective_order=True)
+
+
+def _references(columns: dict[str, Any], column: str, what: str) -> Any:
+    if column not in columns:
+        raise RewardError(f"{what} needs a column '{column}' with a text (or several) to compare with")
+    return columns[column]

@@ -1,0 +1,133 @@
+"""A worker process: loads reward functions and calls them, one sample at a time.
+
+It is started by path, so that nothing of the trainer comes with it: no torch, no main script. Requests come pickled;
+answers go back as JSON, since the function that wrote them may not be trusted.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ctypes
+import gc
+import inspect
+import json
+import os
+import pickle
+import signal
+import struct
+import sys
+import time
+import traceback
+from typing import Any
+
+PR_SET_PDEATHSIG = 1
+
+
+def read(fd: int) -> bytes | None:
+    """One message; None at the end."""
+    data = b""
+    size = 4
+    while len(data) < size:
+        part = os.read(fd, min(size - len(data), 2**20))
+        if not part:
+            return None
+        data += part
+        if size == 4 and len(data) == 4:
+            size += struct.unpack(">I", data)[0]
+    return data[4:]
+
+
+def write(fd: int, message: Any) -> None:
+    """One message."""
+    body = json.dumps(message).encode()
+    data = memoryview(struct.pack(">I", len(body)) + body)
+    while data:
+        data = data[os.write(fd, data) :]
+
+
+def plain(value: Any, depth: int = 0) -> Any:
+    """What a function returned, as JSON; what JSON does not know becomes a note of its type.
+
+    >>> plain((1, None, 2.5)), plain([{1}])
+    ([1, None, 2.5], [{'type': 'set', 'text': '{1}'}])
+    """
+    if hasattr(value, "detach"):
+        value = value.detach()
+    if hasattr(value, "tolist"):
+        value = value.tolist()
+    if value is None or type(value) in (int, float, bool):
+        return value
+    if isinstance(value, (list, tuple)) and depth < 2:
+        return [plain(v, depth + 1) for v in value]
+    try:
+        return (
+            float(value) if not isinstance(value, (str, bytes)) else {"type": type(value).__name__, "text": str(value)}
+        )
+    except (TypeError, ValueError):
+        return {"type": type(value).__name__, "text": str(value)[:100]}
+
+
+def call(function: Any, arguments: dict[str, Any]) -> dict[str, Any]:
+    """Call a function with a sample; its value, or its exception, and what it logged."""
+    extra: dict[str, Any] = {}
+    metrics: list[Any] = []
+
+    def log_extra(column: str, values: Any) -> None:
+        if len(values) != 1:
+            raise ValueError(f"log_extra({column!r}, …) got {len(values)} values for 1 completions")
+        extra[str(column)] = [_text(v) for v in values]
+
+    if "log_extra" in arguments:
+        arguments["log_extra"] = log_extra
+    if "log_metric" in arguments:
+        arguments["log_metric"] = lambda name, value: metrics.append([str(name), plain(value)])
+    began = time.perf_counter()
+    try:
+        value = function(**arguments)
+        if inspect.isawaitable(value):
+            value = asyncio.run(_awaited(value))
+        answer: dict[str, Any] = {"value": plain(value)}
+    except BaseException as error:
+        text = "".join(traceback.format_exception(error))[-4000:]
+        answer = {"error": [type(error).__name__, str(error)[:1000], text]}
+    return {**answer, "extra": extra, "metrics": metrics, "seconds": time.perf_counter() - began}
+
+
+async def _awaited(value: Any) -> Any:
+    return await value
+
+
+def _text(value: Any) -> Any:
+    return value if value is None or isinstance(value, (int, float, bool)) else str(value)
+
+
+def main(read_fd: int, write_fd: int) -> None:
+    """Serve until the other side hangs up, or dies."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the trainer's to handle
+    functions: dict[int, Any] = {}
+    warm: set[int] = set()
+    while (message := read(read_fd)) is not None:
+        try:
+            request = pickle.loads(message)
+            if "samples" in request:
+                for arguments in request["samples"]:
+                    write(write_fd, call(functions[request["key"]], arguments))
+                if request["key"] not in warm:  # what it imported stays: the collector need not look at it again
+                    warm.add(request["key"])
+                    gc.freeze()
+                continue
+            sys.path[:] = request["path"]
+            functions[request["key"]] = pickle.loads(request["function"])
+            answer: dict[str, Any] = {"loaded": True}
+        except BaseException as error:
+            answer = {
+                "error": [type(error).__name__, str(error)[:1000], traceback.format_exc()[-4000:]],
+                "seconds": 0.0,
+            }
+        write(write_fd, answer)
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), int(sys.argv[2]))

@@ -1,0 +1,263 @@
+"""Rewards in a run: scored while generation goes on, failures counted, statistics kept, services asked."""
+
+from __future__ import annotations
+
+import threading
+import time
+
+import pytest
+import torch
+
+import rloom
+from rloom import FakeEngine, RLOOTrainer
+from rloom.errors import ConfigError, EngineError, RewardError
+from rloom.rewards import get_repetition_penalty_reward, think_format_reward
+from tests.conftest import LETTERS, make_model, make_tokenizer
+from tests.services import serving
+
+ROWS = [{"prompt": text, "task": "ab"[i % 2], "n": i} for i, text in enumerate(["ab", "hello", "1+1=", "x", "y", "z"])]
+
+
+def tokens(text):
+    return [LETTERS.index(c) + 4 for c in text] + [2]
+
+
+class LateEngine(FakeEngine):
+    """Yields groups in reverse, and not before it is told to."""
+
+    def __init__(self, script, before_each):
+        super().__init__(script, eos_token_ids=[2])
+        self.before_each = before_each
+
+    def generate(self, prompts, num_generations, *, seed):
+        for number, group in enumerate(reversed(list(super().generate(prompts, num_generations, seed=seed)))):
+            self.before_each(number)
+            yield group
+
+
+def script(prompt, sample, seed):
+    return tokens("abcdefgh"[: 1 + sample] + "12"[sample % 2])
+
+
+def trainer_of(config, reward, *, engine=None, rows=ROWS, **options):
+    args = config(
+        **({"max_steps": 2, "per_device_train_batch_size": 8, "num_generations": 4, "shuffle_dataset": False} | options)
+    )
+    return RLOOTrainer(make_model(), reward, args, rows, processing_class=make_tokenizer(),
+                       engine=engine or FakeEngine(script, eos_token_ids=[2]))  # fmt: skip
+
+
+def length(completions, **kwargs):
+    return [float(len(c)) for c in completions]
+
+
+def test_scoring_begins_with_the_first_group(config):
+    """The engine does not go on to its second group before the first has been scored: a deadlock, if scoring waited."""
+    scored = threading.Event()
+    calls = []
+
+    @rloom.reward(streaming=True)
+    def early(prompts, completions, log_extra, **kwargs):
+        calls.append((len(completions), len(set(prompts))))
+        log_extra("prompt again", prompts)
+        scored.set()
+        return length(completions)
+
+    def before_each(number):
+        if number == 1:
+            assert scored.wait(20), "nothing was scored while the engine was at work"
+
+    whole = []
+
+    def plain(completions, **kwargs):
+        whole.append(len(completions))
+        return length(completions)
+
+    trainer = trainer_of(config, [early, plain], engine=LateEngine(script, before_each))
+    trainer.train()
+    assert calls == [(4, 1)] * 4  # two steps of two groups
+    assert whole == [8, 8]  # as TRL calls it
+    scores = list(trainer.completion_log.columns["rewards"]["early"])
+    assert scores == list(trainer.completion_log.columns["rewards"]["plain"])
+    table = trainer.completion_log.table(2)
+    assert table["prompt again"] == table["prompt"]  # in the prompts' order, though groups came in another
+    assert trainer.state.log_history[0]["rewards/early/time"] >= 0
+
+
+def test_a_run_with_streaming_equals_one_without(config):
+    def marked(**marks):
+        def reward(completions, n, **kwargs):
+            return [len(c) + 0.1 * k for c, k in zip(completions, n, strict=True)]
+
+        return rloom.reward(reward, **marks) if marks else reward
+
+    weights = []
+    for marks in ({}, {"streaming": True}, {"isolated": True}, {"per_sample": True, "threads": True}):
+        trainer = trainer_of(config, marked(**marks), engine=LateEngine(script, lambda n: None))
+        trainer.train()
+        trainer.rewards.close()
+        weights.append(torch.cat([p.detach().flatten() for p in trainer.model.parameters()]))
+    for other in weights[1:]:
+        assert torch.equal(weights[0], other)
+
+
+def test_a_hang_does_not_stop_the_run(config, caplog):
+    @rloom.reward(isolated=True, time_limit=0.5)
+    def hangs(completions, n):
+        while n[0] == 0 and completions[0].startswith("abcd"):
+            pass
+        return [float(len(completions[0]))]
+
+    trainer = trainer_of(config, hangs, rows=ROWS[:2])
+    trainer.train()
+    trainer.rewards.close()
+    log = trainer.state.log_history[0]
+    assert log["rewards/hangs/timeouts"] == 1
+    assert log["completions/unscored_ratio"] == pytest.approx(1 / 8)
+    assert log["rewards/hangs/none_ratio"] == pytest.approx(1 / 8)
+    assert "'hangs' was not done after 0.5 seconds" in caplog.text
+    assert trainer.state.global_step == 2
+
+
+@pytest.mark.parametrize(("how", "mean"), [("none", None), (-1.0, -1.0), ("-1.0", -1.0)])
+def test_on_reward_error(config, how, mean):
+    def fails(completions, **kwargs):
+        raise OSError("the disk is full")
+
+    trainer = trainer_of(config, [fails, length], on_reward_error=how)
+    trainer.train()
+    log = trainer.state.log_history[0]
+    assert log["rewards/fails/errors"] == 8
+    assert log["rewards/fails/mean"] == mean
+    assert trainer.state.global_step == 2
+    with pytest.raises(OSError, match="the disk is full"):
+        trainer_of(config, fails).train()
+
+
+def test_options_that_make_no_sense(config):
+    with pytest.raises(ConfigError, match="did you mean 'raise'"):
+        config(on_reward_error="rise")
+    with pytest.raises(ConfigError, match="finite number"):
+        config(on_reward_error=float("nan"))
+    with pytest.raises(ConfigError, match="reward_time_limit must be above 0"):
+        config(reward_time_limit=0)
+    with pytest.raises(RewardError, match="given twice"):
+        trainer_of(config, [rloom.term(length, weight=2.0)], reward_weights=[1.0])
+
+
+def test_an_engine_that_fails_leaves_nothing_behind(config):
+    release = threading.Event()
+
+    @rloom.reward(streaming=True)
+    def slow(completions, **kwargs):
+        release.wait(5)
+        return length(completions)
+
+    def before_each(number):
+        if number == 1:
+            raise EngineError("out of tokens")
+
+    trainer = trainer_of(config, slow, engine=LateEngine(script, before_each))
+    with pytest.raises(EngineError, match="out of tokens"):
+        trainer.train()
+    release.set()
+    assert trainer.rewards._parts == []
+
+
+def test_a_trainer_that_scores_in_its_own_way(config):
+    """TRL's hook wins over what was started in the background."""
+
+    class Own(RLOOTrainer):
+        def _calculate_rewards(self, inputs, prompts, completions, completion_ids_list):
+            return torch.arange(float(len(completions))).unsqueeze(1)
+
+    args = config(max_steps=1, per_device_train_batch_size=8, num_generations=4)
+    reward = rloom.reward(length, streaming=True)
+    trainer = Own(
+        make_model(),
+        reward,
+        args,
+        ROWS,
+        processing_class=make_tokenizer(),
+        engine=FakeEngine(script, eos_token_ids=[2]),
+    )
+    trainer.train()
+    assert trainer.state.log_history[0]["reward"] == pytest.approx(3.5)
+    assert trainer.rewards._parts == []
+
+
+# -- composition
+
+
+def has_two(completions, **kwargs):
+    return [float("2" in c) for c in completions]
+
+
+def test_gates_weights_and_routes(config):
+    terms = [
+        rloom.term(length, only_if=has_two, weight=0.5),
+        rloom.term(has_two, weight=0.0),
+        *rloom.route("task", {"b": lambda completions: [10.0] * len(completions)}),
+    ]
+    trainer = trainer_of(config, terms, beta=0.0)
+    trainer.train()
+    log = trainer.state.log_history[0]
+    # lengths 2, 3, 4, 5; those with a 2 are 3 and 5: a quarter of the sum of 0.5 · (3 + 5), and 10 for half of the rows
+    assert log["reward"] == pytest.approx(0.5 * 8 / 4 + 10 / 2)
+    assert log["rewards/length/mean"] == pytest.approx(3.5)  # as the function gave it
+    assert log["rewards/<lambda>/none_ratio"] == 0.5
+    assert trainer.reward_weights.tolist() == [0.5, 0.0, 1.0]
+
+
+def test_running_statistics_are_kept_in_checkpoints(config):
+    def reward():
+        return [rloom.term(length, normalize=True), get_repetition_penalty_reward()]
+
+    options = {"save_strategy": "steps", "save_steps": 1, "max_steps": 3}
+    straight = trainer_of(config, reward(), **options)
+    straight.train()
+    state = straight.shaper.composition.state_dict()
+    assert state["length"][0] == 24
+    again = trainer_of(config, reward(), **options)
+    again.train(resume_from_checkpoint=f"{again.args.output_dir}/checkpoint-1")
+    assert again.shaper.composition.state_dict() == state
+    for a, b in zip(straight.model.parameters(), again.model.parameters(), strict=True):
+        assert torch.equal(a, b)
+
+
+# -- over HTTP
+
+
+def test_a_service_as_reward(config):
+    def script_of(call):
+        if call.number == 0:
+            return call.answer(b"", 503)
+        return call.answer({"scores": [float(len(c)) for c in call.payload["completions"]]})
+
+    with serving(script_of) as (url, calls):
+        trainer = trainer_of(config, [url + "/score", think_format_reward])
+        trainer.train()
+        log = trainer.state.log_history[0]
+        assert log["rewards/score/mean"] == pytest.approx(3.5)
+        assert "n" in calls[-1].payload["columns"]
+        assert trainer.reward_func_names == ["score", "think_format_reward"]
+
+
+def test_a_step_takes_as_long_as_the_longer_of_its_parts(config):
+    """Not a timing test: it only shows that both went on at once, with room to spare."""
+    times = {}
+
+    @rloom.reward(streaming=True)
+    def slow(completions, **kwargs):
+        times.setdefault("first scored", time.monotonic())
+        time.sleep(0.05)
+        return length(completions)
+
+    def before_each(number):
+        time.sleep(0.05)
+        times["last generated"] = time.monotonic()
+
+    trainer_of(
+        config, slow, engine=LateEngine(script, before_each), max_steps=1, per_device_train_batch_size=24
+    ).train()
+    assert times["first scored"] < times["last generated"]

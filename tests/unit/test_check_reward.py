@@ -1,0 +1,134 @@
+"""`rloom check-reward`: what it finds in good rewards, bad ones, and ones that can be gamed."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from rloom.cli.main import main
+from tests.conftest import make_model, make_tokenizer
+
+REWARDS = """
+import re
+
+def right(completions, answer):
+    found = [re.findall(r"-?\\d+", c if isinstance(c, str) else c[0]["content"]) for c in completions]
+    return [float(bool(f) and f[-1] == a) for f, a in zip(found, answer)]
+
+def contains(completions, answer):
+    return [float(a in c) for c, a in zip(completions, answer)]
+
+def flat(completions):
+    return [1.0] * len(completions)
+
+def long(completions):
+    return [float(len(c)) for c in completions]
+
+def tags(completions):
+    return [float("<think>" in c and "</think>" in c) for c in completions]
+
+def nothing(completions):
+    return [None] * len(completions)
+
+def fails(completions):
+    raise ValueError("no")
+"""
+
+
+@pytest.fixture
+def here(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("COLUMNS", "200")
+    (tmp_path / "checked_rewards.py").write_text(REWARDS)
+    rows = []
+    for n in range(6):
+        good, bad = (
+            f"<think>it is {n}+{n}</think> so it is {2 * n + 200}",
+            f"<think>well</think> it is {n + 300}, I am sure of it.",
+        )
+        rows.append(
+            {"prompt": f"what is {n} and {n}?", "answer": str(2 * n + 200), "completions": [good, bad, good, "no idea"]}
+        )
+    (tmp_path / "data.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    return tmp_path
+
+
+def check(capsys, *rewards, data="data.jsonl", more=()):
+    code = main(
+        ["check-reward", *(r if ":" in r else f"checked_rewards.py:{r}" for r in rewards), "--data", data, *more]
+    )
+    return code, capsys.readouterr().out
+
+
+def test_a_good_reward(here, capsys):
+    code, out = check(capsys, "right")
+    assert code == 0, out
+    assert "nothing stands against training with right" in out
+    assert "0 … 1" in out
+    assert "24 completions of 6 prompts" in out
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("flat", "all completions of a prompt score alike"),
+        ("contains", "as high as the best: digits sprayed"),
+        ("tags", "as high as the best: format alone"),
+        ("long", "as high as the best: one token repeated"),
+        ("nothing", "it gave no score at all"),
+        ("fails", "it gave no score at all"),
+    ],
+)
+def test_rewards_that_should_not_be_trained_with(here, capsys, name, message):
+    code, out = check(capsys, name)
+    assert code == 1
+    assert message in out
+
+
+def test_several_rewards_and_length(here, capsys):
+    code, out = check(capsys, "right", "long", "rloom.rewards:think_format_reward")
+    assert code == 1
+    assert "mostly rewards longer completions" in out
+    assert "think_format_reward" in out
+
+
+def test_completions_from_a_model(here, capsys):
+    make_model().save_pretrained(here / "model")
+    make_tokenizer().save_pretrained(here / "model")
+    rows = [{"prompt": "ab", "answer": "1"}, {"prompt": "1+1=", "answer": "2"}]
+    (here / "prompts.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    more = ["--model", "model", "--num-generations", "3", "--max-completion-length", "8"]
+    code, out = check(capsys, "long", data="prompts.jsonl", more=more)
+    assert "6 completions of 2 prompts" in out
+    chat = [{"prompt": [{"role": "user", "content": "hi"}], "answer": "1"}] * 2
+    (here / "chat.jsonl").write_text("\n".join(map(json.dumps, chat)))
+    code, out = check(capsys, "right", data="chat.jsonl", more=more)
+    assert code in (0, 1)
+    assert "6 completions of 2 prompts" in out
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("", "holds no prompts"),
+        ("{", "line 1 is not JSON"),
+        ('{"text": "a"}', 'has no "prompt"'),
+        ('{"prompt": "a", "completions": ["b"]}', "a list of at least two"),
+        ('{"prompt": "a"}', "say with --model"),
+        ('{"prompt": "a", "completions": ["b", "c"]}\n{"prompt": "a"}', "and others do not"),
+    ],
+)
+def test_data_that_cannot_be_used(here, capsys, content, message):
+    (here / "bad.jsonl").write_text(content)
+    assert main(["check-reward", "checked_rewards.py:flat", "--data", "bad.jsonl"]) == 1
+    assert message in capsys.readouterr().err
+
+
+def test_wrong_usage(capsys):
+    with pytest.raises(SystemExit) as stop:
+        main(["check-reward", "a:b", "--data", "x", "--prompts", "0"])
+    assert stop.value.code == 2
+    with pytest.raises(SystemExit):
+        main(["check-rewards", "a:b"])
+    assert "did you mean 'check-reward'" in capsys.readouterr().err

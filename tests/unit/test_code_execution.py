@@ -1,0 +1,451 @@
+"""Model-written programs: right ones score, wrong ones do not, and no trick that is known makes a wrong one score."""
+
+# ruff: noqa: E501  (programs stand as a model would write them)
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import socket
+import subprocess
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from rloom.errors import RewardError, SandboxError
+from rloom.rewards import code_execution, sandbox
+from rloom.rewards.code import Limits, judge_program, program_of, read_tests
+
+try:
+    sandbox.check_sandbox()
+    MISSING = ""
+except SandboxError as error:
+    MISSING = str(error)
+needs_sandbox = pytest.mark.skipif(bool(MISSING), reason=MISSING)
+
+SIMPLE = ["assert double(2) == 4", "assert double(-3) == -6", "assert double(x=0.5) == 1.0"]
+HARNESS = "import math\n" + "\n".join(SIMPLE) + "\nassert math.isclose(double(1.5), 3.0)\n"
+FORMS = {"asserts": SIMPLE, "program": HARNESS}
+RIGHT = "def double(x):\n    return 2 * x\n"
+
+
+def run(program: str, tests=SIMPLE, *, limits: Limits | None = None, partial: bool = False, **columns):
+    row = {"tests": tests, **columns}
+    return judge_program(program, read_tests(row), limits or Limits(seconds=3.0), partial=partial)
+
+
+# -- what it takes
+
+
+@needs_sandbox
+@pytest.mark.parametrize("tests", FORMS.values(), ids=FORMS)
+def test_right_and_wrong_programs(tests):
+    assert run(RIGHT, tests).share == 1.0
+    assert run("def double(x):\n    return 3 * x", tests).share == 0.0
+    assert run("def double(x):\n    return x +", tests).share == 0.0
+    assert run("def triple(x):\n    return 2 * x", tests).share == 0.0
+    assert run("", tests).share == 0.0
+
+
+@needs_sandbox
+def test_as_a_reward_function():
+    seen = {}
+    reward = code_execution(time_limit=3.0, memory_mb=256)
+    fenced = f"First:\n```python\nprint('no')\n```\nthen\n```python\n{RIGHT}```\nThat is it."
+    scores = reward(
+        completions=[RIGHT, fenced, [{"role": "assistant", "content": fenced}], "I do not know.", RIGHT],
+        tests=[SIMPLE, SIMPLE, HARNESS, SIMPLE, None],
+        log_extra=seen.__setitem__,
+        difficulty=[1, 2, 3, 4, 5],
+    )
+    assert scores == [1.0, 1.0, 1.0, 0.0, None]
+    assert reward.__name__ == "code_execution"
+    assert seen["tests"][0] == "passed"
+    assert "did not load" in seen["tests"][3]
+
+
+@needs_sandbox
+def test_partial_credit():
+    almost = "def double(x):\n    return abs(2 * x)\n"
+    assert run(almost, SIMPLE, partial=True).share == pytest.approx(2 / 3)
+    assert run(almost, HARNESS, partial=True).share == pytest.approx(3 / 4)
+    assert (
+        run("def double(x):\n    if x < 0:\n        raise ValueError\n    return 2 * x", HARNESS, partial=True).share
+        == 3 / 4
+    )
+    hangs = "def double(x):\n    while x < 0: pass\n    return 2 * x\n"
+    assert run(hangs, SIMPLE, partial=True, limits=Limits(seconds=0.5)).share == pytest.approx(1 / 3)
+    assert code_execution(partial=True)(completions=[almost], tests=[SIMPLE]) == [pytest.approx(2 / 3)]
+
+
+@needs_sandbox
+def test_mbpp_and_human_eval():
+    mbpp = {"test_list": SIMPLE, "test_setup_code": "", "test_imports": ["import math"]}
+    human = {
+        "test": "METADATA = {}\n\ndef check(candidate):\n    assert candidate(2) == 4\n    assert candidate(-1) == -2\n"
+    }
+    reward = code_execution()
+    assert reward(completions=[RIGHT], **{name: [value] for name, value in mbpp.items()}) == [1.0]
+    human = {name: [value] * 3 for name, value in human.items()} | {"entry_point": ["double"] * 3}
+    start = 'def double(x):\n    """Twice x."""\n'
+    completions = ["    return 2 * x\n", f"```python\n{RIGHT}```", "    return x\n"]
+    assert reward(completions=completions, prompts=[start] * 3, **human) == [1.0, 1.0, 0.0]
+
+
+@needs_sandbox
+def test_standard_input_and_output():
+    program = "n = int(input())\nfor _ in range(n):\n    a, b = map(int, input().split())\n    print(a + b)\n"
+    cases = [{"input": "1\n2 3\n", "output": "5"}, {"input": "2\n1 1\n-4 4", "output": "2\n0\n"}]
+    assert run(program, cases).share == 1.0
+    assert run(program, {"inputs": [c["input"] for c in cases], "outputs": [c["output"] for c in cases]}).share == 1.0
+    assert run("print(5)", cases).share == 0.0
+    assert run("print(5)", cases, partial=True).share == 0.5
+    assert run("import sys\nprint(5)\nsys.exit(3)", cases[:1]).share == 0.0
+    assert run("if __name__ == '__main__':\n    print(5)", cases[:1]).share == 1.0
+    assert run("print('\\ud800')", cases[:1]).share == 0.0
+    assert run("while True: print('x' * 1000)", cases, limits=Limits(seconds=3, output_kb=64)).share == 0.0
+
+
+@needs_sandbox
+def test_a_harness_of_the_users_own():
+    harness = "assert 'import' not in program\nfor x in row['inputs']:\n    assert candidate(x) == 2 * x, x\n"
+    reward = code_execution(harness=harness)
+    columns = {"entry_point": ["double"] * 2, "inputs": [{1, 2, 3}] * 2, "picture": [object()] * 2}
+    assert reward(completions=[RIGHT, "import os\n" + RIGHT], **columns) == [1.0, 0.0]
+    unit = "import unittest\nclass T(unittest.TestCase):\n    def test(self):\n        self.assertEqual(double(2), 4)\n"
+    assert run(RIGHT, unit + "unittest.main(module=__import__('types').SimpleNamespace(T=T))").share == 1.0
+
+
+OBJECTS = """
+class Stack:
+    def __init__(self): self.items = []
+    def push(self, item): self.items.append(item); return self
+    def __len__(self): return len(self.items)
+    def __getitem__(self, i): return self.items[i]
+class Empty(LookupError): pass
+def first(stack):
+    if not len(stack): raise Empty("nothing")
+    return stack[0]
+def sort_in_place(values, key): values.sort(key=key)
+def depth(node): return 0 if node is None else 1 + max(depth(node.left), depth(node.right))
+def of_kind(values, kind): return [v for v in values if isinstance(v, kind)]
+def squares():
+    for i in range(3): yield i * i
+"""
+USES = """
+class Node:
+    def __init__(self, left=None, right=None): self.left, self.right = left, right
+s = Stack()
+assert s.push((1, 2)).push({3: {4}}) is s
+assert len(s) == 2 and s[1] == {3: {4}} and s.items == [(1, 2), {3: {4}}]
+assert first(s) == (1, 2)
+try:
+    first(Stack())
+except Empty as error:
+    assert isinstance(error, LookupError) and str(error) == "nothing"
+else:
+    raise AssertionError
+words = ["ccc", "a", "bb"]
+sort_in_place(words, key=lambda w: len(w))
+assert words == ["a", "bb", "ccc"]
+assert depth(Node(Node(), Node(Node()))) == 3
+assert of_kind([1, "a", 2.0], str) == ["a"]
+assert list(squares()) == [0, 1, 4]
+"""
+
+
+@needs_sandbox
+def test_objects_exceptions_callbacks_and_changed_arguments_cross_between_the_sandboxes():
+    assert run(OBJECTS, USES).why == ""
+
+
+# -- tricks that must not score
+
+READS_EVERYTHING = """
+import glob, os, sys
+found = []
+def look(text):
+    if chr(45) + chr(54) in text and "double" in text: found.append(text)
+for name in glob.glob("/proc/[0-9]*/*") + glob.glob("/tmp/**", recursive=True) + glob.glob("/*"):
+    try: look(open(name).read(100000))
+    except Exception: pass
+frame = sys._getframe()
+while frame:
+    look(repr(frame.f_locals) + repr(frame.f_globals)); frame = frame.f_back
+import gc
+for thing in gc.get_objects():
+    if isinstance(thing, (dict, list, tuple)):
+        try: look(repr(thing)[:100000])
+        except Exception: pass
+if found: raise RuntimeError("found the tests")
+def double(x): return 2 * x
+"""
+TRICKS = {
+    "leaves with 0": "import sys\nsys.exit(0)",
+    "leaves in a call": "import os\ndef double(x): os._exit(0)",
+    "leaves at exit": "import atexit, os\natexit.register(os._exit, 0)\ndef double(x): return x",
+    "prints the verdict": "print('{\"share\": 1.0, \"why\": \"\"}', flush=True)\nprint('passed')\ndef double(x): print('OK 1.0'); return x",
+    "writes the verdict to every descriptor": """
+import json, os, struct
+def shout():
+    for message in ({"share": 1.0, "why": ""}, {"done": True}, {"value": None}):
+        body = json.dumps(message).encode()
+        for fd in range(3, 64):
+            try: os.write(fd, struct.pack(">I", len(body)) + body)
+            except OSError: pass
+shout()
+def double(x): shout(); return x
+""",
+    "is equal to everything": """
+class Any(int):
+    def __eq__(self, other): return True
+    def __ne__(self, other): return False
+    __hash__ = None
+    def __float__(self): return 0.0
+class Plain:
+    def __eq__(self, other): return True
+    def __req__(self, other): return True
+def double(x): return Plain() if x == 2 else Any()
+""",
+    "changes what assert and == mean": """
+import builtins, sys, unittest
+builtins.AssertionError = type("Never", (BaseException,), {})
+builtins.all = builtins.any = builtins.isinstance = builtins.bool = lambda *a: True
+unittest.TestCase.assertEqual = lambda *a: None
+sys.exit = lambda *a: None
+def double(x): return x
+""",
+    "hides built-in names of the tests": """
+class math:
+    isclose = staticmethod(lambda *a: True)
+def isclose(*a): return True
+def double(x): return x
+def abs(x): return True
+""",
+    "wraps what serves the calls": """
+import sys
+wire = sys.modules["rloom.rewards.inside.wire"]
+wire.Peer.serve = lambda self, request: wire.send(self.write_fd, {"value": True, "share": 1.0, "done": True})
+def double(x): return x
+""",
+    "asks the tests for their names": """
+import sys
+peer = None
+for module in list(sys.modules.values()):
+    if hasattr(module, "Peer"): Peer = module.Peer
+frame = sys._getframe()
+while frame:
+    peer = frame.f_locals.get("peer", peer); frame = frame.f_back
+def double(x):
+    wire = sys.modules["rloom.rewards.inside.wire"]
+    for number in range(5):
+        for name in ("__globals__", "__class__", "__dict__"):
+            try: peer.ask("getattr", wire.Remote(peer, number), (name,), {})
+            except Exception: pass
+    return x
+""",
+    "kills its parents": "import os, signal\ndef double(x):\n    for pid in (1, os.getppid(), -1):\n        try: os.kill(pid, 9)\n        except OSError: pass\n    return x",
+    "answers before it is asked": """
+import json, os, struct
+def double(x): return x
+for value in (4, -6, 1.0):
+    body = json.dumps({"names": {"double": {"mine": 0}}, "value": True}).encode()
+    for fd in range(3, 20):
+        try: os.write(fd, struct.pack(">I", len(body)) + body)
+        except OSError: pass
+""",
+    "sends half a message": "import os, struct\ndef double(x):\n    [os.write(fd, struct.pack('>I', 1000)) for fd in range(3, 10) if os.path.exists(f'/proc/self/fd/{fd}')]",
+    "sends numbers out of range": """
+import json, os, struct
+body = json.dumps({"names": {"double": {"mine": -1}, "x": {"theirs": 99}}, "modules": {"math": "os"}}).encode()
+for fd in range(3, 20):
+    try: os.write(fd, struct.pack(">I", len(body)) + body)
+    except OSError: pass
+""",
+    "raises what ends the tests": "def double(x): raise SystemExit(0)",
+    "raises and hides it": "class Quiet(BaseException):\n    def __str__(self): raise SystemExit(0)\ndef double(x): raise Quiet",
+    "nests without end": "def double(x):\n    a = []\n    a.append(a)\n    return a",
+}  # fmt: skip
+
+
+@needs_sandbox
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("trick", TRICKS)
+def test_a_trick_does_not_score(trick, form):
+    limits = Limits(seconds=1.5)
+    assert run(TRICKS[trick], FORMS[form], limits=limits).share == 0.0
+    assert run(TRICKS[trick], FORMS[form], limits=limits, partial=True).share < 0.5
+
+
+@needs_sandbox
+def test_a_module_that_the_tests_forgot_to_import_is_never_the_programs():
+    """Where the tests rely on the program's imports, they get the real module, whatever the program calls by that name."""
+    tests = "assert math.isclose(double(1.5), 3.0)"
+    assert run("import math\n" + RIGHT, tests).share == 1.0
+    assert run("class math:\n    isclose = staticmethod(lambda *a: True)\ndef double(x): return x", tests).share == 0.0
+
+
+@needs_sandbox
+@pytest.mark.parametrize("form", FORMS)
+def test_the_tests_are_nowhere_to_be_read(form):
+    """The program looks through files, processes, stack frames and all objects, and is right only if it found nothing."""
+    verdict = run(READS_EVERYTHING, FORMS[form], limits=Limits(seconds=20.0))
+    assert verdict.share == 1.0, verdict.why
+
+
+# -- harm that must not be done
+
+
+HOGS = {
+    "memory": "def double(x):\n    a = bytearray(2**31)\n    return 2 * x",
+    "processes": "import os\ndef double(x):\n    while True: os.fork()",
+    "threads": "import threading, time\ndef double(x):\n    for _ in range(64): threading.Thread(target=time.sleep, args=(9,)).start()\n    return 2 * x",
+    "disk": "def double(x):\n    with open('/tmp/big', 'wb') as f:\n        for _ in range(64): f.write(bytes(2**20))\n    return 2 * x",
+    "many files": "def double(x):\n    for i in range(64): open(f'/tmp/{i}', 'wb').write(bytes(2**20))\n    return 2 * x",
+    "shared memory": "def double(x):\n    open('/dev/shm/big', 'wb').write(bytes(2**22))\n    return 2 * x",
+    "a loop in C": "def double(x):\n    return sum(range(10**12))",
+    "a regular expression": "import re\ndef double(x):\n    re.match('(a+)+$', 'a' * 40 + 'b')\n    return 2 * x",
+    "a signal handler": "import signal, time\nfor s in range(1, 60):\n    try: signal.signal(s, signal.SIG_IGN)\n    except Exception: pass\ndef double(x):\n    while True: time.sleep(1)",
+    "an answer of 100 MB": "def double(x): return 'x' * 10**8",
+}  # fmt: skip
+
+
+@needs_sandbox
+@pytest.mark.parametrize("hog", HOGS)
+def test_limits(hog):
+    began = time.monotonic()
+    assert run(HOGS[hog], limits=Limits(seconds=1.0)).share == 0.0
+    assert time.monotonic() - began < 30
+
+
+@needs_sandbox
+def test_gigabytes_of_output_cost_nothing():
+    program = "import sys\nfor _ in range(300): sys.stdout.write('x' * 10**7); sys.stderr.write('y')\n" + RIGHT
+    assert run(program, limits=Limits(seconds=20)).share == 1.0  # they go nowhere: 3 GB in no memory
+
+
+@needs_sandbox
+def test_no_network_no_host_files_no_way_to_write():
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        reached = []
+
+        def listen():
+            with contextlib.suppress(OSError):  # closed at the end of the test
+                reached.append(server.accept())
+
+        threading.Thread(target=listen, daemon=True).start()
+        here = str(Path(__file__).resolve())
+        program = f"""
+import os, socket
+def connects():
+    try: socket.create_connection(("127.0.0.1", {server.getsockname()[1]}), timeout=1); return True
+    except OSError: return False
+def reads():
+    return [p for p in ({here!r}, "/etc/passwd", "/root", "/home", {os.getcwd()!r}, "/var", "/sys", "/run") if os.path.exists(p)]
+def writes():
+    done = []
+    for p in ("/usr/x", "/x", "/dev/x", "/proc/sys/x", "/etc/x"):
+        try: open(p, "w"); done.append(p)
+        except OSError: pass
+    return done
+def follows():
+    os.symlink({here!r}, "/tmp/link")
+    try: return open("/tmp/link").read()
+    except OSError: return None
+def who(): return [os.getuid(), os.getgid(), os.getgroups(), len(os.environ.get("PATH", "")) > 0, "HOSTNAME" in os.environ]
+"""
+        tests = ["assert connects() == False", "assert reads() == []", "assert writes() == []", "assert follows() == None",
+                 "assert who() == [65534, 65534, [], True, False]"]  # fmt: skip
+        verdict = run(program, tests, limits=Limits(seconds=10))
+        assert verdict.share == 1.0, verdict.why
+        assert not reached
+
+
+@needs_sandbox
+@pytest.mark.parametrize("tests", FORMS.values(), ids=FORMS)
+def test_nothing_is_left_running(tests):
+    """Daemons, in sessions of their own and deaf to signals, end with the sandbox."""
+    name = f"rloomdaemon{os.getpid()}"
+    program = f"""
+import ctypes, os, signal, time
+if os.fork() == 0:
+    os.setsid()
+    for s in (1, 2, 15):
+        signal.signal(s, signal.SIG_IGN)
+    open("/proc/self/comm", "w").write({name[:15]!r})
+    time.sleep(100)
+time.sleep(0.2)
+{RIGHT}
+"""
+    assert run(program, tests, limits=Limits(seconds=5)).share == 1.0
+    for _ in range(50):
+        left = [p for p in Path("/proc").glob("[0-9]*/comm") if _text(p).strip() == name[:15]]
+        if not left:
+            return
+        time.sleep(0.1)
+    pytest.fail("a process outlived its sandbox")
+
+
+def _text(path: Path) -> str:
+    try:
+        return path.read_text()
+    except OSError:
+        return ""
+
+
+@needs_sandbox
+def test_no_descriptors_are_lost():
+    before = len(os.listdir("/proc/self/fd"))
+    for program in (RIGHT, "import os\nos._exit(0)", "while True: pass"):
+        for tests in FORMS.values():
+            run(program, tests, limits=Limits(seconds=0.3))
+    assert len(os.listdir("/proc/self/fd")) == before
+
+
+# -- input
+
+
+@needs_sandbox
+def test_strange_completions():
+    assert run("x = '\ud800'\n" + RIGHT).share == 1.0  # half a surrogate pair becomes a question mark
+    assert run("\x00").share == 0.0
+    assert run("(" * 100000).share == 0.0
+    assert run("x = '" + "a" * 10**7 + "'\n" + RIGHT, limits=Limits(seconds=10)).share == 1.0
+
+
+@pytest.mark.parametrize(
+    ("row", "message"),
+    [
+        ({"answer": "4"}, "needs a column 'tests'.*its columns are: answer"),
+        ({"tests": ["assert double(2) =="]}, "the tests 'assert double.2. ==' are no Python program"),
+        ({"tests": [1, 2]}, "tests are a text, a list"),
+        ({"tests": [{"input": "1"}]}, "needs 'input' and 'output'"),
+        ({"tests": {"inputs": ["1"], "outputs": []}}, "two lists of one length"),
+    ],
+)
+def test_tests_that_are_none(row, message):
+    with pytest.raises(RewardError, match=message):
+        read_tests(row)
+
+
+def test_programs_in_completions():
+    assert program_of("a\n~~~\nx\n~~~\n") == "x\n"
+    assert program_of("```python\nunfinished = 1\n") == "unfinished = 1\n"
+    assert program_of("````\n```\nx\n```\n````\n") == "```\nx\n```\n"
+    assert program_of("x = 1") == "x = 1"
+
+
+def test_without_bubblewrap_it_refuses(monkeypatch):
+    sandbox.check_sandbox.cache_clear()
+    monkeypatch.setattr(shutil, "which", lambda name: None)
+    monkeypatch.setattr(subprocess, "Popen", lambda *a, **k: pytest.fail("something was run"))
+    with pytest.raises(SandboxError, match="apt-get install bubblewrap"):
+        code_execution()
+    sandbox.check_sandbox.cache_clear()
+
+
+def test_limits_that_make_no_sense():
+    with pytest.raises(ValueError, match="memory_mb must be above 0"):
+        Limits(memory_mb=0)

@@ -1,0 +1,246 @@
+"""Rewards over HTTP: the client against services that misbehave, and the service against clients that do."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import os
+import re
+import subprocess
+import sys
+import threading
+import time
+
+import pytest
+
+from rloom.cli.main import main
+from rloom.cli.spec import load_reward
+from rloom.errors import RewardError
+from rloom.rewards import FunctionReward, RewardBatch, RewardSet, http_reward
+from rloom.rewards.serve import RewardServer
+from tests.services import serving
+
+
+def lengths(call):
+    call.answer({"scores": [len(c) for c in call.payload["completions"]]})
+
+
+def ask(url, count=3, **options):
+    reward = http_reward(url + "/score", **({"retries": 2, "backoff": 0.01, "timeout": 5.0} | options))
+    completions = ["x" * (i + 1) for i in range(count)]
+    return reward(prompts=["p"] * count, completions=completions, completion_ids=[[1]] * count, answer=[*range(count)])
+
+
+# -- the client
+
+
+def test_batches_columns_and_order():
+    with serving(lengths) as (url, calls):
+        assert ask(url, 10, batch_size=4) == list(range(1, 11))
+        assert sorted(len(call.payload["completions"]) for call in calls) == [2, 4, 4]
+        assert set(calls[0].payload) == {"prompts", "completions", "completion_ids", "columns"}
+        answers = [
+            a
+            for call in sorted(calls, key=lambda c: c.payload["completions"][0])
+            for a in call.payload["columns"]["answer"]
+        ]
+        assert answers == list(range(10))
+
+
+def test_a_token_goes_along(monkeypatch):
+    with serving(lengths) as (url, calls):
+        ask(url, token="secret", headers={"X-Team": "a"})
+        assert calls[0].headers["Authorization"] == "Bearer secret"
+        assert calls[0].headers["X-Team"] == "a"
+        monkeypatch.setenv("RLOOM_REWARD_TOKEN", "other")
+        ask(url)
+        assert calls[1].headers["Authorization"] == "Bearer other"
+
+
+BROKEN = {
+    "500": (lambda call: call.answer({"error": "boom"}, 500), "no answer after 3 tries; the last: 500.*boom"),
+    "429": (lambda call: call.answer(b"slow down", 429, Retry_After="0.01"), "429 slow down"),
+    "half a body": (lambda call: call.answer(b'{"scores": [1', Content_Length="100"), "no answer after 3 tries"),
+    "half of the JSON": (lambda call: call.answer(b'{"scores": [1'), "half an answer, or none in JSON"),
+    "no JSON": (lambda call: call.answer(b"<html>hello</html>"), "none in JSON.*hello"),
+    "slow": (lambda call: time.sleep(1.0), "not done after 0.3 seconds"),
+    "too few": (lambda call: call.answer({"scores": [1.0]}), "answered 1 scores for 3 completions"),
+    "too many": (lambda call: call.answer({"scores": [1.0] * 4}), "answered 4 scores for 3 completions"),
+    "no list": (lambda call: call.answer({"scores": "high"}), "one number per completion"),
+    "another object": (lambda call: call.answer({"points": []}), "'scores'"),
+    "401": (lambda call: call.answer({"error": "who?"}, 401), "is the token right"),
+    "404": (lambda call: call.answer(b"nothing here", 404), "404.*nothing here"),
+    "elsewhere": (lambda call: call.answer(b"", 302, Location="http://127.0.0.1:1/"), "answered 302"),
+}
+
+
+@pytest.mark.parametrize("how", BROKEN)
+def test_a_service_that_misbehaves(how):
+    script, message = BROKEN[how]
+    with serving(script) as (url, calls):
+        with pytest.raises(RewardError, match=message):
+            ask(url, timeout=0.3 if how == "slow" else 5.0)
+        tried = 3 if how in ("500", "429", "half a body", "half of the JSON", "no JSON", "slow") else 1
+        assert len(calls) == tried  # what asking again cannot mend is asked once
+
+
+def test_a_service_that_drips():
+    def drips(call):
+        call.handler.send_response(200)
+        call.handler.send_header("Content-Length", "1000")
+        call.handler.end_headers()
+        for _ in range(30):
+            call.handler.wfile.write(b" ")
+            time.sleep(0.1)
+
+    with serving(drips) as (url, _):
+        began = time.monotonic()
+        with pytest.raises(RewardError, match=r"not done after 0.4 seconds"):
+            ask(url, timeout=0.4, retries=0)
+        assert time.monotonic() - began < 2.0
+
+
+def test_nobody_there():
+    with pytest.raises(RewardError, match="ConnectError"):
+        ask("http://127.0.0.1:1", retries=1)
+
+
+def test_one_that_recovers():
+    with serving(lambda call: lengths(call) if call.number >= 2 else call.answer(b"", 503)) as (url, calls):
+        assert ask(url) == [1, 2, 3]
+        assert len(calls) == 3
+
+
+def test_what_cannot_be_sent():
+    reward = http_reward("http://127.0.0.1:1/score")
+    with pytest.raises(RewardError, match="the column 'image' cannot be sent as JSON"):
+        reward(prompts=["p"], completions=["c"], image=[object()])
+    with pytest.raises(RewardError, match="no column 'answr'"):
+        http_reward("http://127.0.0.1:1/score", columns=["answr"])(prompts=["p"], completions=["c"], answer=[1])
+    with pytest.raises(RewardError, match="is no address"):
+        http_reward("ftp://x")
+
+
+def test_values_that_are_no_scores_are_counted():
+    def mixed(call):
+        call.answer(b'{"scores": [1.0, NaN, "good", null]}')
+
+    batch = RewardBatch(prompts=["p"] * 4, completions=["a"] * 4, completion_ids=[[1]] * 4)
+    with serving(mixed) as (url, _):
+        rewards = RewardSet([FunctionReward(http_reward(url + "/score"))], None, on_error="none")
+        assert rewards.score(batch).isnan().flatten().tolist() == [False, True, True, True]
+        assert dict(rewards.report)["rewards/score/errors"] == 2
+        rewards.close()
+
+
+# -- the service
+
+
+@pytest.fixture
+def server(request):
+    def short(completions, answer=None, **kwargs):
+        if "boom" in completions:
+            raise ValueError("cannot score that")
+        return [None if c == "none" else float(len(c)) for c in completions]
+
+    rewards = RewardSet([FunctionReward(short)], None)
+    server = RewardServer(rewards, port=0, token=getattr(request, "param", None))
+    threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True).start()
+    yield server
+    server.shutdown()
+    server.server_close()
+    rewards.close()
+
+
+def send(server, body=b"{}", method="POST", path="/score", headers=None):
+    connection = http.client.HTTPConnection("127.0.0.1", server.server_address[1], timeout=10)
+    connection.request(method, path, body, headers or {})
+    response = connection.getresponse()
+    try:
+        return response.status, json.loads(response.read())
+    finally:
+        connection.close()
+
+
+def test_client_and_service_fit(server):
+    url = f"http://127.0.0.1:{server.server_address[1]}"
+    assert ask(url, 100, batch_size=7) == [float(i + 1) for i in range(100)]
+    reward = http_reward(url + "/score")
+    strange = ["none", "\ud800", [{"role": "assistant", "content": "x"}], "y" * 10**7]
+    assert reward(prompts=["p"] * 4, completions=strange) == [None, 1.0, 1.0, 1e7]
+    assert reward(prompts=[], completions=[]) == []
+    assert send(server, None, "GET", "/health") == (200, {"status": "ok", "reward": "short"})
+
+
+@pytest.mark.parametrize(
+    ("body", "status", "message"),
+    [
+        (b"{", 400, "not JSON"),
+        (b"[" * 100000, 400, "not JSON"),
+        (b"[]", 400, 'a list "completions"'),
+        (b'{"completions": "a"}', 400, 'a list "completions"'),
+        (b'{"completions": ["a"], "prompts": []}', 400, '"prompts" is no list of 1 values'),
+        (b'{"completions": ["a"], "columns": {"answer": [1, 2]}}', 400, '"answer" is no list of 1'),
+        (b'{"completions": ["a"], "answer": [1]}', 400, 'unknown field "answer"'),
+        (b'{"completions": ["boom"]}', 500, "ValueError: cannot score that"),
+    ],
+)
+def test_requests_that_are_wrong(server, body, status, message):
+    got, content = send(server, body)
+    assert got == status
+    assert message in content["error"]
+    assert send(server, b'{"completions": ["ok"]}') == (200, {"scores": [2.0]})  # and it goes on
+
+
+def test_other_paths_and_sizes(server):
+    assert send(server, path="/")[0] == 404
+    assert send(server, None, "GET", "/score")[0] == 404
+    assert send(server, b"", headers={"Content-Length": "-1"})[0] == 411
+    assert send(server, b"", headers={"Content-Length": str(10**12)})[0] == 413
+
+
+@pytest.mark.parametrize("server", ["secret"], indirect=True)
+def test_a_service_with_a_token(server):
+    body = b'{"completions": ["a"]}'
+    assert send(server, body)[0] == 401
+    assert send(server, body, headers={"Authorization": "Bearer wrong"})[0] == 401
+    assert send(server, body, headers={"Authorization": "Bearer secret"}) == (200, {"scores": [1.0]})
+
+
+def test_other_machines_need_a_token():
+    rewards = RewardSet([FunctionReward(lambda completions: [0.0])], None)
+    with pytest.raises(RewardError, match="needs a token"):
+        RewardServer(rewards, host="0.0.0.0", port=0)
+
+
+def test_the_verb(tmp_path):
+    (tmp_path / "mine.py").write_text(
+        "def double(completions, **kwargs):\n    return [2.0 * len(c) for c in completions]\n"
+    )
+    command = [sys.executable, "-m", "rloom.cli.main", "serve-reward", "mine:double", "--port", "0"]
+    environment = {**os.environ, "RLOOM_REWARD_TOKEN": "t", "COLUMNS": "200"}
+    with subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.PIPE, text=True, env=environment) as process:
+        try:
+            line = process.stdout.readline()
+            url = re.search(r"http://\S+/score", line)[0]
+            assert "with the token" in line
+            assert http_reward(url, token="t")(prompts=["p"], completions=["abc"]) == [6.0]
+        finally:
+            process.terminate()
+
+
+def test_rewards_named_on_the_command_line(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "some_rewards.py").write_text("def double(completions): ...\n")
+    assert load_reward("some_rewards.py:double").__name__ == "double"
+    for spec, message in {
+        "some_rewards:doubel": "did you mean 'double'",
+        "nowhere:f": "there is no module nowhere",
+        "nowhere.py:f": "there is no file nowhere.py",
+        "f": "names no reward",
+        "some_rewards:f.g": "after the colon",
+    }.items():
+        with pytest.raises(RewardError, match=message):
+            load_reward(spec)
+    assert main(["serve-reward", "some_rewards:doubel"]) == 1
+    assert "did you mean 'double'" in capsys.readouterr().err
