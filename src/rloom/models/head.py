@@ -192,7 +192,7 @@ def row_grads(logits: Tensor, targets: Tensor, normalizer: Tensor, grad: Tensor,
 
 
 def _gradient_dtype(weight: Tensor) -> torch.dtype:
-    """float32 where a half-precision parameter accumulates its gradient so: then nothing is rounded, and no copy made."""
+    """float32 where a half-precision parameter accumulates its gradient so: nothing is rounded then, and not copied."""
     return (weight.is_leaf and weight.grad_dtype) or weight.dtype
 
 
