@@ -46,7 +46,8 @@ MEANT = {
     "penalty_reward_value": "missing_eos_penalty",
 }
 MEANT = {name: f"did you mean '{option}'?" for name, option in MEANT.items()} | {
-    "max_prompt_length": "prompts are not cut here: filter or shorten them in the data set"
+    "max_prompt_length": "prompts are not cut here: filter or shorten them in the data set, and set "
+    "'max_seq_length' to bound prompt and completion together"
 }
 """Names that other trainers use, which do not look like ours."""
 
@@ -133,6 +134,9 @@ class RLOOConfig(OlderNames, TrainingArguments, metaclass=_Remembering):
     num_generations: int = _option(2, "K, the number of completions per prompt; at least 2.")
     num_generations_eval: int | None = _option(None, "Completions per prompt in evaluation; unset: K.")
     max_completion_length: int = _option(512, "Longest completion, in tokens.")
+    max_seq_length: int | None = _option(
+        None, "Most tokens of prompt and completion together. Unset: what `load_model` was told, else the model's own."
+    )
     ds3_gather_for_generation: bool = _option(True, "DeepSpeed ZeRO-3: gather the weights to generate.")
     shuffle_dataset: bool | None = _option(True, "Shuffle the training prompts, anew in each epoch.")
     pad_to_multiple_of: int | str | None = _option("auto", "Pad prompts and completions to such a multiple.")
@@ -396,6 +400,10 @@ class RLOOConfig(OlderNames, TrainingArguments, metaclass=_Remembering):
 
     def _check_ranges(self) -> None:
         rules = {
+            "max_seq_length": (
+                self.max_seq_length is None or self.max_seq_length > self.max_completion_length,
+                f"above max_completion_length ({self.max_completion_length}), so that there is room for a prompt",
+            ),
             "num_iterations": (self.num_iterations >= 1, "at least 1"),
             "dynamic_sampling": (self.dynamic_sampling >= 0, "0 (off) or positive"),
             "beta": (self.beta >= 0, "0 (no KL) or positive"),

@@ -2,37 +2,79 @@
 
 from __future__ import annotations
 
+import importlib
+import logging
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from rloom.cli.parser import Parser
 from rloom.errors import RloomError
 from rloom.version import __version__
 
+FORWARDED = {
+    "train": "train a model with RLOO, on your prompts and rewards",
+}
+"""Verbs that read their own arguments: their flags come from classes that take seconds to import."""
+
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run a verb; returns the exit code: 0 done, 1 failed, 2 wrong usage."""
-    parser = Parser(prog="rloom", description="REINFORCE Leave-One-Out for language models.")
-    parser.add_argument("--version", action="version", version=f"rloom {__version__}")
-    verbs = parser.add_subparsers(dest="verb", metavar="VERB", required=True, parser_class=Parser)
-    _demo(verbs)
-    _check_reward(verbs)
-    _serve_reward(verbs)
-
+    """Run a verb; returns the exit code: 0 done, 1 failed, 2 wrong usage, 130 interrupted."""
+    argv = list(sys.argv[1:] if argv is None else argv)
+    if argv and argv[0] in FORWARDED:
+        return _guarded(lambda: _module(argv[0]).main(argv[1:]))
+    parser, verbs = _parsers()
     # parse_known_args, so that an unknown flag is reported by the verb's own parser, which knows what is near
     options, unknown = parser.parse_known_args(argv)
     if unknown:
         verbs.choices[options.verb].error(f"unrecognized arguments: {' '.join(unknown)}")
     _check_ranges(verbs.choices[options.verb], options)
+    return _guarded(lambda: _run(options))
+
+
+def _guarded(run: Callable[[], int]) -> int:
+    """What goes wrong on purpose is one line, not a traceback."""
     try:
-        return _run(options)
+        return run()
     except KeyboardInterrupt:
         print("\nstopped", file=sys.stderr)
         return 130
     except (OSError, RloomError) as error:
         print(f"rloom: {error}", file=sys.stderr)
         return 1
+
+
+def _module(verb: str) -> Any:
+    logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # which warns of kernels that nobody asked for
+    return importlib.import_module(f"rloom.cli.{verb.replace('-', '_')}")
+
+
+def _parsers() -> tuple[Parser, Any]:
+    parser = Parser(prog="rloom", description="REINFORCE Leave-One-Out for language models.")
+    parser.add_argument("--version", action="version", version=f"rloom {__version__}")
+    verbs = parser.add_subparsers(dest="verb", metavar="VERB", required=True, parser_class=Parser)
+    for verb, help in FORWARDED.items():
+        verbs.add_parser(verb, help=help, add_help=False)
+    _demo(verbs)
+    _check_reward(verbs)
+    _serve_reward(verbs)
+    _completion(verbs)
+    return parser, verbs
+
+
+def all_flags() -> dict[str, list[str]]:
+    """The flags of every verb, for shell completion."""
+    _, verbs = _parsers()
+    parsers = {verb: _module(verb).flags() if verb in FORWARDED else parser for verb, parser in verbs.choices.items()}
+    return {
+        verb: sorted({flag for action in parser._actions for flag in action.option_strings if flag.startswith("--")})
+        for verb, parser in parsers.items()
+    }
+
+
+def _completion(verbs: Any) -> None:
+    completion = verbs.add_parser("completion", help="a script that completes verbs and flags in your shell")
+    completion.add_argument("shell", choices=("bash", "zsh", "fish"), help='eval "$(rloom completion bash)"')
 
 
 def _demo(verbs: Any) -> None:
@@ -85,6 +127,11 @@ def _run(options: Any) -> int:
         from rloom.cli import serve_reward
 
         return serve_reward.run(options)
+    if options.verb == "completion":
+        from rloom.cli.completion import script
+
+        print(script(options.shell, all_flags()), end="")
+        return 0
     from rloom.cli import demo
 
     return demo.run(seed=options.seed, steps=options.steps, output=options.output)

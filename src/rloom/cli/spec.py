@@ -67,3 +67,33 @@ def _parsed(what: str, spec: str) -> tuple[str, dict[str, Any] | None]:
     except (SyntaxError, ValueError):
         pass
     raise RewardError(f"{spec!r}: after the colon stands a name, or a name with options: name(option=1)")
+
+
+def find_reward(spec: str) -> Any:
+    """The reward that a flag names: what `load_reward` takes, a ready-made one by its name, a dotted path, or a model.
+
+    >>> find_reward("length(maximum=3)").__name__, find_reward("rloom.rewards.think_format_reward").__name__
+    ('length', 'think_format_reward')
+    >>> find_reward("think_format_rewrd")
+    Traceback (most recent call last):
+        ...
+    rloom.errors.RewardError: ...
+    """
+    if spec.startswith(("http://", "https://")) or Path(spec).is_dir():
+        return spec  # a service, or a reward model's folder
+    name, options = spec.partition("(")[::2]
+    if ":" in name:
+        return load_reward(spec)
+    from rloom import rewards
+
+    if name in rewards.__all__:
+        return load_reward(f"rloom.rewards:{spec}")
+    if "/" in name:
+        return spec  # a reward model on the hub
+    module, dot, last = name.rpartition(".")
+    if dot and last != "py":
+        return load_reward(f"{module}:{last}{'(' if options else ''}{options}")
+    raise RewardError(
+        f"{spec!r} names no reward{did_you_mean(name, rewards.__all__)}. A reward is a ready-made name, "
+        "file.py:function, module:function, an address, or a model by hub id or folder"
+    )

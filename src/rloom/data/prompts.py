@@ -21,8 +21,8 @@ class PromptEncoder:
     """Turns rows into [`Prompt`]s with the model's tokenizer and chat template.
 
     `context_length` is the model's limit on prompt plus completion, None if it has none. `columns` are those that
-    reward functions may see, None for all. `position_table` says that positions are looked up in a table, so that there
-    is nothing beyond the context, where rotary ones only get worse.
+    reward functions may see, None for all. `hard_limit` says that nothing may go beyond it: the user
+    said so, or positions are looked up in a table that ends there, where rotary ones only get worse.
     """
 
     def __init__(
@@ -32,14 +32,14 @@ class PromptEncoder:
         template_kwargs: dict[str, Any],
         context_length: int | None,
         max_completion_length: int,
-        position_table: bool = False,
+        hard_limit: bool = False,
         columns: tuple[str, ...] | None = None,
     ) -> None:
         self.processing_class = processing_class
         self.template_kwargs = template_kwargs
         self.context_length = context_length
         self.max_completion_length = max_completion_length
-        self.position_table = position_table
+        self.hard_limit = hard_limit
         self.columns = columns
         self.longest = 1  # tokens of the longest prompt so far
         self._warned = False
@@ -106,11 +106,12 @@ class PromptEncoder:
                 f"a prompt has {len(prompt.token_ids)} tokens, and the model's context is {self.context_length}: "
                 f"shorten or filter the prompts. It begins: {str(prompt.content)[:80]!r}"
             )
-        if room < self.max_completion_length and self.position_table:
+        if room < self.max_completion_length and self.hard_limit:
             raise DataError(
                 f"a prompt of {len(prompt.token_ids)} tokens and max_completion_length={self.max_completion_length} "
-                f"exceed the model's {self.context_length} positions, which are all there are: set it to "
-                f"{room} or less, or shorten the prompts. It begins: {str(prompt.content)[:80]!r}"
+                f"exceed {self.context_length} tokens, which are all that the model takes (its positions, or "
+                f"max_seq_length): set it to {room} or less, or shorten the prompts. It begins: "
+                f"{str(prompt.content)[:80]!r}"
             )
         if room < self.max_completion_length and not self._warned:
             self._warned = True

@@ -17,6 +17,7 @@ from transformers import (
 )
 
 from rloom.errors import ConfigError
+from rloom.models.adapters import keep_differentiable
 
 logger = logging.getLogger(__name__)
 
@@ -51,7 +52,8 @@ def load_policy(
 def load_model(name: str, **kwargs: Any) -> Any:
     """`from_pretrained` with the architecture that the checkpoint names, in float32 unless told otherwise."""
     kwargs["dtype"] = _dtype(kwargs.get("dtype", "float32"))
-    config = AutoConfig.from_pretrained(name, trust_remote_code=kwargs.get("trust_remote_code", False))
+    own = {key: kwargs[key] for key in ("trust_remote_code", "revision") if key in kwargs}
+    config = AutoConfig.from_pretrained(name, **own)
     architecture = getattr(transformers, (config.architectures or [""])[0], None) or AutoModelForCausalLM
     return architecture.from_pretrained(name, **kwargs)
 
@@ -147,8 +149,18 @@ def context_length(model: Any) -> int | None:
     return None
 
 
+def max_seq_length(model: Any) -> int | None:
+    """The limit on prompt and completion that the model was loaded with; it may stand on a model inside."""
+    for module in (model, getattr(model, "base_model", None), model.get_base_model() if is_peft_model(model) else None):
+        value = getattr(module, "max_seq_length", None)
+        if isinstance(value, int) and value > 0:
+            return value
+    return None
+
+
 def wrap_peft(model: Any, peft_config: Any, *, gradient_checkpointing: bool) -> Any:
     """The model under a new adapter, or as it is when `peft_config` is None."""
+    keep_differentiable(model)
     if peft_config is not None:
         model = _new_adapter(model, peft_config)
     if is_peft_model(model) and gradient_checkpointing:

@@ -13,7 +13,6 @@ Gradients accumulate in float32 (torch's `grad_dtype`).
 
 from __future__ import annotations
 
-import functools
 import logging
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
@@ -211,7 +210,7 @@ def keeps_the_bits(cls: Any, options: dict[str, Any], model: nn.Module) -> tuple
     if cls is torch.optim.AdamW:
         known = ("lr", "betas", "eps", "weight_decay")
         return SplitAdamW, {name: value for name, value in options.items() if name in known}
-    return functools.partial(MasterWeights, make=cls), options
+    return MasterWeights, {**options, "make": cls}  # a class: the Trainer takes other callables for factories
 
 
 def warn_of_lost_bits(model: nn.Module) -> None:

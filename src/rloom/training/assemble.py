@@ -364,12 +364,14 @@ def _sampling(policy: Policy, args: Any) -> Sampling:
 
 
 def _encoder(policy: Policy, args: Any) -> PromptEncoder:
+    limit = args.max_seq_length or loading.max_seq_length(policy.model)
+    own = loading.context_length(policy.model)
     return PromptEncoder(
         policy.processing_class,
         template_kwargs=args.chat_template_kwargs or {},
-        context_length=loading.context_length(policy.model),
+        context_length=min(filter(None, (limit, own)), default=None),
         max_completion_length=args.max_completion_length,
-        position_table=loading.has_position_table(policy.model),
+        hard_limit=limit is not None or loading.has_position_table(policy.model),
         columns=TEXT_COLUMNS if args.remove_unused_columns else None,
     )
 

@@ -1,0 +1,136 @@
+"""Where rows come from: a hub id, a folder, or a file; a split of it, under the column names that are wanted."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from rloom.errors import DataError, did_you_mean
+
+KINDS = {".jsonl": "json", ".json": "json", ".parquet": "parquet", ".csv": "csv", ".tsv": "csv"}
+
+
+def load_rows(
+    source: str,
+    *,
+    split: str = "train",
+    config: str | None = None,
+    streaming: bool = False,
+    columns: Sequence[str] | None = None,
+) -> Any:
+    """A data set with a `prompt`, made of `messages` or of `chosen` and `rejected` where it has none itself.
+
+    `columns` are renames as `new=old`. A `split` may be cut: `train[:100]`.
+    """
+    dataset = _load(source, split, config, streaming)
+    return with_prompt(renamed(dataset, columns or ()))
+
+
+def _load(source: str, split: str, config: str | None, streaming: bool) -> Any:
+    path = Path(source)
+    if path.suffix.lower() in KINDS:
+        return _from_file(path, split, config, streaming)
+    if path.is_dir() and ((path / "dataset_dict.json").exists() or (path / "state.json").exists()):
+        return _from_disk(path, split, config, streaming)
+    if not path.is_dir() and (source.startswith((".", "/", "~")) or source.count("/") > 1):
+        raise DataError(f"there is no data at {source}: no such folder")
+    from datasets import load_dataset
+
+    try:
+        return load_dataset(str(path) if path.is_dir() else source, config, split=split, streaming=streaming)
+    except Exception as error:  # the library raises many kinds; what the user needs is which data set and what it said
+        raise DataError(f"the data set {source} (split {split!r}) cannot be loaded: {error}") from error
+
+
+def _from_file(path: Path, split: str, config: str | None, streaming: bool) -> Any:
+    """One file is one split, whatever it is called; a cut of it is honoured."""
+    from datasets import load_dataset
+
+    if config is not None:
+        raise DataError(f"dataset_config={config!r}: a file has no configurations")
+    if not path.is_file():
+        raise DataError(f"there is no file {path}")
+    if os.path.getsize(path) == 0:
+        raise DataError(f"{path} is empty")
+    cut = split[split.index("[") :] if "[" in split else ""
+    options = {"sep": "\t"} if path.suffix.lower() == ".tsv" else {}
+    kind = KINDS[path.suffix.lower()]
+    try:
+        return load_dataset(kind, data_files={"train": str(path)}, split="train" + cut, streaming=streaming, **options)
+    except Exception as error:
+        raise DataError(f"{path} cannot be read as {kind}: {error.__cause__ or error}") from error
+
+
+def _from_disk(path: Path, split: str, config: str | None, streaming: bool) -> Any:
+    from datasets import DatasetDict, load_from_disk
+
+    if config is not None or "[" in split:
+        raise DataError(f"{path} was saved by save_to_disk: it has no configurations, and its splits cannot be cut")
+    dataset = load_from_disk(str(path))
+    if isinstance(dataset, DatasetDict):
+        if split not in dataset:
+            raise DataError(f"{path} has no split {split!r}{did_you_mean(split, dataset)}; it has {', '.join(dataset)}")
+        dataset = dataset[split]
+    return dataset.to_iterable_dataset() if streaming else dataset
+
+
+def renamed(dataset: Any, columns: Sequence[str]) -> Any:
+    """The data set with its columns under other names, given as `new=old`."""
+    for pair in columns:
+        new, equals, old = pair.partition("=")
+        known = _columns(dataset)
+        if not equals or not new or not old:
+            raise DataError(f"columns: {pair!r} is not of the form new=old")
+        if known and old not in known:
+            hint = did_you_mean(old, known)
+            raise DataError(f"columns: there is no column {old!r}{hint}; there are {', '.join(known)}")
+        if new != old:
+            if new in known:
+                dataset = dataset.remove_columns(new)
+            dataset = dataset.rename_column(old, new)
+    return dataset
+
+
+def with_prompt(dataset: Any) -> Any:
+    """The data set with a column `prompt`: its own, a conversation without its last reply, or what pairs share."""
+    known = _columns(dataset)
+    if not known or "prompt" in known:
+        return dataset
+    if "messages" in known:
+        return dataset.map(lambda row: {"prompt": before_reply(row["messages"])})
+    if {"chosen", "rejected"} <= set(known):
+        return dataset.map(lambda row: {"prompt": shared_start(row["chosen"], row["rejected"])})
+    return dataset  # the trainer says what is missing
+
+
+def before_reply(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """A conversation up to its last turn that is not the assistant's.
+
+    >>> before_reply([{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}])
+    [{'role': 'user', 'content': 'a'}]
+    """
+    end = len(messages)
+    while end and messages[end - 1]["role"] == "assistant":
+        end -= 1
+    return messages[:end]
+
+
+def shared_start(chosen: Any, rejected: Any) -> Any:
+    """What two answers have in common at the start: messages, or text up to a word's end.
+
+    >>> shared_start("Say hi. Hello!", "Say hi. Help.")
+    'Say hi. '
+    """
+    length = next((i for i, (a, b) in enumerate(zip(chosen, rejected, strict=False)) if a != b), None)
+    if length is None:
+        length = min(len(chosen), len(rejected))
+    start = chosen[:length]
+    if isinstance(start, str) and length < len(chosen):
+        return start[: start.rfind(" ") + 1] if " " in start else start
+    return start
+
+
+def _columns(dataset: Any) -> list[str]:
+    return list(getattr(dataset, "column_names", None) or [])

@@ -1,0 +1,145 @@
+"""`rloom train`, from nothing to a model that transformers loads; the commands of older documents as they stand."""
+
+from __future__ import annotations
+
+import json
+import shlex
+import sys
+
+import pytest
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from rloom.cli.main import main
+from rloom.cli.spec import find_reward
+from rloom.errors import RewardError
+from tests.standins import ROOT, prompts, run, save_jsonl, save_llama, save_pythia, save_reward_model
+
+REWARD = """
+def ends_well(completions, answer):
+    return [float(text.endswith(a)) for text, a in zip(completions, answer)]
+"""
+QUICK = ["--max_completion_length", "6", "--per_device_train_batch_size", "4", "--max_steps", "2", "--use_cpu",
+         "--logging_steps", "1", "--no_gradient_checkpointing", "--save_strategy", "no"]  # fmt: skip
+
+
+@pytest.fixture
+def here(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def test_from_a_file_of_prompts_and_a_file_with_a_reward_to_a_saved_model(here):
+    save_llama(here / "model")
+    save_jsonl(here / "prompts.jsonl", prompts(8))
+    (here / "my_reward.py").write_text(REWARD)
+    (here / "recipe.yaml").write_text("learning_rate: 1e-3\nmax_steps: 99\nnum_generations: 2\n")
+    run(["-m", "rloom.cli.main", "train", "--config", "recipe.yaml", "--model", "model", "--data", "prompts.jsonl",
+         "--reward", "my_reward.py:ends_well", "length(maximum=4)", "--output_dir", "out", *QUICK], here)  # fmt: skip
+    log = json.loads((here / "out" / "trainer_state.json").read_text())["log_history"]
+    assert {"rewards/ends_well/mean", "rewards/length/mean"} <= set(log[0])
+    assert max(entry["step"] for entry in log) == 2
+    model, tokenizer = AutoModelForCausalLM.from_pretrained("out"), AutoTokenizer.from_pretrained("out")
+    written = model.generate(**tokenizer("post 1.", return_tensors="pt", return_token_type_ids=False), max_new_tokens=4)
+    assert written.shape[1] > 7
+
+
+def test_lora_quantized_and_merged(here, capsys):
+    save_llama(here / "model", hidden_size=64, intermediate_size=128)  # 4-bit weights come in blocks of 64
+    save_jsonl(here / "prompts.jsonl", prompts(8))
+    arguments = ["--model", "model", "--data", "prompts.jsonl", "--reward", "length(maximum=4)", *QUICK]
+    lora = ["--use_peft", "--lora_r", "2", "--lora_target_modules", "q_proj", "v_proj", "--merge_adapter"]
+    assert main(["train", *arguments, *lora, "--output_dir", "adapter"]) == 0
+    saved = json.loads((here / "adapter" / "adapter_config.json").read_text())
+    assert (saved["r"], sorted(saved["target_modules"])) == (2, ["q_proj", "v_proj"])
+    AutoModelForCausalLM.from_pretrained("adapter/merged")
+    assert (
+        main(["train", *arguments, "--use_peft", "--load_in_4bit", "--optim", "adamw_8bit", "--output_dir", "q"]) == 0
+    )
+    assert (here / "q" / "adapter_model.safetensors").exists()
+
+
+def test_evaluation_split_and_resume(here, capsys):
+    save_llama(here / "model")
+    save_jsonl(here / "set" / "data" / "train-00000-of-00001.jsonl", prompts(8))
+    save_jsonl(here / "set" / "data" / "validation-00000-of-00001.jsonl", prompts(2))
+    arguments = ["--model", "model", "--data", "set", "--reward", "length(maximum=4)", "--output_dir", "out",
+                 "--dataset_test_split", "validation", *QUICK[:-2], "--save_steps", "1"]  # fmt: skip
+    assert main(["train", *arguments, "--eval_strategy", "steps", "--eval_steps", "1"]) == 0
+    log = json.loads((here / "out" / "trainer_state.json").read_text())["log_history"]
+    assert any("eval_reward" in entry for entry in log)
+    assert main(["train", *arguments, "--max_steps", "3", "--resume_from_checkpoint", "auto"]) == 0
+    assert "eval_strategy is no" in capsys.readouterr().err
+    assert json.loads((here / "out" / "trainer_state.json").read_text())["global_step"] == 3
+
+
+QUICK_START = """
+    --dataset_name trl-internal-testing/descriptiveness-sentiment-trl-style \
+    --dataset_train_split descriptiveness \
+    --learning_rate 3e-6 \
+    --output_dir models/minimal/rloo \
+    --per_device_train_batch_size 64 \
+    --gradient_accumulation_steps 1 \
+    --total_episodes 10000 \
+    --model_name_or_path EleutherAI/pythia-14m \
+    --reward_model_path EleutherAI/pythia-14m \
+    --missing_eos_penalty 1.0
+"""
+TLDR = """
+    --output_dir models/minimal/rloo_tldr \
+    --dataset_name trl-internal-testing/tldr-preference-sft-trl-style \
+    --dataset_test_split validation \
+    --num_ppo_epochs 2 \
+    --num_mini_batches 2 \
+    --learning_rate 3e-6 \
+    --per_device_train_batch_size 16 \
+    --gradient_accumulation_steps 16 \
+    --total_episodes 1000000 \
+    --model_name_or_path EleutherAI/pythia-1b-deduped \
+    --sft_model_path cleanrl/EleutherAI_pythia-1b-deduped__sft__tldr \
+    --reward_model_path cleanrl/EleutherAI_pythia-1b-deduped__reward__tldr \
+    --local_rollout_forward_batch_size 16 \
+    --missing_eos_penalty 1.0 \
+    --stop_token eos \
+    --kl_coef 0.03
+"""
+
+
+def test_quick_start_of_the_older_document(here):
+    save_pythia(here / "EleutherAI" / "pythia-14m", ends=40)
+    folder = here / "trl-internal-testing" / "descriptiveness-sentiment-trl-style" / "data"
+    save_jsonl(folder / "descriptiveness-00000-of-00001.jsonl", prompts(64))
+    save_jsonl(folder / "sentiment-00000-of-00001.jsonl", prompts(1))
+    run([str(ROOT / "examples/scripts/rloo/rloo.py"), *shlex.split(QUICK_START)], here)
+    state = json.loads((here / "models/minimal/rloo/trainer_state.json").read_text())
+    assert state["global_step"] == 157  # ⌈10000 / 64⌉
+    AutoModelForCausalLM.from_pretrained("models/minimal/rloo")
+
+
+def test_tldr_run_of_the_older_document_by_way_of_accelerate(here):
+    """With fewer episodes than the document's million."""
+    save_pythia(here / "EleutherAI" / "pythia-1b-deduped")
+    save_pythia(here / "cleanrl" / "EleutherAI_pythia-1b-deduped__sft__tldr")
+    save_reward_model(here / "cleanrl" / "EleutherAI_pythia-1b-deduped__reward__tldr")
+    folder = here / "trl-internal-testing" / "tldr-preference-sft-trl-style" / "data"
+    for split in ("train", "validation"):
+        save_jsonl(folder / f"{split}-00000-of-00001.jsonl", prompts(300))
+    launch = ["-m", "accelerate.commands.launch", "--config_file",
+              str(ROOT / "examples/accelerate_configs/deepspeed_zero2.yaml")]  # fmt: skip
+    script = [str(ROOT / "examples/scripts/rloo/rloo.py"), *shlex.split(TLDR), "--total_episodes", "512"]
+    done = run([*launch, *script], here)
+    assert "`num_ppo_epochs` is an older name" in done.stderr
+    state = json.loads((here / "models/minimal/rloo_tldr/trainer_state.json").read_text())
+    assert state["global_step"] == 4  # one rollout of 2 × 16 × 16 completions, in 2 passes of 2 updates
+    AutoModelForCausalLM.from_pretrained("models/minimal/rloo_tldr")
+
+
+def test_rewards_by_name(here, monkeypatch):
+    (here / "mine.py").write_text(REWARD)
+    assert find_reward("mine.py:ends_well").__name__ == "ends_well"
+    assert find_reward("mine:ends_well").__name__ == "ends_well"
+    assert find_reward("mine.ends_well").__name__ == "ends_well"
+    sys.modules.pop("mine")
+    assert find_reward("org/reward-model") == "org/reward-model"
+    assert find_reward("http://127.0.0.1:1/score") == "http://127.0.0.1:1/score"
+    with pytest.raises(RewardError, match="did you mean 'sentiment'"):
+        find_reward("sentimen")
