@@ -74,6 +74,20 @@ def test_options_of_generate_lead_to_generate(caplog):
         choose_engine(lambda: model, sampling(extra={"no_repeat_ngram_size": 2}), wanted="native")
 
 
+def test_a_generate_that_somebody_wrote_is_called(caplog):
+    class Mine(tf.LlamaForCausalLM):
+        def generate(self, *args, **kwargs):
+            return super().generate(*args, **kwargs)
+
+    model = Mine(make_model().config)
+    with caplog.at_level(logging.INFO):
+        assert type(choose_engine(lambda: model, sampling())) is TransformersEngine
+    assert "the model's own `generate`" in caplog.text
+    replaced = make_model()
+    replaced.generate = lambda *args, **kwargs: None
+    assert type(choose_engine(lambda: replaced, sampling())) is TransformersEngine
+
+
 @pytest.mark.parametrize("make", [gptj, bloom])
 def test_forked_greedy_is_generate(make):
     model = make().eval()
