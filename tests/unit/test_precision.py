@@ -90,13 +90,26 @@ def test_hidden_bits_equal_a_float32_run_on_the_same_gradients():
     assert torch.equal(join(weight.detach(), ours.state[weight]["rest"]), master.detach())
 
 
-@pytest.mark.parametrize("kind", ["split", "master"])
+def eight_bit(params, **options):
+    """bitsandbytes' own 8-bit AdamW; tensors below 4,096 numbers would otherwise keep 32 bits."""
+    import bitsandbytes
+
+    return MasterWeights(params, make=bitsandbytes.optim.AdamW8bit, min_8bit_size=64, **options)
+
+
+MAKERS = {
+    "split": SplitAdamW,
+    "master": lambda p, **o: MasterWeights(p, make=torch.optim.AdamW, **o),
+    "8-bit": eight_bit,
+}
+
+
+@pytest.mark.parametrize("kind", MAKERS)
 def test_checkpoint_to_the_same_bits(kind, tmp_path):
     def build():
         model, x, y = problem(torch.bfloat16)
         accumulate_in_float32(model.parameters())
-        make = SplitAdamW if kind == "split" else lambda p, **o: MasterWeights(p, make=torch.optim.AdamW, **o)
-        return model, x, y, make(list(model.parameters()), lr=1e-5)
+        return model, x, y, MAKERS[kind](list(model.parameters()), lr=1e-5)
 
     model, x, y, optimizer = build()
     train(model, x, y, optimizer, steps=20)
@@ -110,10 +123,20 @@ def test_checkpoint_to_the_same_bits(kind, tmp_path):
     for p, q in zip(model.parameters(), again.parameters(), strict=True):
         assert torch.equal(p, q)
     left, right = optimizer.state_dict(), other.state_dict()
-    for key, state in left["state"].items():
-        for name, value in state.items():
-            assert value.dtype == right["state"][key][name].dtype
-            assert torch.equal(value, right["state"][key][name]), name
+    assert_same(left["state"], right["state"])
+
+
+def assert_same(left, right):
+    """Optimizers nest their state as they like."""
+    if isinstance(left, torch.Tensor):
+        assert left.dtype == right.dtype
+        assert torch.equal(left, right)
+    elif isinstance(left, dict):
+        assert left.keys() == right.keys()
+        for key, value in left.items():
+            assert_same(value, right[key])
+    else:
+        assert left == right
 
 
 def test_schedules_reach_the_inner_optimizer():
@@ -127,3 +150,20 @@ def test_schedules_reach_the_inner_optimizer():
     schedule.step()
     assert torch.equal(weight.detach(), torch.full((4,), 0.5, dtype=torch.bfloat16))
     copy.deepcopy(optimizer.state_dict())
+
+
+def test_eight_bit_adamw_moves_the_weights_as_in_float32():
+    """Its moments are 8 bits wide, its weights keep theirs: a learning rate far below bfloat16's spacing arrives."""
+    model, x, y = problem(torch.bfloat16)
+    accumulate_in_float32(model.parameters())
+    optimizer = eight_bit(list(model.parameters()), lr=1e-6)
+    start = [p.detach().clone() for p in model.parameters()]
+    train(model, x, y, optimizer)
+    assert torch.uint8 in {s["state1"].dtype for s in optimizer.state.values()}  # biases are too small for it
+    exact, x, y = problem(torch.float32)
+    first = [p.detach().clone() for p in exact.parameters()]
+    train(exact, x, y, torch.optim.AdamW(exact.parameters(), lr=1e-6, weight_decay=0.01))
+    masters = [master for _, master in optimizer.pairs]
+    moved = sum((m - s.float()).square().sum() for m, s in zip(masters, start, strict=True)).sqrt()
+    expected = sum((p - s).square().sum() for p, s in zip(exact.parameters(), first, strict=True)).sqrt()
+    assert abs(moved / expected - 1) < 0.25

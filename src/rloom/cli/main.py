@@ -56,6 +56,7 @@ def _parsers() -> tuple[Parser, Any]:
     for verb, help in FORWARDED.items():
         verbs.add_parser(verb, help=help, add_help=False)
     _demo(verbs)
+    _generate(verbs)
     _check_reward(verbs)
     _serve_reward(verbs)
     _completion(verbs)
@@ -88,6 +89,26 @@ def _demo(verbs: Any) -> None:
     )
 
 
+def _generate(verbs: Any) -> None:
+    generate = verbs.add_parser("generate", help="write completions of prompts, with their log-probabilities")
+    add = generate.add_argument
+    add("--model", required=True, help="a name or path")
+    add("--prompts", required=True, metavar="FILE", help='JSON lines with a "prompt" each: text or messages')
+    add("--n", type=int, default=1, help="completions per prompt (default 1)")
+    add("--output", metavar="FILE", help="where the JSON lines go (default: standard output)")
+    add("--max-completion-length", type=int, default=512, help="tokens (default 512)")
+    add("--temperature", type=float, default=1.0, help="0 takes the likeliest token (default 1)")
+    add("--top-p", type=float, default=1.0, help="keep the smallest set of tokens with this probability")
+    add("--top-k", type=int, default=0, help="keep the k likeliest tokens; 0: all")
+    add("--min-p", type=float, help="keep tokens at least this likely, relative to the likeliest")
+    add("--repetition-penalty", type=float, default=1.0, help="above 1: discourage tokens seen before")
+    add("--stop", action="append", metavar="TEXT", help="end at this text; may be given several times")
+    add("--seed", type=int, default=0, help="of the sampling (default 0)")
+    add("--engine", choices=("native", "forked", "transformers"), help="default: the fastest that fits the model")
+    add("--dtype", help="of the weights: float32, bfloat16, … (default: as saved; float32 on a CPU)")
+    add("--trust-remote-code", action="store_true", help="allow models that bring their own Python code")
+
+
 def _check_reward(verbs: Any) -> None:
     check = verbs.add_parser("check-reward", help="see what rewards give, before a run depends on it")
     add = check.add_argument
@@ -111,14 +132,18 @@ def _serve_reward(verbs: Any) -> None:
 
 
 def _check_ranges(parser: Parser, options: Any) -> None:
-    for name in ("steps", "prompts", "num_generations", "max_completion_length", "workers"):
+    for name in ("steps", "prompts", "n", "num_generations", "max_completion_length", "workers"):
         value = getattr(options, name, None)
-        if value is not None and value < 1:
+        if isinstance(value, int) and value < 1:
             parser.error(f"--{name.replace('_', '-')} must be at least 1, not {value}")
 
 
 def _run(options: Any) -> int:
     """Heavy imports come after the usage is known to be right."""
+    if options.verb == "generate":
+        from rloom.cli import generate
+
+        return generate.run(options)
     if options.verb == "check-reward":
         from rloom.cli import check_reward
 

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import inspect
 import logging
 from collections.abc import Callable
 from typing import Any
+
+from transformers import GenerationMixin
 
 from rloom.errors import ConfigError, EngineError
 from rloom.generation.base import Engine, Sampling
 from rloom.generation.forked import ForkedEngine
 from rloom.generation.transformers import TransformersEngine
+from rloom.models.load import is_peft_model
 
 logger = logging.getLogger(__name__)
 
@@ -48,12 +52,22 @@ def choose_engine(
     if foreign:
         logger.info("generating with model.generate, because of %s", ", ".join(foreign))
         return makers["transformers"]()
+    if has_own_generate(get_model()):
+        logger.info("generating with the model's own `generate`; engine='native' would not call it")
+        return makers["transformers"]()
     for name in ("native", "forked"):
         try:
             return makers[name]()
         except EngineError as error:
             logger.warning("the %s engine does not fit, a slower one is used: %s", name, error)
     return makers["transformers"]()
+
+
+def has_own_generate(model: Any) -> bool:
+    """Whether somebody has put another `generate` in place of the library's: then it is meant to be called."""
+    base = model.get_base_model() if is_peft_model(model) else model
+    generate = inspect.getattr_static(base, "generate", None)
+    return generate is None or not inspect.isfunction(generate) or generate.__module__ != GenerationMixin.__module__
 
 
 def _native(get_model: Callable[[], Any], sampling: Sampling, tokenizer: Any, compiled: bool) -> Engine:

@@ -43,7 +43,7 @@ def quantization_config(
     try:
         import bitsandbytes  # noqa: F401
     except ImportError as error:
-        raise needs_extra("a quantized model", "bitsandbytes", "quantization") from error
+        raise needs_extra("a quantized model", "bitsandbytes", "bnb") from error
     from transformers import BitsAndBytesConfig
 
     if load_in_8bit:

@@ -68,7 +68,9 @@ class CompiledLayers:
 
     def __init__(self, models: list[nn.Module]) -> None:
         layers = [m for model in models for m in model.modules() if isinstance(m, GradientCheckpointingLayer)]
-        self.layers = [(layer, torch.compile(layer.forward, dynamic=True)) for layer in layers]
+        self.layers = [
+            (layer, torch.compile(layer.forward, dynamic=True, options=_compile_options())) for layer in layers
+        ]
 
     @contextmanager
     def used(self) -> Iterator[None]:
@@ -82,6 +84,15 @@ class CompiledLayers:
         finally:
             for layer, _ in self.layers:
                 del layer.forward  # uncovers the class' own
+
+
+def _compile_options() -> dict[str, Any]:
+    """One form for rows of all lengths: mixed-order reductions would have rows above and below 4,096 tokens compiled
+    apart, and an update that has both, as most do, took a third longer and more memory than either alone."""
+    import torch._inductor.config as inductor_config  # only who compiles pays for it
+
+    known = hasattr(inductor_config.triton, "mix_order_reduction")
+    return {"triton.mix_order_reduction": False} if known else {}
 
 
 @contextmanager

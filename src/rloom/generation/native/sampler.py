@@ -39,17 +39,17 @@ class Sampler:
         self.temperature = sampling.temperature or 1.0
         self.top_k, self.top_p, self.min_p = sampling.top_k, sampling.top_p, sampling.min_p
         self.penalty = sampling.repetition_penalty
-        self.filters = bool(self.top_k) or self.top_p < 1.0 or bool(self.min_p)
+        self.filters = bool(self.top_k) or self.top_p < 1.0 or bool(self.min_p) or self.penalty != 1.0
 
     def __call__(self, logits: Tensor, keys: Tensor, positions: Tensor, seen: Tensor | None = None) -> Drawn:
         """From logits (B, V); `seen` (B, V) marks tokens that the repetition penalty is about."""
-        logits = self.penalised(logits, seen)
+        left = self.filtered(logits, seen) if self.filters else None
         if logits.is_cuda:
             from rloom.generation.native.sample_kernels import draw
 
-            return draw(logits, self.filtered(logits) if self.filters else None, keys, positions, self)
+            return draw(logits, left, keys, positions, self)
         z = logits.float() / self.temperature
-        kept = self.filtered(logits) if self.filters else z
+        kept = z if left is None else left
         tokens = kept.argmax(-1) if self.greedy else _inverse(kept, uniform(keys, positions))
         plain = z.log_softmax(-1)
         chosen = tokens.unsqueeze(-1)
@@ -57,16 +57,12 @@ class Sampler:
         drawn = kept.log_softmax(-1).gather(-1, chosen).squeeze(-1) if self.filters else logprobs
         return Drawn(tokens=tokens, logprobs=logprobs, drawn_logprobs=drawn, entropies=-(plain.exp() * plain).sum(-1))
 
-    def penalised(self, logits: Tensor, seen: Tensor | None) -> Tensor:
-        """Logits of tokens seen before, made smaller."""
-        if seen is None or self.penalty == 1.0:
-            return logits
-        logits = logits.float()
-        return torch.where(seen, torch.where(logits < 0, logits * self.penalty, logits / self.penalty), logits)
-
-    def filtered(self, logits: Tensor) -> Tensor:
-        """Logits over the temperature, −inf for tokens that the filters take out."""
-        z = logits.float() / self.temperature
+    def filtered(self, logits: Tensor, seen: Tensor | None = None) -> Tensor:
+        """Logits over the temperature as they are drawn from, −inf for tokens that the filters take out."""
+        z = logits.float()
+        if seen is not None and self.penalty != 1.0:
+            z = torch.where(seen, torch.where(z < 0, z * self.penalty, z / self.penalty), z)
+        z = z / self.temperature
         if self.top_k:
             least = z.topk(min(self.top_k, z.shape[-1])).values[..., -1:]
             z = z.masked_fill(z < least, -torch.inf)

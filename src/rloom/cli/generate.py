@@ -1,0 +1,92 @@
+"""`rloom generate --model M --prompts file.jsonl --n 8`: completions with their log-probabilities, as JSON lines."""
+
+from __future__ import annotations
+
+import json
+import logging
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, TextIO
+
+from rloom.cli.writer import Writer
+from rloom.errors import DataError
+from rloom.types import Completion, Group
+
+PROMPTS_AT_ONCE = 512
+
+
+def run(options: Any) -> int:
+    """The verb. What is written is written as groups finish; a line says how fast it went."""
+    logging.basicConfig(format="%(message)s")
+    rows = read_prompts(options.prompts)
+    writer = Writer(
+        options.model,
+        max_completion_length=options.max_completion_length,
+        chat=not isinstance(rows[0]["prompt"], str),
+        engine=options.engine,
+        dtype=options.dtype,
+        trust_remote_code=options.trust_remote_code,
+        temperature=options.temperature,
+        top_p=options.top_p,
+        top_k=options.top_k,
+        min_p=options.min_p,
+        repetition_penalty=options.repetition_penalty,
+        extra={"stop_strings": options.stop} if options.stop else {},
+    )
+    start, tokens = time.perf_counter(), 0
+    with _opened(options.output) as file:
+        for first in range(0, len(rows), PROMPTS_AT_ONCE):
+            some = rows[first : first + PROMPTS_AT_ONCE]
+            for index, group in writer.write(some, options.n, seed=options.seed + first):
+                file.write(json.dumps(_line(some[index], group), ensure_ascii=False) + "\n")
+                tokens += sum(len(c.token_ids) for c in group.completions)
+    seconds = time.perf_counter() - start
+    print(
+        f"{len(rows) * options.n} completions, {tokens} tokens in {seconds:.1f} s ({tokens / seconds:.0f} per second), "
+        f"{type(writer.engine).__name__}",
+        file=sys.stderr,
+    )
+    return 0
+
+
+def read_prompts(path: str) -> list[dict[str, Any]]:
+    """Rows with a "prompt", text or messages, from JSON lines; other columns are passed through."""
+    rows = []
+    for number, line in enumerate(Path(path).read_text(encoding="utf-8").splitlines(), 1):
+        if not line.strip():
+            continue
+        try:
+            row = json.loads(line)
+        except json.JSONDecodeError as error:
+            raise DataError(f"{path}, line {number}: not JSON ({error})") from error
+        if not isinstance(row, dict) or not row.get("prompt"):
+            raise DataError(f'{path}, line {number}: an object with a "prompt" is expected')
+        rows.append(row)
+    if not rows:
+        raise DataError(f"{path} has no prompts")
+    return rows
+
+
+@contextmanager
+def _opened(path: str | None) -> Iterator[TextIO]:
+    if path is None:
+        yield sys.stdout
+        return
+    with open(path, "w", encoding="utf-8") as file:
+        yield file
+
+
+def _line(row: dict[str, Any], group: Group) -> dict[str, Any]:
+    return {**row, "completions": [_written(completion) for completion in group.completions]}
+
+
+def _written(completion: Completion) -> dict[str, Any]:
+    found = {"text": completion.text, "token_ids": completion.token_ids, "stop_reason": completion.stop_reason}
+    for name in ("logprobs", "drawn_logprobs", "entropies"):
+        values = getattr(completion, name)
+        if values is not None:
+            found[name] = [round(value, 6) for value in values]
+    return found

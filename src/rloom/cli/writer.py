@@ -1,0 +1,59 @@
+"""A model by name or path that writes completions, as it would in training: for verbs that generate."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+
+from rloom.data.prompts import PromptEncoder
+from rloom.generation.base import Sampling
+from rloom.generation.choose import choose_engine
+from rloom.models import load as loading
+from rloom.types import Group
+
+
+class Writer:
+    """Loads a model, and has the fastest engine that fits it write completions."""
+
+    def __init__(
+        self,
+        name: str,
+        *,
+        max_completion_length: int,
+        chat: bool,
+        engine: str | None = None,
+        dtype: Any = None,
+        trust_remote_code: bool = False,
+        **sampling: Any,
+    ) -> None:
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+        init = {"dtype": dtype or ("auto" if device == "cuda" else "float32")}  # half precision is slow on most CPUs
+        self.model = loading.load_policy(name, init, trust_remote_code=trust_remote_code).to(device)
+        self.processing = loading.load_processing_class(None, self.model, None, trust_remote_code)
+        self.tokenizer = loading.tokenizer_of(self.processing)
+        ends = loading.agree_on_tokens(self.model, self.tokenizer, None, chat=chat)
+        self.encoder = PromptEncoder(
+            self.processing,
+            template_kwargs={},
+            context_length=loading.context_length(self.model),
+            max_completion_length=max_completion_length,
+        )
+        self.sampling = Sampling(
+            max_completion_length=max_completion_length,
+            eos_token_ids=tuple(ends),
+            pad_token_id=self.tokenizer.pad_token_id,
+            **sampling,
+        )
+        self.engine = choose_engine(lambda: self.model, self.sampling, wanted=engine, tokenizer=self.tokenizer)
+
+    def write(self, rows: Sequence[dict[str, Any]], count: int, *, seed: int) -> Iterator[tuple[int, Group]]:
+        """Groups with their texts as they finish, each with its row's number."""
+        prompts = self.encoder.encode(list(rows))
+        number = {id(prompt): index for index, prompt in enumerate(prompts)}
+        for group in self.engine.generate(prompts, count, seed=seed):
+            texts = self.processing.batch_decode([c.token_ids for c in group.completions], skip_special_tokens=True)
+            for completion, text in zip(group.completions, texts, strict=True):
+                completion.text = text
+            yield number[id(group.prompt)], group

@@ -1,0 +1,160 @@
+"""Which engine is chosen, how completions end, and the engine that forks the library's cache."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+import torch
+import transformers as tf
+
+from rloom.errors import ConfigError, EngineError
+from rloom.generation import ForkedEngine, NativeEngine, Sampling, TransformersEngine, choose_engine
+from rloom.types import Prompt
+from tests.conftest import make_model, make_tokenizer
+
+
+def sampling(**changes):
+    return Sampling(**{"max_completion_length": 12, "eos_token_ids": (2,), "pad_token_id": 0, **changes})
+
+
+def prompts(*lengths):
+    return [Prompt(content="", token_ids=[5 + i % 9 for i in range(n)]) for n in lengths]
+
+
+def gptj():
+    torch.manual_seed(0)
+    config = tf.GPTJConfig(vocab_size=46, n_embd=32, n_layer=2, n_head=4, rotary_dim=8, n_positions=64)
+    model = tf.GPTJForCausalLM(config)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() > 1:
+                parameter.mul_(5)
+    return model
+
+
+def bloom():
+    torch.manual_seed(0)
+    return tf.BloomForCausalLM(tf.BloomConfig(vocab_size=46, hidden_size=32, n_layer=2, n_head=4))
+
+
+def mamba():
+    torch.manual_seed(0)
+    return tf.MambaForCausalLM(tf.MambaConfig(vocab_size=46, hidden_size=32, num_hidden_layers=2, state_size=4))
+
+
+@pytest.mark.parametrize(
+    ("make", "expected"),
+    [(make_model, NativeEngine), (gptj, ForkedEngine), (bloom, ForkedEngine), (mamba, TransformersEngine)],
+)
+def test_the_first_engine_that_proves_right_is_used(make, expected, caplog):
+    model = make()
+    with caplog.at_level(logging.WARNING):
+        engine = choose_engine(lambda: model, sampling())
+    assert type(engine) is expected
+    assert ("the native engine does not fit" in caplog.text) == (expected is not NativeEngine)
+
+
+def test_an_engine_asked_for_by_name_is_had_or_an_error_says_why():
+    model = make_model()
+    for name, cls in (("native", NativeEngine), ("forked", ForkedEngine), ("transformers", TransformersEngine)):
+        assert type(choose_engine(lambda: model, sampling(), wanted=name)) is cls
+    other = gptj()
+    with pytest.raises(EngineError, match="engine='native': 0 of 2 layers of GPTJ"):
+        choose_engine(lambda: other, sampling(), wanted="native")
+
+
+def test_options_of_generate_lead_to_generate(caplog):
+    model = make_model()
+    with caplog.at_level(logging.INFO):
+        engine = choose_engine(lambda: model, sampling(extra={"no_repeat_ngram_size": 2}))
+    assert type(engine) is TransformersEngine
+    assert "because of no_repeat_ngram_size" in caplog.text
+    with pytest.raises(ConfigError, match=r"does not know the generation option.*no_repeat_ngram_size"):
+        choose_engine(lambda: model, sampling(extra={"no_repeat_ngram_size": 2}), wanted="native")
+
+
+def test_a_generate_that_somebody_wrote_is_called(caplog):
+    class Mine(tf.LlamaForCausalLM):
+        def generate(self, *args, **kwargs):
+            return super().generate(*args, **kwargs)
+
+    model = Mine(make_model().config)
+    with caplog.at_level(logging.INFO):
+        assert type(choose_engine(lambda: model, sampling())) is TransformersEngine
+    assert "the model's own `generate`" in caplog.text
+    replaced = make_model()
+    replaced.generate = lambda *args, **kwargs: None
+    assert type(choose_engine(lambda: replaced, sampling())) is TransformersEngine
+
+
+@pytest.mark.parametrize("make", [gptj, bloom])
+def test_forked_greedy_is_generate(make):
+    model = make().eval()
+    engine = ForkedEngine(lambda: model, sampling(temperature=0.0))
+    for group in engine.generate(prompts(7, 2, 11), 2, seed=0):
+        ids = torch.tensor([group.prompt.token_ids])
+        options = {"max_new_tokens": 12, "do_sample": False, "eos_token_id": 2, "pad_token_id": 0}
+        output = model.generate(input_ids=ids, attention_mask=torch.ones_like(ids), **options)[
+            0, ids.shape[1] :
+        ].tolist()
+        expected = output[: output.index(2) + 1] if 2 in output else output
+        assert [c.token_ids for c in group.completions] == [expected, expected]
+
+
+def test_forked_draws_the_same_noise_as_native():
+    model = make_model().eval()
+    tokens = [
+        [
+            [c.token_ids for c in group.completions]
+            for group in sorted(engine.generate(asked, 3, seed=4), key=asked_order)
+        ]
+        for asked in [prompts(7, 2, 11)]
+        for asked_order in [lambda group: len(group.prompt.token_ids)]
+        for engine in (NativeEngine(lambda: model, sampling()), ForkedEngine(lambda: model, sampling()))
+    ]
+    assert tokens[0] == tokens[1]
+
+
+@pytest.mark.parametrize("cls", [NativeEngine, ForkedEngine])
+def test_how_completions_end(cls):
+    """Several end tokens, a stop string in the middle of a chunk, the limit; whatever ends it belongs to it."""
+    model, tokenizer = make_model().eval(), make_tokenizer()
+    options = sampling(eos_token_ids=(2, 9, 11), max_completion_length=30, extra={"stop_strings": ["ab", "z"]})
+    engine = cls(lambda: model, options, tokenizer=tokenizer)
+    reasons = set()
+    for group in engine.generate(prompts(3, 5, 8), 16, seed=1):
+        for completion in group.completions:
+            ids, text = completion.token_ids, tokenizer.decode(completion.token_ids)
+            reasons.add(completion.stop_reason)
+            assert not {2, 9, 11} & set(ids[:-1])
+            if completion.stop_reason == "eos":
+                assert ids[-1] in (2, 9, 11)
+            elif completion.stop_reason == "stop_string":
+                assert text.endswith(("ab", "z"))
+            else:
+                assert len(ids) == 30
+            before = tokenizer.decode(ids[:-1])
+            assert "ab" not in before
+            assert "z" not in before
+            assert len(completion.logprobs) == len(ids)
+    assert reasons >= {"eos", "stop_string"}
+
+
+def test_a_limit_of_one_token_and_one_completion():
+    model = make_model().eval()
+    groups = list(NativeEngine(lambda: model, sampling(max_completion_length=1)).generate(prompts(3), 1, seed=0))
+    assert [len(c.token_ids) for c in groups[0].completions] == [1]
+    assert list(NativeEngine(lambda: model, sampling()).generate([], 3, seed=0)) == []
+
+
+def test_groups_are_handed_over_as_they_finish():
+    model = make_model().eval()
+    engine = NativeEngine(
+        lambda: model, sampling(max_completion_length=60, eos_token_ids=(2, 5, 6, 7)), max_sequences=4
+    )
+    asked = prompts(3, 4, 5, 6, 7, 8)
+    running = engine.generate(asked, 2, seed=0)
+    first = next(running)
+    assert first.prompt in asked
+    assert len(list(running)) == len(asked) - 1

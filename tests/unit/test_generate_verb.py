@@ -1,0 +1,70 @@
+"""`rloom generate`, as a user calls it."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+
+from rloom.cli.main import main
+from tests.conftest import make_model, make_tokenizer
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("model")
+    make_model().save_pretrained(folder)
+    make_tokenizer().save_pretrained(folder)
+    return str(folder)
+
+
+def write(path, rows):
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return str(path)
+
+
+def test_completions_with_their_logprobs(folder, tmp_path, capsys):
+    rows = [{"prompt": "abc", "answer": 3}, {"prompt": [{"role": "user", "content": "hi"}]}]
+    for row in rows:
+        prompts, output = write(tmp_path / "prompts.jsonl", [row, row]), tmp_path / "out.jsonl"
+        flags = ["--n", "3", "--max-completion-length", "9", "--temperature", "0.8", "--stop", "zz"]
+        assert main(["generate", "--model", folder, "--prompts", prompts, "--output", str(output), *flags]) == 0
+        lines = [json.loads(line) for line in output.read_text().splitlines()]
+        assert len(lines) == 2
+        for line in lines:
+            assert {key: line[key] for key in row} == row
+            assert len(line["completions"]) == 3
+            for completion in line["completions"]:
+                assert completion["stop_reason"] in ("eos", "length", "stop_string")
+                assert len(completion["logprobs"]) == len(completion["token_ids"]) <= 9
+    assert "6 completions" in capsys.readouterr().err
+
+
+def test_they_are_a_plain_forwards(folder, tmp_path, capsys):
+    prompts = write(tmp_path / "prompts.jsonl", [{"prompt": "abcab"}])
+    assert main(["generate", "--model", folder, "--prompts", prompts, "--max-completion-length", "6"]) == 0
+    (line,) = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    (completion,) = line["completions"]
+    ids = make_tokenizer()("abcab")["input_ids"]
+    with torch.no_grad():
+        logits = make_model().eval()(input_ids=torch.tensor([ids + completion["token_ids"]])).logits[0]
+    plain = logits.log_softmax(-1)[len(ids) - 1 : -1].gather(-1, torch.tensor(completion["token_ids"])[:, None])[:, 0]
+    torch.testing.assert_close(torch.tensor(completion["logprobs"]), plain, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [("", "has no prompts"), ("{", "line 1: not JSON"), ('{"text": "a"}', 'with a "prompt" is expected')],
+)
+def test_bad_prompts(folder, tmp_path, capsys, text, message):
+    path = tmp_path / "prompts.jsonl"
+    path.write_text(text)
+    assert main(["generate", "--model", folder, "--prompts", str(path)]) == 1
+    assert message in capsys.readouterr().err
+
+
+def test_an_unknown_flag_names_the_nearest(folder, capsys):
+    with pytest.raises(SystemExit) as stopped:
+        main(["generate", "--model", folder, "--prompts", "p", "--max-tokens", "9"])
+    assert stopped.value.code == 2

@@ -1,0 +1,95 @@
+"""Scheduler and pages: plain bookkeeping, tried with random prompts, lengths, places and memory."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rloom.errors import EngineError
+from rloom.generation.native.pages import Pages
+from rloom.generation.native.scheduler import Scheduler, Sequence, SharedPrompt
+
+
+def simulate(scheduler, lengths, chunk):
+    """Run to the end, drawing token i as its position; returns every finished sequence's tokens, and checks pages."""
+    finished = {}
+    rounds = 0
+
+    def end(sequence):
+        finished[sequence] = list(sequence.tokens)
+        scheduler.finish(sequence)
+
+    while not scheduler.done:
+        rounds += 1
+        assert rounds < 10_000, "no progress"
+        while prompts := scheduler.next_prefill():
+            for prompt in prompts:
+                assert len(prompt.pages) * scheduler.pages.size >= len(prompt.token_ids)
+                for sequence in prompt.sequences:
+                    sequence.extend([0], [[0.0] * 3])
+                    if lengths[sequence] == 1:
+                        end(sequence)
+                    else:
+                        scheduler.start(sequence)
+        steps = scheduler.fill(chunk)
+        assert len(scheduler.running) <= scheduler.max_sequences
+        held = [p for prompt in scheduler.held for p in prompt.pages] + [p for s in scheduler.running for p in s.pages]
+        assert len(held) == len(set(held))  # nobody writes into another's page
+        assert 0 not in held
+        assert len(held) + scheduler.pages.free == scheduler.pages.usable
+        going = []
+        for sequence in scheduler.running:
+            for _ in range(steps):
+                position = len(sequence.tokens)
+                assert sequence.cached < len(sequence.pages) * scheduler.pages.size  # room for the next key
+                sequence.extend([position], [[0.0] * 3])
+                if len(sequence.tokens) == lengths[sequence]:
+                    break
+            if len(sequence.tokens) == lengths[sequence]:
+                end(sequence)
+            else:
+                going.append(sequence)
+        scheduler.running = going
+    assert scheduler.pages.free == scheduler.pages.usable
+    return finished
+
+
+@settings(max_examples=200, deadline=None)
+@given(data=st.data())
+def test_every_token_is_kept_whatever_the_memory(data):
+    size, limit = data.draw(st.integers(1, 8)), data.draw(st.integers(1, 20))
+    prompts, lengths = [], {}
+    for group in range(data.draw(st.integers(1, 6))):
+        prompt = SharedPrompt([1] * data.draw(st.integers(1, 15)))
+        prompt.sequences = [Sequence(prompt, group, i, key=i) for i in range(data.draw(st.integers(1, 5)))]
+        lengths |= {sequence: data.draw(st.integers(1, limit)) for sequence in prompt.sequences}
+        prompts.append(prompt)
+    longest = max(-(-len(p.token_ids) // size) for p in prompts)
+    least = longest + -(-limit // size) + 1
+    pages = Pages(total=data.draw(st.integers(least, least + 40)), size=size)
+    scheduler = Scheduler(
+        prompts,
+        pages=pages,
+        max_new_tokens=limit,
+        max_sequences=data.draw(st.integers(1, 12)),
+        prefill_tokens=data.draw(st.integers(1, 40)),
+    )
+    finished = simulate(scheduler, lengths, chunk=data.draw(st.integers(1, 7)))
+    assert finished == {sequence: list(range(length)) for sequence, length in lengths.items()}
+
+
+def test_little_memory_sends_the_youngest_back():
+    prompt = SharedPrompt([1] * 4)
+    prompt.sequences = [Sequence(prompt, 0, i, key=i) for i in range(4)]
+    scheduler = Scheduler([prompt], pages=Pages(total=7, size=4), max_new_tokens=16, max_sequences=4, prefill_tokens=99)
+    finished = simulate(scheduler, dict.fromkeys(prompt.sequences, 16), chunk=4)
+    assert len(finished) == 4
+    assert scheduler.requeued > 0
+
+
+def test_a_prompt_that_can_never_fit_is_refused_at_once():
+    prompt = SharedPrompt([1] * 40)
+    prompt.sequences = [Sequence(prompt, 0, 0, key=0)]
+    with pytest.raises(EngineError, match="a prompt of 40 tokens with a completion of 16"):
+        Scheduler([prompt], pages=Pages(total=12, size=4), max_new_tokens=16, max_sequences=4, prefill_tokens=99)
