@@ -15,6 +15,8 @@ from rloom.version import __version__
 if TYPE_CHECKING:
     from rloom.config import RLOOConfig
     from rloom.generation import Engine, FakeEngine, NativeEngine, Sampling
+    from rloom.models.adapters import is_bf16_supported
+    from rloom.models.fast import FastLanguageModel, add_lora, load_model
     from rloom.observe.progress import LiveProgress
     from rloom.rewards.compose import route, term
     from rloom.rewards.marks import reward
@@ -25,6 +27,7 @@ _HOME = {
     "Completion": "types",
     "Engine": "generation",
     "FakeEngine": "generation",
+    "FastLanguageModel": "models.fast",
     "Group": "types",
     "LiveProgress": "observe.progress",
     "NativeEngine": "generation",
@@ -32,6 +35,9 @@ _HOME = {
     "RLOOConfig": "config",
     "RLOOTrainer": "training.trainer",
     "Sampling": "generation",
+    "add_lora": "models.fast",
+    "is_bf16_supported": "models.adapters",
+    "load_model": "models.fast",
     "reward": "rewards.marks",
     "route": "rewards.compose",
     "term": "rewards.compose",
@@ -41,6 +47,7 @@ __all__ = [
     "Completion",
     "Engine",
     "FakeEngine",
+    "FastLanguageModel",
     "Group",
     "LiveProgress",
     "NativeEngine",
@@ -49,6 +56,9 @@ __all__ = [
     "RLOOTrainer",
     "Sampling",
     "__version__",
+    "add_lora",
+    "is_bf16_supported",
+    "load_model",
     "reward",
     "route",
     "term",

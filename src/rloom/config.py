@@ -274,6 +274,8 @@ class RLOOConfig(OlderNames, TrainingArguments, metaclass=_Remembering):
             self.auto_find_batch_size = False
         if self.bf16 is None:
             self.bf16 = not self.fp16 and _bf16_is_fast(self.use_cpu)
+        if self.bf16 and not torch.accelerator.is_available():  # transformers wants to be told that there is no GPU
+            self.use_cpu: bool = True
         super().__post_init__()
         self.translate_older_names()
         self._resolve_padding()

@@ -137,6 +137,8 @@ def make_reference(
     if new_adapter and not follows:
         return AdapterReference(policy, adapter=None)
     active = policy.active_adapter
+    if REF_ADAPTER in policy.peft_config:  # an earlier trainer's
+        policy.delete_adapter(REF_ADAPTER)
     policy.add_adapter(REF_ADAPTER, policy.peft_config[active])
     with torch.no_grad():
         for mine, theirs in _pairs(policy, active, REF_ADAPTER):

@@ -1,0 +1,130 @@
+"""Loading a model and putting an adapter on it, in two calls; and the same under Unsloth's names.
+
+Nothing of Unsloth is used: scripts and documents written for it run with the import changed.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import torch
+
+from rloom.errors import ConfigError, UnknownOptionError, check_choice, did_you_mean
+from rloom.models import load as loading
+from rloom.models.adapters import lora, quantization_config
+
+logger = logging.getLogger(__name__)
+
+
+def load_model(
+    name: str,
+    *,
+    max_seq_length: int | None = None,
+    load_in_4bit: bool = False,
+    load_in_8bit: bool = False,
+    dtype: Any = None,
+    trust_remote_code: bool = False,
+    **kwargs: Any,
+) -> tuple[Any, Any]:
+    """A model and its tokenizer, by hub id or folder.
+
+    `max_seq_length` bounds prompt and completion together: the trainer refuses prompts that leave too little room,
+    before training. `load_in_4bit` and `load_in_8bit` quantize through bitsandbytes; a checkpoint that is quantized
+    already is taken as it is. Further arguments go to `from_pretrained`.
+
+    ```python
+    model, tokenizer = rloom.load_model("Qwen/Qwen3-4B", max_seq_length=512, load_in_4bit=True)
+    ```
+    """
+    if max_seq_length is not None and max_seq_length < 2:
+        raise ConfigError(f"max_seq_length must be at least 2, not {max_seq_length}")
+    quantized = load_in_4bit or load_in_8bit
+    kwargs.update(trust_remote_code=trust_remote_code, dtype=dtype or _dtype(quantized))
+    if quantized and not _quantized_already(name, kwargs):
+        kwargs["quantization_config"] = quantization_config(
+            load_in_4bit=load_in_4bit, load_in_8bit=load_in_8bit, dtype=dtype
+        )
+    model = loading.load_model(name, **kwargs)
+    tokenizer = loading.tokenizer_of(
+        loading.load_processing_class(None, model, kwargs.get("revision"), trust_remote_code)
+    )
+    if max_seq_length is not None:
+        own = loading.context_length(model)
+        if own is not None and max_seq_length > own:
+            logger.warning("max_seq_length=%d is more than the model's %d positions", max_seq_length, own)
+        model.max_seq_length = max_seq_length
+    return model, tokenizer
+
+
+def _dtype(quantized: bool) -> torch.dtype:
+    """float32, the dtype that learns without care; beside quantized weights bfloat16 where the GPU has it."""
+    fast = torch.cuda.is_available() and torch.cuda.is_bf16_supported(including_emulation=False)
+    return torch.bfloat16 if quantized and fast else torch.float32
+
+
+def _quantized_already(name: str, kwargs: dict[str, Any]) -> bool:
+    from transformers import AutoConfig
+
+    own = {key: kwargs[key] for key in ("trust_remote_code", "revision") if key in kwargs}
+    return getattr(AutoConfig.from_pretrained(name, **own), "quantization_config", None) is not None
+
+
+def add_lora(model: Any, *, r: int = 16, use_gradient_checkpointing: bool | str = True, **options: Any) -> Any:
+    """The model under a new LoRA adapter: what of peft's `LoraConfig` is given, and its own defaults otherwise.
+
+    `use_gradient_checkpointing` is "unsloth" in documents written for it; here that means on.
+
+    ```python
+    model = rloom.add_lora(model, r=16, target_modules=["q_proj", "v_proj"])
+    ```
+    """
+    if isinstance(use_gradient_checkpointing, str):
+        check_choice("use_gradient_checkpointing", use_gradient_checkpointing, ("unsloth", "mlx", "true", "false"))
+        use_gradient_checkpointing = use_gradient_checkpointing != "false"
+    limit = loading.max_seq_length(model)
+    wrapped = loading.wrap_peft(model, lora(r=r, **options), gradient_checkpointing=bool(use_gradient_checkpointing))
+    if use_gradient_checkpointing:
+        wrapped.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    else:
+        wrapped.gradient_checkpointing_disable()
+    if limit is not None:
+        wrapped.max_seq_length = limit
+    return wrapped
+
+
+class FastLanguageModel:
+    """`load_model` and `add_lora` under the names that Unsloth gives them."""
+
+    @staticmethod
+    def from_pretrained(
+        model_name: str, max_seq_length: int | None = None, dtype: Any = None, load_in_4bit: bool = False, **kwargs: Any
+    ) -> tuple[Any, Any]:
+        """A model and its tokenizer. Options of Unsloth that have no meaning here are refused."""
+        _refuse(kwargs, {"fast_inference": "engine", "gpu_memory_utilization": "engine", "max_lora_rank": "r"})
+        return load_model(model_name, max_seq_length=max_seq_length, dtype=dtype, load_in_4bit=load_in_4bit, **kwargs)
+
+    @staticmethod
+    def get_peft_model(model: Any, r: int = 16, random_state: int | None = None, **options: Any) -> Any:
+        """The model under a LoRA adapter; `random_state` seeds its weights."""
+        if random_state is not None:
+            torch.manual_seed(random_state)
+        return add_lora(model, r=r, **options)
+
+    @staticmethod
+    def for_inference(model: Any) -> Any:
+        """Evaluation mode; training switches back by itself."""
+        return model.eval()
+
+    @staticmethod
+    def for_training(model: Any) -> Any:
+        """Training mode."""
+        return model.train()
+
+
+def _refuse(kwargs: dict[str, Any], known: dict[str, str]) -> None:
+    for name, instead in known.items():
+        if kwargs.get(name):
+            hint = f"see the option `{instead}`" if instead == "engine" else did_you_mean(name, [instead])
+            raise UnknownOptionError(f"FastLanguageModel.from_pretrained: `{name}` is not supported; {hint}")
+        kwargs.pop(name, None)
