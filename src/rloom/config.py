@@ -256,6 +256,9 @@ class RLOOConfig(OlderNames, TrainingArguments, metaclass=_Remembering):
     reward_concurrency: int = _option(64, "Calls of an async reward function at a time, where it does not say.")
 
     # What is shown
+    log_older_metrics: bool = _option(
+        False, "Log the metrics of older documents too: objective/…, policy/…, loss/…, val/…, eps, episode, lr."
+    )
     log_completions: bool = _option(False, "Print a table of completions at each log; also to W&B and Trackio.")
     log_multimodal: bool = _option(True, "Include images in those tables.")
     num_completions_to_print: int | None = _option(None, "Rows of the printed table; unset: all.")

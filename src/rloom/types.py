@@ -65,6 +65,7 @@ class Rollout:
     score: Tensor  # (N,) weighted, shaped, normalised, clipped; NaN: unscorable
     trained: list[bool]  # False where the row is left out of the loss (masked, empty)
     sampling_logprobs: list[list[float]] | None = None
+    ended: list[bool] | None = None  # by an end token, and not cut off
     policy_logprobs: list[Tensor | None] = field(default_factory=list)  # (T_i,) each, at the rollout's weights
     reference_logprobs: list[Tensor | None] = field(default_factory=list)  # (T_i,) each
     kl: list[Tensor | None] = field(default_factory=list)  # (T_i,) each

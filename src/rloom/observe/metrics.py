@@ -9,10 +9,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from rloom.observe.older import NAMES
+
 BUILT_IN = {
     "reward", "reward_std", "frac_reward_zero_std", "kl", "entropy", "aux_loss", "num_tokens", "step_time", "loss",
     "grad_norm", "learning_rate", "epoch", "step",
 }  # fmt: skip
+BUILT_IN |= NAMES
 BUILT_IN_PREFIXES = ("rewards/", "completions/", "clip_ratio/", "eval_", "train_")
 """Names that are the trainer's own; a reward function's `log_metric` must not use them."""
 

@@ -25,6 +25,7 @@ from rloom.models.head import exact_kl_chunks
 from rloom.models.logprobs import Forward, TokenStats
 from rloom.models.reference import FrozenReference, Reference
 from rloom.observe.metrics import Metrics
+from rloom.observe.older import rollout_metrics
 from rloom.training.budget import TokenBudget
 from rloom.training.credit import Credit
 from rloom.training.tally import Tally
@@ -77,7 +78,7 @@ class Learner:
         self.denominator = 1.0  # of the update in progress
         self.tokens_in_update = 1
         self.tokens_forward = 0  # prompts included
-        self.tally = Tally()
+        self.tally = Tally(older=self.config.log_older_metrics)
 
     # -- before the first update
 
@@ -160,7 +161,7 @@ class Learner:
         self.policy.zero_grad(set_to_none=True)
 
     def _accumulate(self, model: Any, shares: Sequence[Share], compute_loss: Any, backward: Any) -> Tensor:
-        self.tally = Tally()
+        self.tally = Tally(older=self.config.log_older_metrics)
         for share in shares:  # a budget that has shrunk may no longer hold whole groups
             if self._one_forward(share.rollout, share.rows) and not self._fits_one_forward(share.rollout):
                 self._first_pass(model, share.rollout)
@@ -203,6 +204,7 @@ class Learner:
         old = stats.logprobs.detach() if batch.first else self._gather(rollout.policy_logprobs, batch)
         terms = policy_loss(stats.logprobs, old, self._advantages(batch), mask, **self.loss_options)
         loss = aggregate(terms.values, mask, self.aggregation) / self.denominator
+        self.tally.policy_loss = self.tally.policy_loss + loss.detach()
         if self.kl_in_loss:
             kl = self._kl(batch, stats)
             self._store(rollout.kl, batch, kl.detach())
@@ -218,7 +220,7 @@ class Learner:
         self.prepare(model, rollout, whole=True, mode="eval")
         share = Share(rollout=rollout, rows=range(len(rollout)))
         self._count([share])
-        self.tally = Tally()
+        self.tally = Tally(older=self.config.log_older_metrics)
         total = torch.zeros((), device=self._device)
         one_forward = self._one_forward(rollout, share.rows)
         plans = self.batcher.plan(rollout, self._trained(rollout), self.budget.tokens, whole_groups=one_forward)
@@ -238,6 +240,12 @@ class Learner:
         known = [kl for kl in rollout.kl if kl is not None]
         if known:
             self.metrics.add(mode, "kl", torch.cat(known).mean())
+
+    def record_older(self, rollout: Rollout, mode: str) -> None:
+        """Older documents' metrics of a rollout, where they are wanted."""
+        if self.config.log_older_metrics:
+            for name, value in rollout_metrics(rollout, self.config.beta).items():
+                self.metrics.add(mode, name, value)
 
     def record_mismatch(self, rollout: Rollout, mode: str) -> None:
         """How far the engine's log-probabilities are from the trainer's, at equal weights: rounding, or a fault."""

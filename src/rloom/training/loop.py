@@ -96,6 +96,14 @@ class UpdateLoop(Trainer):
             return cls, options
         return keeps_the_bits(cls, options, model)
 
+    def _older_counts(self, logs: dict[str, Any]) -> dict[str, Any]:
+        """`episode`, which older documents plot over, `eps` and `lr`."""
+        plan = self.schedule
+        rollouts = -(-self.state.global_step * plan.parts_per_update // (plan.parts * plan.passes))
+        episode = rollouts * self.args.generation_batch_size
+        seconds = self._elapsed + time.time() - self._train_began
+        return {"episode": episode, "eps": episode / max(seconds, 1e-9), "lr": logs.get("learning_rate")}
+
     # -- checkpoints
 
     def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Any:

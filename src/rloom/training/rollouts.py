@@ -20,7 +20,7 @@ from rloom.observe.metrics import Metrics
 from rloom.rewards.base import RewardBatch
 from rloom.rewards.collection import RewardSet
 from rloom.training.credit import Shaper
-from rloom.types import Group, Prompt, Rollout, Share
+from rloom.types import EOS, Group, Prompt, Rollout, Share
 
 logger = logging.getLogger(__name__)
 
@@ -113,6 +113,7 @@ class Collector:
             score=score,
             trained=trained.tolist(),
             sampling_logprobs=None if any(p is None for p in logprobs) else logprobs,  # type: ignore[arg-type]
+            ended=[c.stop_reason == EOS for c in completions],
         )
 
     # -- what is written down
@@ -221,6 +222,7 @@ def _assembled(sources: list[tuple[Rollout, int]]) -> Rollout:
         score=torch.stack([r.score[row] for r, row, _ in rows]),
         trained=[r.trained[row] for r, row, _ in rows],
         sampling_logprobs=None if any(s is None for s in sampled) else sampled,  # type: ignore[arg-type]
+        ended=[bool(r.ended and r.ended[row]) for r, row, _ in rows],
     )
 
 

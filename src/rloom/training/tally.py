@@ -10,6 +10,7 @@ from torch import Tensor
 from rloom.algo import LossTerms
 from rloom.models.logprobs import TokenStats
 from rloom.observe.metrics import Metrics, scalar_mean
+from rloom.observe.older import ratio_metrics
 
 
 @dataclass(slots=True)
@@ -22,6 +23,9 @@ class Tally:
     skipped: int = 0  # completions of groups without signal, which were not run
     low: list[Tensor] = field(default_factory=list)  # share clipped per completion, (B,) each
     high: list[Tensor] = field(default_factory=list)
+    older: bool = False  # whether older documents' metrics are wanted too
+    ratios: list[Tensor] = field(default_factory=list)  # at the level of the loss, flat
+    policy_loss: Tensor | float = 0.0  # without KL and auxiliary losses
 
     @torch.no_grad()
     def add(self, stats: TokenStats, terms: LossTerms, mask: Tensor) -> None:
@@ -30,6 +34,8 @@ class Tally:
         self.tokens = self.tokens + mask.sum()
         self.low.append(_per_completion(terms.low_clipped, mask))
         self.high.append(_per_completion(terms.high_clipped, mask))
+        if self.older:
+            self.ratios.append(terms.ratio if terms.ratio.dim() == 1 else terms.ratio[mask > 0])
 
     def record(self, metrics: Metrics, mode: str) -> None:
         """Hand the means over."""
@@ -46,6 +52,18 @@ class Tally:
         metrics.add(mode, "clip_ratio/high_mean", high.mean())
         metrics.add(mode, "clip_ratio/high_max", high.max())
         metrics.add(mode, "clip_ratio/region_mean", (low + high).mean())
+        if self.older:
+            self._record_older(metrics, mode, (low + high).mean())
+
+    def _record_older(self, metrics: Metrics, mode: str, clipped: Tensor) -> None:
+        named = {
+            **ratio_metrics(torch.cat(self.ratios).detach()),
+            "policy/clipfrac_avg": clipped,
+            "policy/entropy_avg": scalar_mean(torch.as_tensor(self.entropy), self.tokens),
+            "loss/policy_avg": torch.as_tensor(self.policy_loss),
+        }
+        for name, value in named.items():
+            metrics.add(mode, name, value)
 
 
 def _per_completion(clipped: Tensor, mask: Tensor) -> Tensor:

@@ -307,6 +307,8 @@ class RLOOTrainer(UpdateLoop):
 
     def log(self, logs: dict[str, Any], start_time: float | None = None) -> None:
         """Add the metrics since the last log, under TRL's names, and print or send the table of completions."""
+        if self.args.log_older_metrics and self._mode == "train" and "loss" in logs:
+            logs.update(self._older_counts(logs))
         prefix = "" if self._eval_prefix is None else f"{self._eval_prefix}_"
         logs.update({f"{prefix}{name}": value for name, value in self.metrics.flush(self._mode).items()})
         super().log(logs, start_time)
@@ -324,6 +326,7 @@ class RLOOTrainer(UpdateLoop):
                 device = max((a.device for a in known), key=lambda device: device.type != "cpu")
                 self._logs["advantages"].extend(torch.stack([a.to(device) for a in known]).tolist())
                 self.learner.record_kl(rollout, self._mode)
+                self.learner.record_older(rollout, self._mode)
                 self.learner.record_mismatch(rollout, self._mode)
 
     def _count_tokens(self, new: int) -> int:

@@ -1,0 +1,62 @@
+"""The metrics of older documents (`objective/…`, `policy/…`, `val/…`), beside TRL's present ones when asked for.
+
+Formulas are in docs/metrics.md. Nothing is run for them: they are sums over what the step has computed anyway.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from rloom.types import Rollout
+
+NAMES = {
+    "eps", "episode", "lr", "rlhf_reward_var_per_prompt", "objective/kl", "objective/entropy", "objective/scores",
+    "objective/non_score_reward", "objective/rlhf_reward", "policy/approxkl_avg", "policy/clipfrac_avg",
+    "policy/entropy_avg", "loss/policy_avg", "val/ratio", "val/ratio_var", "val/num_eos_tokens",
+}  # fmt: skip
+
+
+def rollout_metrics(rollout: Rollout, beta: float) -> dict[str, float | Tensor]:
+    """What a rollout is measured by, at its own weights; completions without a score do not count."""
+    score = rollout.score
+    charged = torch.tensor([0.0 if kl is None else beta * float(kl.sum()) for kl in rollout.kl])
+    reward = score - charged
+    known = ~score.isnan()
+    result: dict[str, float | Tensor] = {
+        "objective/scores": score.nanmean(),
+        "objective/non_score_reward": charged.mean(),
+        "objective/rlhf_reward": reward.nanmean(),
+        "rlhf_reward_var_per_prompt": _mean(_variances(reward[known], rollout.groups[known])),
+        "val/num_eos_tokens": float(sum(rollout.ended)) if rollout.ended is not None else float("nan"),
+    }
+    sums = [float(kl.sum()) for kl in rollout.kl if kl is not None]
+    if sums:
+        result["objective/kl"] = sum(sums) / len(sums)
+    surprises = [-float(logprobs.sum()) for logprobs in rollout.policy_logprobs if logprobs is not None]
+    if surprises:
+        result["objective/entropy"] = sum(surprises) / len(surprises)
+    return result
+
+
+def _variances(values: Tensor, groups: Tensor) -> list[Tensor]:
+    parts = [values[groups == group] for group in groups.unique()]
+    return [part.var() for part in parts if len(part) > 1]
+
+
+def _mean(values: list[Tensor]) -> float:
+    return float(torch.stack(values).mean()) if values else float("nan")
+
+
+def ratio_metrics(ratios: Tensor) -> dict[str, Tensor]:
+    """Of the ratios that an update's loss used, one per completion or per token. (N,)
+
+    >>> found = ratio_metrics(torch.tensor([1.0, 1.0]))
+    >>> {name: float(value) for name, value in found.items()}
+    {'policy/approxkl_avg': 0.0, 'val/ratio': 1.0, 'val/ratio_var': 0.0}
+    """
+    return {
+        "policy/approxkl_avg": 0.5 * ratios.log().square().mean(),
+        "val/ratio": ratios.mean(),
+        "val/ratio_var": ratios.var(correction=0),
+    }
