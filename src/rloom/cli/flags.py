@@ -27,8 +27,10 @@ class Flags(Parser, HfArgumentParser):
     {'dataset_name': 'prompts.jsonl'}
     """
 
-    def __init__(self, classes: Sequence[Any], *, prog: str, description: str = "", shown: Sequence[str] = ()) -> None:
-        self.classes, self.shown = classes, shown
+    def __init__(
+        self, classes: Sequence[Any], *, prog: str, description: str = "", shown: Sequence[str] = (), footer: str = ""
+    ) -> None:
+        self.shown, self.footer = shown, footer
         super().__init__(
             list(classes),
             prog=prog,
@@ -88,7 +90,7 @@ class Flags(Parser, HfArgumentParser):
             help, _, default = (action.help or "").replace("%%", "%").partition(" (default ")
             help = help.split(". ")[0].rstrip(".") + (f" (default {default}" if default else "")
             lines.append(f"  {action.option_strings[0]:32}{help}")
-        return "\n".join([*lines, "", "Every option of RLOOConfig is a flag: --help-all lists them."])
+        return "\n".join([*lines, "", self.footer])
 
 
 def _parallelism(text: str) -> Any:

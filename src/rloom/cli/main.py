@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import importlib
 import logging
 import sys
@@ -14,6 +15,7 @@ from rloom.version import __version__
 
 FORWARDED = {
     "train": "train a model with RLOO, on your prompts and rewards",
+    "eval": "rewards, pass@k, KL and win rate of a model on a split",
 }
 """Verbs that read their own arguments: their flags come from classes that take seconds to import."""
 
@@ -50,7 +52,11 @@ def _module(verb: str) -> Any:
 
 
 def _parsers() -> tuple[Parser, Any]:
-    parser = Parser(prog="rloom", description="REINFORCE Leave-One-Out for language models.")
+    parser = Parser(
+        prog="rloom",
+        description="REINFORCE Leave-One-Out for language models.",
+        formatter_class=lambda prog: argparse.HelpFormatter(prog, max_help_position=28),
+    )
     parser.add_argument("--version", action="version", version=f"rloom {__version__}")
     verbs = parser.add_subparsers(dest="verb", metavar="VERB", required=True, parser_class=Parser)
     for verb, help in FORWARDED.items():

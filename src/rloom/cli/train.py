@@ -35,6 +35,7 @@ def flags() -> Flags:
         prog="rloom train",
         description="Train a model with RLOO: K completions per prompt, scored, each compared with its siblings.",
         shown=SHOWN,
+        footer="Every option of RLOOConfig is a flag: --help-all lists them.",
     )
     for name in INIT_ONLY_NAMES:
         parser.add_argument(

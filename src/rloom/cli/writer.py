@@ -30,7 +30,7 @@ class Writer:
     ) -> None:
         device = "cuda" if torch.cuda.is_available() else "cpu"
         init = {"dtype": dtype or ("auto" if device == "cuda" else "float32")}  # half precision is slow on most CPUs
-        self.model = loading.load_policy(name, init, trust_remote_code=trust_remote_code).to(device)
+        self.model = loading.load_for_inference(name, **init, trust_remote_code=trust_remote_code).to(device)
         self.processing = loading.load_processing_class(None, self.model, None, trust_remote_code)
         self.tokenizer = loading.tokenizer_of(self.processing)
         ends = loading.agree_on_tokens(self.model, self.tokenizer, None, chat=chat)

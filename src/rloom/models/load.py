@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -16,7 +17,7 @@ from transformers import (
     ProcessorMixin,
 )
 
-from rloom.errors import ConfigError
+from rloom.errors import ConfigError, needs_extra
 from rloom.models.adapters import keep_differentiable
 
 logger = logging.getLogger(__name__)
@@ -56,6 +57,19 @@ def load_model(name: str, **kwargs: Any) -> Any:
     config = AutoConfig.from_pretrained(name, **own)
     architecture = getattr(transformers, (config.architectures or [""])[0], None) or AutoModelForCausalLM
     return architecture.from_pretrained(name, **kwargs)
+
+
+def load_for_inference(name: str, **kwargs: Any) -> Any:
+    """A model by name or path; the folder of an adapter gives its base with the adapter merged in."""
+    folder = Path(name)
+    if not (folder / "adapter_config.json").exists() or (folder / "config.json").exists():
+        return load_model(name, **kwargs)
+    try:
+        from peft import PeftConfig, PeftModel
+    except ImportError as error:
+        raise needs_extra("the adapter", "peft", "peft") from error
+    base = load_model(str(PeftConfig.from_pretrained(name).base_model_name_or_path), **kwargs)
+    return PeftModel.from_pretrained(base, name).merge_and_unload()
 
 
 def _dtype(value: Any) -> Any:

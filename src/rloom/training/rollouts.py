@@ -14,6 +14,7 @@ from rloom.algo import masked_std
 from rloom.data.plan import UpdatePlan
 from rloom.data.prompts import PromptEncoder
 from rloom.errors import EngineError
+from rloom.evaluation.statistics import pass_at_k
 from rloom.generation.base import Engine
 from rloom.observe.completions import CompletionLog
 from rloom.observe.metrics import Metrics
@@ -135,6 +136,8 @@ class Collector:
         add("completions/min_terminated_length", finished.min())
         add("completions/max_terminated_length", finished.max())
         self._record_scores(groups, scores, asked, add)
+        if mode == "eval":
+            self._record_passes(groups, scores, add)
 
     def _record_scores(self, groups: list[Group], scores: Tensor, asked: int, add: Callable[[str, Any], None]) -> None:
         for index, name in enumerate(self.reward_names):
@@ -152,6 +155,17 @@ class Collector:
         unscored = int(total.isnan().sum())
         if missing or unscored:
             add("completions/unscored_ratio", (missing + unscored) / (asked * len(groups)))
+
+    def _record_passes(self, groups: list[Group], scores: Tensor, add: Callable[[str, Any], None]) -> None:
+        """pass@1 and pass@K of rewards that are 0 or 1."""
+        for index, name in enumerate(self.reward_names):
+            parts = scores[:, index].split([len(group.completions) for group in groups])
+            known = [[v for v in part.tolist() if v == v] for part in parts]
+            if not all(v in (0.0, 1.0) for values in known for v in values):
+                continue
+            for k in sorted({1, max(map(len, known))} - {0}):
+                passes = [pass_at_k(int(sum(values)), len(values), k) for values in known if len(values) >= k]
+                add(f"rewards/{name}/pass@{k}", sum(passes) / len(passes) if passes else float("nan"))
 
     def _log_completions(self, prompts: list[Any], completions: list[Any], scores: Tensor) -> None:
         columns = self.log.columns

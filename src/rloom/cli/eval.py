@@ -1,0 +1,248 @@
+"""`rloom eval`: a model's completions on a split, scored, counted, compared with a reference and with other answers."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import logging
+import os
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from rloom.cli.flags import Flags
+from rloom.cli.spec import find_reward
+from rloom.data.sources import load_rows
+from rloom.errors import ConfigError, DataError, did_you_mean
+from rloom.evaluation.statistics import Estimate, estimate, pass_at_k
+
+OPENAI = "https://api.openai.com/v1"
+
+
+def _option(default: Any, help: str, *aliases: str) -> Any:
+    return field(default=default, metadata={"help": help, "aliases": list(aliases)})
+
+
+@dataclass
+class EvalOptions:
+    """What is evaluated, on what, by whom."""
+
+    model_name_or_path: str | None = _option(None, "The model: a hub id, a folder, or an adapter's folder.", "--model")
+    dataset_name: str | None = _option(None, "Prompts: a hub id, a folder or a file.", "--data")
+    dataset_config: str | None = _option(None, "Configuration of the data set, where it has several.")
+    dataset_test_split: str = _option("test", "Split to take prompts from.", "--split")
+    columns: list[str] | None = _option(None, "Columns under other names: prompt=question answer=solution.")
+    num_examples: int | None = _option(None, "Prompts to take, from the start. Unset: all.")
+    reward_funcs: list[str] | None = _option(None, "Rewards, named as for rloom train.", "--reward")
+    pass_threshold: float | None = _option(None, "A score from which a completion passes. Unset: 1, for 0/1 scores.")
+    pass_at: list[int] | None = _option(None, "The k of pass@k. Unset: 1 and num_generations.")
+    num_generations: int = _option(1, "Completions per prompt.")
+    max_completion_length: int = _option(256, "Longest completion, in tokens.")
+    temperature: float = _option(1.0, "Sampling temperature; 0: the likeliest token each time.")
+    top_p: float = _option(1.0, "Nucleus sampling.")
+    seed: int = _option(0, "Of the sampling.")
+    engine: str | None = _option(None, "What generates: native, forked or transformers.")
+    dtype: str | None = _option(None, "Weights: float32, bfloat16, … Unset: as saved; float32 on a CPU.")
+    trust_remote_code: bool = _option(False, "Allow models that bring their own Python code.")
+    reference_model: str | None = _option(None, "Report the KL from this model.")
+    against: str | None = _option(None, "Compare with this model's completions.")
+    reference_column: str | None = _option(None, "Compare with the texts in this column.")
+    judge_model: str | None = _option(None, "Who compares: a model's name at --judge_url.")
+    judge_url: str | None = _option(
+        None, f"An OpenAI-compatible address; the key is OPENAI_API_KEY. Unset: OPENAI_BASE_URL, else {OPENAI}."
+    )
+    judge_reward_model: str | None = _option(None, "Who compares: a reward model, by hub id or folder.")
+    rubric: str | None = _option(None, "What counts for the judge, in words.")
+    judge_cache: str | None = _option(None, "File in which a judge's answers are kept.")
+    output_file: str | None = _option(None, "Write the numbers as JSON.")
+    save_completions: str | None = _option(None, "Write the completions as JSON lines.")
+
+
+SHOWN = (
+    "model_name_or_path", "dataset_name", "dataset_test_split", "columns", "num_examples", "reward_funcs",
+    "num_generations", "max_completion_length", "temperature", "reference_model", "against", "reference_column",
+    "judge_model", "judge_url", "judge_reward_model", "output_file",
+)  # fmt: skip
+
+
+def flags() -> Flags:
+    """All flags of the verb."""
+    return Flags(
+        [EvalOptions],
+        prog="rloom eval",
+        description="Generate on a split; report rewards, pass@k, length, KL and win rate, with 95% intervals.",
+        shown=SHOWN,
+        footer="--help-all lists all options.",
+    )
+
+
+def main(argv: Sequence[str]) -> int:
+    """The verb: 0 when measured."""
+    parser = flags()
+    options = EvalOptions(**parser.given(argv))
+    logging.basicConfig(format="%(message)s", stream=sys.stderr)
+    try:
+        _check(options)
+    except ConfigError as error:
+        parser.error(str(error))
+    found, win_rate = evaluate(options)
+    Console().print(_table(found))
+    if win_rate is not None:
+        from rloom.evaluation.win_rate import as_percent
+
+        print(as_percent(win_rate.value))
+    if options.output_file:
+        content = {name: dataclasses.asdict(value) for name, value in found.items()}
+        Path(options.output_file).write_text(json.dumps(content, indent=1) + "\n")
+    return 0
+
+
+def _check(options: EvalOptions) -> None:
+    if not options.model_name_or_path:
+        raise ConfigError("no model: --model_name_or_path takes a hub id or a folder")
+    if not options.dataset_name:
+        raise ConfigError("no prompts: --dataset_name takes a hub id, a folder or a file")
+    for name in ("num_generations", "max_completion_length", "num_examples"):
+        if getattr(options, name) is not None and getattr(options, name) < 1:
+            raise ConfigError(f"--{name} must be at least 1")
+    if options.pass_at and not options.reward_funcs:
+        raise ConfigError("--pass_at needs --reward_funcs, which say what passes")
+    if options.pass_at and max(options.pass_at) > options.num_generations:
+        raise ConfigError(f"pass@{max(options.pass_at)} needs --num_generations {max(options.pass_at)} or more")
+    opponents = [options.against, options.reference_column]
+    judges = [options.judge_model, options.judge_reward_model]
+    if all(opponents) or all(judges):
+        raise ConfigError(
+            "give one of --against and --reference_column, and one of --judge_model, --judge_reward_model"
+        )
+    if any(judges) != any(opponents):
+        raise ConfigError("a win rate needs an opponent (--against, --reference_column) and a judge (--judge_model, …)")
+    if options.reference_model and options.temperature == 0:
+        raise ConfigError("the KL is estimated from samples: --reference_model needs a temperature above 0")
+
+
+# -- measuring
+
+
+def evaluate(options: EvalOptions) -> tuple[dict[str, Estimate], Estimate | None]:
+    """All numbers by name, and the win rate where one was asked for."""
+    from rloom.cli.written import write
+
+    rows = _rows(options)
+    written = write(options, str(options.model_name_or_path), rows)
+    if options.save_completions:
+        lines = [json.dumps({"prompt": w.prompt, "completions": w.texts}, ensure_ascii=False) for w in written.groups]
+        Path(options.save_completions).write_text("\n".join(lines) + "\n", encoding="utf-8")
+    found = {
+        "length": _over_prompts([[float(n) for n in group.lengths] for group in written.groups]),
+        "truncated": _over_prompts([[float(t) for t in group.truncated] for group in written.groups]),
+    }
+    if options.reward_funcs:
+        found |= _rewards(options, rows, written)
+    if options.reference_model:
+        found |= _kl(options, written)
+    if options.against or options.reference_column:
+        found["win_rate"] = _win_rate(options, rows, written)
+    return found, found.get("win_rate")
+
+
+def _rows(options: EvalOptions) -> list[dict[str, Any]]:
+    assert options.dataset_name is not None
+    rows = load_rows(
+        options.dataset_name,
+        split=options.dataset_test_split,
+        config=options.dataset_config,
+        columns=options.columns,
+    )
+    if options.num_examples is not None:
+        rows = rows.select(range(min(options.num_examples, len(rows))))
+    found = list(rows)
+    if not found or "prompt" not in found[0]:
+        raise DataError(f"{options.dataset_name} has no column 'prompt': name one with --columns prompt=…")
+    column = options.reference_column
+    if column and column not in found[0]:
+        raise DataError(f"there is no column {column!r}{did_you_mean(column, found[0])}")
+    return found
+
+
+def _over_prompts(values: list[list[float]]) -> Estimate:
+    return estimate([sum(v) / len(v) for v in values if v])
+
+
+def _rewards(options: EvalOptions, rows: list[dict[str, Any]], written: Any) -> dict[str, Estimate]:
+    from rloom.cli.written import score
+
+    result: dict[str, Estimate] = {}
+    for name, groups in score([find_reward(spec) for spec in options.reward_funcs or ()], rows, written).items():
+        known = [[v for v in group if v == v] for group in groups]
+        result[f"rewards/{name}"] = _over_prompts(known)
+        flat = {v for group in known for v in group}
+        if options.pass_threshold is None and not flat <= {0.0, 1.0}:
+            continue
+        threshold = 1.0 if options.pass_threshold is None else options.pass_threshold
+        for k in sorted(set(options.pass_at or (1, options.num_generations))):
+            passes = [
+                pass_at_k(sum(v >= threshold for v in group), len(group), k) for group in known if len(group) >= k
+            ]
+            result[f"pass@{k}/{name}"] = estimate(passes)
+    return result
+
+
+def _kl(options: EvalOptions, written: Any) -> dict[str, Estimate]:
+    from rloom.cli.written import load_reference
+    from rloom.evaluation.divergence import divergence
+
+    reference = load_reference(options, written.model)
+    prompts = [group.prompt_ids for group in written.groups for _ in group.token_ids]
+    completions = [ids for group in written.groups for ids in group.token_ids]
+    flat = divergence(written.model, reference, prompts, completions, temperature=options.temperature)
+    values = iter(flat)
+    per_prompt = [[next(values) for _ in group.token_ids] for group in written.groups]
+    tokens = sum(map(len, completions))
+    whole = _over_prompts(per_prompt)
+    per_token = tokens / max(1, len(completions))
+    scaled = {name: getattr(whole, name) / per_token for name in ("value", "low", "high")}
+    return {"kl": whole, "kl_per_token": Estimate(**scaled, count=whole.count)}
+
+
+def _win_rate(options: EvalOptions, rows: list[dict[str, Any]], written: Any) -> Estimate:
+    from rloom.cli.written import write
+    from rloom.evaluation.win_rate import wins, wins_by_score
+    from rloom.rewards.judging import RUBRIC, judge
+
+    prompts, ours = [group.prompt for group in written.groups], [group.replies[0] for group in written.groups]
+    if options.against:
+        theirs = [group.replies[0] for group in write(options, options.against, rows, count=1).groups]
+    else:
+        theirs = [_as_reply(row[str(options.reference_column)], row["prompt"]) for row in rows]
+    if options.judge_reward_model:
+        return estimate(wins_by_score(judge(reward_model=options.judge_reward_model), prompts, ours, theirs))
+    compare = judge(
+        options.judge_model,
+        base_url=options.judge_url or os.environ.get("OPENAI_BASE_URL") or OPENAI,
+        mode="pairwise",
+        rubric=options.rubric or RUBRIC,
+        cache=options.judge_cache,
+    )
+    return estimate(wins(compare, prompts, ours, theirs))
+
+
+def _as_reply(text: Any, prompt: Any) -> Any:
+    """A reference text as a completion of its prompt: messages for messages."""
+    if isinstance(prompt, str) or not isinstance(text, str):
+        return text
+    return [{"role": "assistant", "content": text}]
+
+
+def _table(found: dict[str, Estimate]) -> Table:
+    table = Table(title="evaluation, mean over prompts with 95% interval")
+    for name in ("", "mean", "from", "to", "prompts"):
+        table.add_column(name, justify="right" if name else "left")
+    for name, value in found.items():
+        table.add_row(name, f"{value.value:.4g}", f"{value.low:.4g}", f"{value.high:.4g}", str(value.count))
+    return table

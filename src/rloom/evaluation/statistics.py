@@ -1,0 +1,53 @@
+"""Estimates with intervals. Prompts are what is drawn at random, so they are what is resampled."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+RESAMPLES = 1000
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Estimate:
+    """A mean over prompts and its 95% bootstrap interval."""
+
+    value: float
+    low: float
+    high: float
+    count: int  # prompts
+
+    def __str__(self) -> str:
+        return f"{self.value:.4g} [{self.low:.4g}, {self.high:.4g}]"
+
+
+def estimate(values: Sequence[float], *, seed: int = 0) -> Estimate:
+    """The mean of one value per prompt; NaNs, prompts without one, are left out.
+
+    The interval is the percentile bootstrap's: prompts are drawn with replacement, 1000 times.
+
+    >>> estimate([1.0, 1.0, 1.0])
+    Estimate(value=1.0, low=1.0, high=1.0, count=3)
+    """
+    known = [value for value in values if not math.isnan(value)]
+    if not known:
+        return Estimate(value=math.nan, low=math.nan, high=math.nan, count=0)
+    draw = random.Random(seed)
+    means = sorted(sum(draw.choices(known, k=len(known))) / len(known) for _ in range(RESAMPLES))
+    low, high = means[int(0.025 * RESAMPLES)], means[int(0.975 * RESAMPLES) - 1]
+    return Estimate(value=sum(known) / len(known), low=low, high=high, count=len(known))
+
+
+def pass_at_k(passed: int, count: int, k: int) -> float:
+    """The probability that one of k completions passes, from `passed` of `count`: 1 − C(n−c, k) / C(n, k).
+
+    Unbiased, unlike 1 − (1 − c/n)^k (Chen et al. 2021, arXiv 2107.03374).
+
+    >>> pass_at_k(1, 2, 1), pass_at_k(1, 4, 2), pass_at_k(3, 4, 2)
+    (0.5, 0.5, 1.0)
+    """
+    if not 1 <= k <= count:
+        raise ValueError(f"pass@{k} needs at least {k} completions, and there are {count}")
+    return 1.0 - math.comb(count - passed, k) / math.comb(count, k)

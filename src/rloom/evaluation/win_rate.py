@@ -1,0 +1,47 @@
+"""How often a judge prefers a model's answers to others: of another model, or reference texts."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+Judge = Callable[..., list[float | None]]
+
+
+def wins(
+    judge: Judge, prompts: Sequence[Any], ours: Sequence[Any], theirs: Sequence[Any], threads: int = 8
+) -> list[float]:
+    """For each pair 1 (ours is better), 0 (theirs is), 0.5 (a tie, or another verdict in the other order) and NaN (the
+    judge did not say). `judge` compares a group of two, in both orders: a pairwise `rloom.rewards.judge`."""
+
+    def one(pair: tuple[Any, Any, Any]) -> float:
+        prompt, our, their = pair
+        score = judge([prompt, prompt], [our, their])[0]
+        return math.nan if score is None else score
+
+    with ThreadPoolExecutor(threads) as pool:
+        return list(pool.map(one, zip(prompts, ours, theirs, strict=True)))
+
+
+def wins_by_score(judge: Judge, prompts: Sequence[Any], ours: Sequence[Any], theirs: Sequence[Any]) -> list[float]:
+    """As `wins`, by a judge that scores each answer by itself, such as a reward model: the higher score wins."""
+    count = len(prompts)
+    scores = judge([*prompts, *prompts], [*ours, *theirs])
+    return [_compared(a, b) for a, b in zip(scores[:count], scores[count:], strict=True)]
+
+
+def _compared(our: float | None, their: float | None) -> float:
+    if our is None or their is None:
+        return math.nan
+    return 0.5 if our == their else float(our > their)
+
+
+def as_percent(value: float) -> str:
+    """The line that older documents show.
+
+    >>> as_percent(0.512)
+    'Model win rate: 51.20%'
+    """
+    return f"Model win rate: {100 * value:.2f}%"
