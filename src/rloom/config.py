@@ -256,6 +256,7 @@ class RLOOConfig(OlderNames, TrainingArguments, metaclass=_Remembering):
     reward_concurrency: int = _option(64, "Calls of an async reward function at a time, where it does not say.")
 
     # What is shown
+    advice: bool = _option(True, "Say at the start which options are outside the ranges that documents recommend.")
     log_older_metrics: bool = _option(
         False, "Log the metrics of older documents too: objective/…, policy/…, loss/…, val/…, eps, episode, lr."
     )

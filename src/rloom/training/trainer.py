@@ -25,11 +25,13 @@ from rloom.data.loader import as_is
 from rloom.data.plan import UpdatePlan
 from rloom.errors import RewardError
 from rloom.generation.base import Engine
+from rloom.models.load import is_peft_model
 from rloom.models.precision import warn_of_lost_bits
 from rloom.observe.metrics import BUILT_IN, BUILT_IN_PREFIXES
 from rloom.rewards.base import RewardBatch
 from rloom.seeds import derive_seed
 from rloom.training import assemble
+from rloom.training.advice import advise
 from rloom.training.callbacks import FitBudget, SampleTable, SyncReference
 from rloom.training.loop import UpdateLoop
 from rloom.training.rollouts import RolloutBuffer, column_names, replace_degenerate
@@ -133,6 +135,7 @@ class RLOOTrainer(UpdateLoop):
         if args.sync_ref_model:
             assert self.reference is not None  # the config refuses sync_ref_model without a KL
             self.add_callback(SyncReference(self.reference))
+        advise(args, adapter=is_peft_model(self.model))
         if args.num_sample_generations:
             self.add_callback(SampleTable(self.completion_log, args.num_sample_generations))
 
