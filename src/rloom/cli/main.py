@@ -15,6 +15,8 @@ from rloom.version import __version__
 
 FORWARDED = {
     "train": "train a model with RLOO, on your prompts and rewards",
+    "sft": "supervised training, before RLOO",
+    "train-reward": "a reward model from preference pairs",
     "eval": "rewards, pass@k, KL and win rate of a model on a split",
 }
 """Verbs that read their own arguments: their flags come from classes that take seconds to import."""
@@ -51,11 +53,19 @@ def _module(verb: str) -> Any:
     return importlib.import_module(f"rloom.cli.{verb.replace('-', '_')}")
 
 
+class _OneLineEach(argparse.HelpFormatter):
+    """Room for the longest verb, which argparse would put on a line of its own."""
+
+    def add_argument(self, action: argparse.Action) -> None:
+        super().add_argument(action)
+        self._action_max_length = max(self._action_max_length, 16)
+
+
 def _parsers() -> tuple[Parser, Any]:
     parser = Parser(
         prog="rloom",
         description="REINFORCE Leave-One-Out for language models.",
-        formatter_class=lambda prog: argparse.HelpFormatter(prog, max_help_position=28),
+        formatter_class=_OneLineEach,
     )
     parser.add_argument("--version", action="version", version=f"rloom {__version__}")
     verbs = parser.add_subparsers(dest="verb", metavar="VERB", required=True, parser_class=Parser)

@@ -65,7 +65,7 @@ class RewardOptions:
     )
 
 
-def lora_config(options: LoraOptions, given: set[str]) -> Any:
+def lora_config(options: LoraOptions, given: set[str], **changes: Any) -> Any:
     """peft's config, None without `--use_peft`; a LoRA option that would then have no effect is refused."""
     if not options.use_peft:
         idle = sorted(given & {f.name for f in fields(LoraOptions)} - {"use_peft"})
@@ -79,9 +79,10 @@ def lora_config(options: LoraOptions, given: set[str]) -> Any:
         lora_alpha=options.lora_alpha,
         lora_dropout=options.lora_dropout,
         target_modules=_targets(options.lora_target_modules),
-        modules_to_save=options.lora_modules_to_save,
         use_rslora=options.use_rslora,
         use_dora=options.use_dora,
+        modules_to_save=options.lora_modules_to_save,
+        **changes,
     )
 
 

@@ -19,13 +19,17 @@ def load_rows(
     config: str | None = None,
     streaming: bool = False,
     columns: Sequence[str] | None = None,
+    prompts: bool = True,
 ) -> Any:
     """A data set with a `prompt`, made of `messages` or of `chosen` and `rejected` where it has none itself.
+
+    With `prompts=False` the columns stay as they are.
 
     `columns` are renames as `new=old`. A `split` may be cut: `train[:100]`.
     """
     dataset = _load(source, split, config, streaming)
-    return with_prompt(renamed(dataset, columns or ()))
+    dataset = renamed(dataset, columns or ())
+    return with_prompt(dataset) if prompts else dataset
 
 
 def _load(source: str, split: str, config: str | None, streaming: bool) -> Any:

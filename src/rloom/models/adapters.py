@@ -10,7 +10,7 @@ from rloom.errors import ConfigError, check_choice, needs_extra
 
 
 def lora(**options: Any) -> Any:
-    """A peft LoraConfig for a causal language model; every linear layer unless told otherwise.
+    """A peft LoraConfig for a causal language model, unless told otherwise; every linear layer unless told otherwise.
 
     >>> config = lora(r=8)
     >>> config.r, config.target_modules, str(config.task_type)
@@ -20,8 +20,15 @@ def lora(**options: Any) -> Any:
         from peft import LoraConfig
     except ImportError as error:
         raise needs_extra("LoRA", "peft", "peft") from error
-    defaults = {"r": 16, "lora_alpha": 16, "lora_dropout": 0.0, "target_modules": "all-linear", "bias": "none"}
-    return LoraConfig(**{**defaults, **options, "task_type": "CAUSAL_LM"})
+    defaults = {
+        "task_type": "CAUSAL_LM",
+        "r": 16,
+        "lora_alpha": 16,
+        "lora_dropout": 0.0,
+        "target_modules": "all-linear",
+        "bias": "none",
+    }
+    return LoraConfig(**{**defaults, **options})
 
 
 def quantization_config(

@@ -20,6 +20,8 @@ class ModelReward:
     def __init__(self, model: nn.Module, tokenizer: Any, *, name: str, template_kwargs: dict[str, Any]) -> None:
         self.model, self.tokenizer, self.name, self.template_kwargs = model, tokenizer, name, template_kwargs
         self.marks = Marks()
+        # `rloom train-reward` notes on a model that it was trained on texts with an end token.
+        self.ending = (tokenizer.eos_token or "") if getattr(model.config, "ends_with_eos", False) else ""
         model.eval()
 
     def score(self, batch: RewardBatch) -> list[float]:
@@ -33,7 +35,7 @@ class ModelReward:
 
     def _text(self, prompt: Any, completion: Any) -> str:
         if isinstance(prompt, str):
-            return prompt + completion
+            return prompt + completion + self.ending
         return self.tokenizer.apply_chat_template(prompt + completion, tokenize=False, **self.template_kwargs)
 
     @torch.inference_mode()

@@ -25,8 +25,8 @@ def learning_rate(args: Any, adapter: bool) -> str | None:
     what = "an adapter" if adapter else "all weights"
     if args.learning_rate > high:
         return (
-            f"learning_rate={args.learning_rate:g} is high for {what} (usual: {low:g} to {high:g}): if the KL explodes, "
-            "lower it"
+            f"learning_rate={args.learning_rate:g} is high for {what} (usual: {low:g} to {high:g}): if the KL explodes,"
+            " lower it"
         )
     if args.learning_rate < low:
         return (

@@ -1,0 +1,139 @@
+"""What `rloom sft` and `rloom train-reward` share. Both are TRL's trainers with the flags of `rloom train`.
+
+TRL keeps these two well; a second implementation would be one more to keep. It is an optional package.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from rloom.cli.flags import Flags, split
+from rloom.cli.options import DataOptions, LoraOptions, ModelOptions, init_kwargs, lora_config
+from rloom.cli.options import quantization as quantization_of
+from rloom.config import _bf16_is_fast
+from rloom.data.sources import load_rows
+from rloom.errors import ConfigError, needs_extra
+
+
+@dataclass
+class HeldOutOptions:
+    """What is kept back to measure on."""
+
+    held_out: float = field(
+        default=0.0, metadata={"help": "Share of the training rows to keep back and evaluate on at the end."}
+    )
+
+
+CLASSES = (ModelOptions, LoraOptions, DataOptions, HeldOutOptions)
+SHOWN = (
+    "model_name_or_path", "dataset_name", "columns", "held_out", "output_dir", "max_length", "learning_rate",
+    "per_device_train_batch_size", "num_train_epochs", "max_steps", "use_peft", "load_in_4bit",
+)  # fmt: skip
+
+
+def trl_class(name: str, verb: str) -> Any:
+    """A class of TRL, or an error that says how to get it."""
+    try:
+        import trl
+    except ImportError as error:
+        raise needs_extra(f"rloom {verb}", "trl", "sft") from error
+    return getattr(trl, name)
+
+
+def flags(verb: str, config: Any, description: str, shown: Sequence[str] = ()) -> Flags:
+    """The verb's flags: model, adapter, data, and all of TRL's config."""
+    return Flags(
+        [*CLASSES, config],
+        prog=f"rloom {verb}",
+        description=description,
+        shown=[*SHOWN, *shown],
+        footer=f"Every option of TRL's {config.__name__} is a flag: --help-all lists them.",
+    )
+
+
+def run(
+    parser: Flags,
+    argv: Sequence[str],
+    config: Any,
+    trainer: Any,
+    prepare: Callable[[Any], None] = lambda trainer: None,
+    **lora: Any,
+) -> int:
+    """Parse, train, measure on what was kept back, save. `prepare` is given the trainer before it trains."""
+    values = parser.given(argv)
+    logging.basicConfig(format="%(message)s", stream=sys.stderr)
+    try:
+        made = _make(values, config, trainer, lora)
+    except ConfigError as error:
+        parser.error(str(error))
+    prepare(made)
+    made.train()
+    if made.eval_dataset is not None:
+        _report(made.evaluate())
+    _save(made, LoraOptions(**split(values, [*CLASSES, config])[1]))
+    return 0
+
+
+def _make(values: dict[str, Any], config: Any, trainer: Any, lora: dict[str, Any]) -> Any:
+    model, adapter, data, held_out = (
+        cls(**part) for cls, part in zip(CLASSES, split(values, [*CLASSES, config]), strict=False)
+    )
+    own = split(values, [*CLASSES, config])[-1]
+    if not model.model_name_or_path:
+        raise ConfigError("no model: --model_name_or_path takes a hub id or a folder")
+    if not data.dataset_name:
+        raise ConfigError("no data: --dataset_name takes a hub id, a folder or a file")
+    if not 0 <= held_out.held_out < 1:
+        raise ConfigError(f"--held_out is a share from 0 to 1, not {held_out.held_out}")
+    if own.get("bf16") is None and not own.get("fp16"):
+        own["bf16"] = _bf16_is_fast(bool(own.get("use_cpu")))
+    if not torch.accelerator.is_available():
+        own["use_cpu"] = True
+    args = config(**own)
+    args.model_init_kwargs = init_kwargs(model, args.model_init_kwargs)
+    peft = lora_config(adapter, set(values), **lora)
+    quantized = quantization_of(model, set(values), adapter=adapter.use_peft)
+    train, evaluation = _data(data, held_out.held_out, args.seed)
+    options = {"train_dataset": train, "eval_dataset": evaluation, "peft_config": peft}
+    return trainer(model.model_name_or_path, args=args, quantization_config=quantized, **options)
+
+
+def _data(data: DataOptions, held_out: float, seed: int) -> tuple[Any, Any]:
+    """Training rows, and rows to measure on or None."""
+    options: dict[str, Any] = {"columns": data.columns, "prompts": False, "config": data.dataset_config}
+    if data.dataset_streaming:
+        raise ConfigError("--dataset_streaming is for rloom train")
+    assert data.dataset_name is not None
+    train = load_rows(data.dataset_name, split=data.dataset_train_split, **options)
+    if data.eval_data:
+        return train, load_rows(data.eval_data, split=data.dataset_test_split or "train", **{**options, "config": None})
+    if data.dataset_test_split:
+        return train, load_rows(data.dataset_name, split=data.dataset_test_split, **options)
+    if held_out:
+        parts = train.train_test_split(test_size=held_out, seed=seed)
+        return parts["train"], parts["test"]
+    return train, None
+
+
+def _report(metrics: dict[str, float]) -> None:
+    wanted = ("eval_accuracy", "eval_margin", "eval_loss", "eval_mean_token_accuracy")
+    found = [f"{name.removeprefix('eval_')} {metrics[name]:.4f}" for name in wanted if name in metrics]
+    print(f"held out: {', '.join(found)}")
+
+
+def _save(trainer: Any, lora: LoraOptions) -> None:
+    trainer.save_model()
+    trainer.save_state()
+    folder = Path(trainer.args.output_dir)
+    if lora.merge_adapter:
+        from rloom.models.adapters import save_merged
+
+        save_merged(trainer.model, trainer.processing_class, folder / "merged")
+    print(f"rloom: saved in {folder}", file=sys.stderr)
