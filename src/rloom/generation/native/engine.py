@@ -4,11 +4,11 @@ finish."""
 from __future__ import annotations
 
 import logging
-import os
 from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Listing
 from typing import Any
 
+import psutil
 import torch
 
 from rloom.errors import EngineError
@@ -95,7 +95,8 @@ class NativeEngine:
             cache, scheduler = self._begin(runner, shared)
         while not scheduler.done:
             with runner.ready():
-                self._advance(runner, cache, scheduler, end)
+                while not (finished or scheduler.done):
+                    self._advance(runner, cache, scheduler, end)
             while finished:  # outside: whoever is handed a group may want the model as it was
                 group = finished.pop(0)
                 yield Group(prompt=prompts[group], completions=[self._completion(s) for s in groups[group]])
@@ -223,6 +224,6 @@ def _fingerprint(model: Any) -> tuple[int, int, Any]:
 
 def _free_memory(device: torch.device) -> int:
     if device.type != "cuda":
-        return int(os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
+        return int(psutil.virtual_memory().available)
     free, _ = torch.cuda.mem_get_info(device)
     return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)

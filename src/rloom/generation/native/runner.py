@@ -53,6 +53,7 @@ class Runner:
     ) -> None:
         self.model = model
         self.base = model.get_base_model() if is_peft_model(model) else model
+        self.modules = list(model.modules())
         self.sampler, self.max_new_tokens = sampler, max_new_tokens
         self.accepts = frozenset(inspect.signature(type(self.base).forward).parameters)
         self.device = next(model.parameters()).device
@@ -71,13 +72,15 @@ class Runner:
     @contextmanager
     def ready(self) -> Iterator[None]:
         """The model as the engine runs it: its attention, no dropout, no gradients."""
-        training = self.model.training
-        self.model.eval()
+        in_training = [module for module in self.modules if module.training]
+        for module in in_training:  # a fifth of the time of `eval` and `train`, which walk the model anew
+            module.training = False
         try:
             with torch.no_grad(), native_attention(self.base):
                 yield
         finally:
-            self.model.train(training)
+            for module in in_training:
+                module.training = True
 
     def prefill(self, prompts: list[list[int]], cache: Any = None) -> Tensor:
         """Logits (P, V) after each prompt; its keys and values go to the cache."""
