@@ -59,6 +59,9 @@ def _compare(model: Any, runner: Runner, name: str) -> str | None:
     if calls != layers:
         return f"{calls} of {layers} layers of {name} go through the attention interface"
     exact = plain[0].dtype == torch.float32 and not torch.is_autocast_enabled(runner.device.type)
+    exact &= (
+        getattr(runner.base, "hf_quantizer", None) is None
+    )  # its products round otherwise for one row than for many
     allowed = 1e-3 if exact else 0.06  # bfloat16 noise; a wrong mask is off by far more
     worst = 0.0
     for index, logits in enumerate(plain):
