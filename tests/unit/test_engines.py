@@ -158,3 +158,17 @@ def test_groups_are_handed_over_as_they_finish():
     first = next(running)
     assert first.prompt in asked
     assert len(list(running)) == len(asked) - 1
+
+
+def test_rollouts_may_be_interleaved_and_abandoned():
+    model = make_model().eval()
+    engine = NativeEngine(lambda: model, sampling(max_completion_length=40), max_sequences=4)
+    tokens = lambda group: [c.token_ids for c in group.completions]  # noqa: E731
+    asked = prompts(3, 4, 5, 6)
+    alone = {len(g.prompt.token_ids): tokens(g) for g in engine.generate(asked, 3, seed=5)}
+    first, second = engine.generate(asked, 3, seed=5), engine.generate(asked, 3, seed=6)
+    found = [next(first)]
+    next(second)  # and never asked again
+    found += list(first)
+    assert {len(g.prompt.token_ids): tokens(g) for g in found} == alone
+    assert not model.training

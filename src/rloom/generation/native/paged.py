@@ -56,8 +56,7 @@ class PagedCache:
         self.layers = [
             (make(x.heads, x.width, x.dtype), make(x.heads, x.value_width, x.dtype)) for x in geometry.layers
         ]
-        pointers = [tensor.data_ptr() for pair in self.layers for tensor in pair]
-        addresses.copy_(torch.tensor(pointers))
+        self.pointers = torch.tensor([tensor.data_ptr() for pair in self.layers for tensor in pair])
         self.where: Tensor | None = None
         self.tables: Tables | None = None
 
@@ -83,6 +82,7 @@ class PagedCache:
         """Tell the kernels which rows read which pages."""
         tables = self.tables
         assert tables is not None
+        self.addresses.copy_(self.pointers)  # another rollout may have been begun meanwhile
         own = np.zeros(tables.own.shape, dtype=np.int32)
         for row, sequence in enumerate(sequences):
             own[row, : len(sequence.pages)] = sequence.pages
