@@ -15,22 +15,7 @@ from typing import Any
 import triton
 import triton.language as tl
 
-LOG2E = tl.constexpr(1.4426950408889634)
-
-
-@triton.jit
-def _fold(s, v, top, total, acc):  # type: ignore[no-untyped-def]
-    higher = tl.maximum(top, tl.max(s, 1))
-    safe = tl.where(higher == -float("inf"), 0.0, higher)
-    shrink = tl.exp2((top - safe) * LOG2E)
-    p = tl.exp2((s - safe[:, None]) * LOG2E)
-    acc = acc * shrink[:, None] + tl.dot(p.to(v.dtype), v, input_precision="ieee")
-    return higher, total * shrink + tl.sum(p, 1), acc
-
-
-@triton.jit
-def _capped(s, cap):  # type: ignore[no-untyped-def]
-    return cap * (2 * tl.sigmoid(2 * s / cap) - 1)
+from rloom.models.prefix_kernels import LOG2E, capped, fold
 
 
 @triton.jit
@@ -49,13 +34,13 @@ def _stretch(  # type: ignore[no-untyped-def]
         keys = tl.load(k + line[:, None] * D + d[None, :], mask=seen[:, None] & (d[None, :] < D), other=0.0)
         s = tl.dot(queries, tl.trans(keys), input_precision="ieee") * scale
         if CAPPED:
-            s = _capped(s, cap)
+            s = capped(s, cap)
         keep = seen[None, :]
         if BY_WINDOW:
             keep = keep & (position[:, None] - (offset + at)[None, :] < window)
         s = tl.where(keep, s, -float("inf"))
         values = tl.load(v + line[:, None] * E + e[None, :], mask=seen[:, None] & (e[None, :] < E), other=0.0)
-        top, total, acc = _fold(s, values, top, total, acc)
+        top, total, acc = fold(s, values, top, total, acc)
     return top, total, acc
 
 
@@ -127,7 +112,7 @@ def _on_own(  # type: ignore[no-untyped-def]
         tl.store(v + line * E + e, new_v, mask=e < E)
         s = tl.sum(queries.to(tl.float32) * new_k.to(tl.float32)[None, :], 1) * scale
         if CAPPED:
-            s = _capped(s, cap)
+            s = capped(s, cap)
         top = s
         total = total + 1.0
         acc = acc + new_v.to(tl.float32)[None, :]
