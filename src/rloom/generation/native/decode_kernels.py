@@ -64,6 +64,9 @@ def _on_prompt(  # type: ignore[no-untyped-def]
     each = tl.cdiv(tl.cdiv(length, ON_PROMPT), BN) * BN
     first = part * each
     last = tl.minimum(first + each, length)
+    if BY_WINDOW:  # what no row sees any more is not read
+        nearest = tl.min(tl.where(there, position, 1 << 40), 0)
+        first = tl.maximum(first, (tl.maximum(nearest - window + 1, 0) // BN * BN).to(tl.int32))
     top = tl.full([ROWS], -float("inf"), tl.float32)
     total = tl.zeros([ROWS], tl.float32)
     acc = tl.zeros([ROWS, BE], tl.float32)
@@ -100,6 +103,8 @@ def _on_own(  # type: ignore[no-untyped-def]
     each = tl.cdiv(tl.cdiv(length, ON_OWN), BN) * BN
     first = part * each
     last = tl.minimum(first + each, length)
+    if BY_WINDOW:
+        first = tl.maximum(first, tl.maximum(length - window + 1, 0) // BN * BN)
     top = tl.full([ROWS], -float("inf"), tl.float32)
     total = tl.zeros([ROWS], tl.float32)
     acc = tl.zeros([ROWS, BE], tl.float32)

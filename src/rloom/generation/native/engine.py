@@ -53,7 +53,7 @@ class NativeEngine:
         if sampling.stop_strings and tokenizer is None:
             raise EngineError("stop_strings need a tokenizer")
         self.runner: Runner | None = None
-        self._seen: tuple[int, int, Any] | None = None  # the weights that the runner was made for
+        self._seen: tuple[Any, ...] | None = None  # the weights that the runner was made for
         self.requeued = 0
         if prove:
             reason = why_not_native(get_model(), self._new_runner(get_model()))
@@ -78,7 +78,10 @@ class NativeEngine:
 
     def generate(self, prompts: Listing[Prompt], num_generations: int, *, seed: int) -> Iterator[Group]:
         """Yield each prompt's group as it finishes; equal `seed` and weights, equal tokens."""
+        if num_generations == 0 or not prompts:
+            return
         runner = self._current_runner()
+        self._check(prompts, runner)
         shared, groups = _share(prompts, num_generations, seed)
         left = [num_generations] * len(prompts)
         finished: list[int] = []
@@ -89,8 +92,6 @@ class NativeEngine:
             if left[sequence.group] == 0:
                 finished.append(sequence.group)
 
-        if num_generations == 0 or not prompts:
-            return
         with runner.ready():
             cache, scheduler = self._begin(runner, shared)
         while not scheduler.done:
@@ -103,6 +104,20 @@ class NativeEngine:
         self.requeued += scheduler.requeued
         if scheduler.requeued:
             logger.info("%d completions had to begin again: memory for keys and values ran out", scheduler.requeued)
+
+    def _check(self, prompts: Listing[Prompt], runner: Runner) -> None:
+        """What would otherwise end in another prompt's logits, or in a fault on the device."""
+        lengths = [len(prompt.token_ids) for prompt in prompts]
+        if min(lengths) == 0:
+            raise EngineError(f"prompt {lengths.index(0)} has no tokens; there is nothing to continue from")
+        limit = runner.position_limit
+        longest = max(lengths) + self.sampling.max_completion_length
+        if limit is not None and longest > limit:
+            raise EngineError(
+                f"a prompt of {max(lengths)} tokens and a completion of {self.sampling.max_completion_length} pass the "
+                f"{limit} positions up to which this model's rows do not influence each other: shorten them, or set "
+                "engine='transformers'"
+            )
 
     def _begin(self, runner: Runner, shared: list[SharedPrompt]) -> tuple[Any, Scheduler]:
         if runner.geometry is None:
@@ -159,6 +174,7 @@ class NativeEngine:
             seen = seen[which]
         drawn = runner.draw(logits[which], keys, torch.zeros_like(keys), seen)
         tokens, stats = drawn.tokens.tolist(), drawn.stats().tolist()
+        _check_finite(stats)
         for (_, sequence), token, numbers in zip(sequences, tokens, stats, strict=True):
             sequence.extend([token], [numbers])
             sequence.stop_reason = is_end(sequence.tokens, self.sampling, self.tokenizer)
@@ -171,6 +187,7 @@ class NativeEngine:
         """Read what was drawn, and let go of who has ended."""
         going: list[Sequence] = []
         for sequence, (tokens, stats) in zip(scheduler.running, rows.read(steps), strict=False):
+            _check_finite(stats)
             if self.sampling.stop_strings:
                 self._append_one_by_one(sequence, tokens, stats)
             else:  # the device has stopped at end tokens and at the limit: the last token says which
@@ -216,10 +233,22 @@ def _share(
     return list(shared.values()), groups
 
 
-def _fingerprint(model: Any) -> tuple[int, int, Any]:
-    """Changes when weights are moved or replaced, not when they are updated in place."""
-    pointers = [p.data_ptr() for p in model.parameters()]
-    return (id(model), hash(tuple(pointers)), getattr(model, "active_adapter", None))
+def _check_finite(stats: list[list[float]]) -> None:
+    if any(numbers[0] != numbers[0] for numbers in stats):
+        raise EngineError(
+            "the model's logits are not finite (NaN or infinity): its weights are broken. Look at the last updates: a "
+            "learning rate that is too high, float16 without loss scaling"
+        )
+
+
+def _fingerprint(model: Any) -> tuple[Any, ...]:
+    """Changes when weights are moved or replaced or computed with otherwise, not when they are updated in place."""
+    pointers = [x.data_ptr() for x in (*model.parameters(), *model.buffers())]
+    adapters = [m for m in model.modules() if hasattr(m, "disable_adapters") and hasattr(m, "merged")]
+    switches = [(m.disable_adapters, m.merged, str(m.active_adapters)) for m in adapters[:1]]
+    device = next(model.parameters()).device.type
+    autocast = (torch.is_autocast_enabled(device), torch.get_autocast_dtype(device))
+    return (id(model), hash(tuple(pointers)), str(switches), autocast)
 
 
 def _free_memory(device: torch.device) -> int:
