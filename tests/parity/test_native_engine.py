@@ -176,3 +176,26 @@ def test_an_update_is_seen_at_once():
             parameter.add_(torch.randn_like(parameter) * 0.3)
     for group in engine.generate(prompts, 1, seed=0):
         assert group.completions[0].token_ids == greedy(model, group.prompt)
+
+
+def test_a_four_bit_base_with_lora(tmp_path):
+    pytest.importorskip("bitsandbytes")
+    from peft import LoraConfig, get_peft_model, prepare_model_for_kbit_training
+
+    options = GQA | {"hidden_size": 128, "intermediate_size": 128, "initializer_range": 0.2}
+    torch.manual_seed(0)
+    tf.LlamaForCausalLM(tf.LlamaConfig(**options)).save_pretrained(tmp_path)
+    quantized = tf.BitsAndBytesConfig(
+        load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=torch.float32
+    )
+    model = tf.AutoModelForCausalLM.from_pretrained(tmp_path, quantization_config=quantized, device_map="cpu")
+    model = prepare_model_for_kbit_training(model, use_gradient_checkpointing=False)
+    model = get_peft_model(model, LoraConfig(r=4, target_modules=["q_proj", "down_proj"])).eval()
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "lora_B" in name:
+                parameter.normal_(0, 0.2)
+    for prompt, group in zip(make_prompts(), run(model, make_prompts(), 2), strict=True):
+        for completion in group:
+            expected = plain_logprobs(model, prompt, completion.token_ids, 1.0)
+            torch.testing.assert_close(torch.tensor(completion.logprobs), expected, rtol=0.02, atol=0.05)

@@ -158,3 +158,92 @@ def test_groups_are_handed_over_as_they_finish():
     first = next(running)
     assert first.prompt in asked
     assert len(list(running)) == len(asked) - 1
+
+
+def test_rollouts_may_be_interleaved_and_abandoned():
+    model = make_model().eval()
+    engine = NativeEngine(lambda: model, sampling(max_completion_length=40), max_sequences=4)
+    tokens = lambda group: [c.token_ids for c in group.completions]  # noqa: E731
+    asked = prompts(3, 4, 5, 6)
+    alone = {len(g.prompt.token_ids): tokens(g) for g in engine.generate(asked, 3, seed=5)}
+    first, second = engine.generate(asked, 3, seed=5), engine.generate(asked, 3, seed=6)
+    found = [next(first)]
+    next(second)  # and never asked again
+    found += list(first)
+    assert {len(g.prompt.token_ids): tokens(g) for g in found} == alone
+    assert not model.training
+
+
+def test_weights_that_are_broken_are_told():
+    model = make_model().eval()
+    engine = NativeEngine(lambda: model, sampling())
+    with torch.no_grad():
+        model.lm_head.weight.fill_(float("nan"))
+    with pytest.raises(EngineError, match="the model's logits are not finite"):
+        list(engine.generate(prompts(3), 2, seed=0))
+
+
+def test_a_prompt_without_tokens_is_refused():
+    model = make_model().eval()
+    engine = NativeEngine(lambda: model, sampling())
+    with pytest.raises(EngineError, match="prompt 1 has no tokens"):
+        list(engine.generate(prompts(3, 0), 2, seed=0))
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        tf.LlamaConfig(
+            vocab_size=46, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
+            max_position_embeddings=16, rope_parameters={"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0},
+        ),
+        tf.GPT2Config(vocab_size=46, n_embd=32, n_layer=2, n_head=4, n_positions=16),
+    ],
+)  # fmt: skip
+def test_positions_at_which_rows_would_influence_each_other_are_refused(config):
+    torch.manual_seed(0)
+    model = tf.AutoModelForCausalLM.from_config(config).eval()
+    engine = NativeEngine(lambda: model, sampling(max_completion_length=10))
+    assert len(list(engine.generate(prompts(3, 6), 2, seed=0))) == 2
+    with pytest.raises(EngineError, match="pass the 16 positions"):
+        list(engine.generate(prompts(3, 7), 2, seed=0))
+
+
+@pytest.mark.parametrize("cls", [NativeEngine, ForkedEngine])
+def test_what_was_drawn_from_is_recorded_where_filters_are_on(cls):
+    model = make_model().eval()
+    for options, recorded in (({}, False), ({"top_k": 3}, True)):
+        (group,) = cls(lambda: model, sampling(**options)).generate(prompts(4), 2, seed=0)
+        for completion in group.completions:
+            assert (completion.drawn_logprobs is not None) == recorded
+            if recorded:
+                pairs = zip(completion.drawn_logprobs, completion.logprobs, strict=True)
+                assert all(drawn > plain for drawn, plain in pairs)
+
+
+def test_a_stop_string_of_several_bytes_a_character():
+    """A token may be a single byte of a character: the tail that is looked at counts bytes."""
+    from rloom.generation.base import is_end
+
+    class Bytes:
+        def decode(self, tokens):
+            return bytes(tokens).decode(errors="ignore")
+
+    stop = "🙂🙃🛑🔚"
+    options = sampling(max_completion_length=99, extra={"stop_strings": [stop]})
+    tokens = list(f"so {stop}".encode())
+    assert is_end(tokens, options, Bytes()) == "stop_string"
+    assert is_end(tokens[:-1], options, Bytes()) is None
+
+
+def test_hooks_on_layers_survive_compiled_forwards():
+    from rloom.models.attention import forwards_replaced
+
+    layer = torch.nn.Linear(2, 2)
+    mine = lambda x: x  # noqa: E731
+    layer.forward = mine
+    plain = torch.nn.Linear(2, 2)
+    with forwards_replaced([(layer, None), (plain, None)]):
+        pass
+    assert layer.forward is mine
+    assert "forward" not in plain.__dict__

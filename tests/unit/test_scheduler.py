@@ -93,3 +93,22 @@ def test_a_prompt_that_can_never_fit_is_refused_at_once():
     prompt.sequences = [Sequence(prompt, 0, 0, key=0)]
     with pytest.raises(EngineError, match="a prompt of 40 tokens with a completion of 16"):
         Scheduler([prompt], pages=Pages(total=12, size=4), max_new_tokens=16, max_sequences=4, prefill_tokens=99)
+
+
+def test_all_are_decoded_at_once_where_memory_is_planned_for_all():
+    prompts = []
+    for group in range(4):
+        prompt = SharedPrompt([1] * 8)
+        prompt.sequences = [Sequence(prompt, group, i, key=i) for i in range(8)]
+        prompts.append(prompt)
+    for limit in (3, 16):  # one page each, and several
+        pages = Pages(total=4 * 2 + 32 * -(-limit // 4) + 1, size=4)
+        scheduler = Scheduler(prompts, pages=pages, max_new_tokens=limit, max_sequences=64, prefill_tokens=999)
+        for prompt in scheduler.next_prefill():
+            for sequence in prompt.sequences:
+                sequence.tokens = [0]
+                scheduler.start(sequence)
+        scheduler.fill(2)
+        assert len(scheduler.running) == 32
+        for sequence in list(scheduler.running):
+            scheduler.finish(sequence)

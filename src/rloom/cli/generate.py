@@ -13,6 +13,7 @@ from typing import Any, TextIO
 
 from rloom.cli.writer import Writer
 from rloom.errors import DataError
+from rloom.seeds import derive_seed
 from rloom.types import Completion, Group
 
 PROMPTS_AT_ONCE = 512
@@ -40,8 +41,9 @@ def run(options: Any) -> int:
     with _opened(options.output) as file:
         for first in range(0, len(rows), PROMPTS_AT_ONCE):
             some = rows[first : first + PROMPTS_AT_ONCE]
-            for index, group in writer.write(some, options.n, seed=options.seed + first):
-                file.write(json.dumps(_line(some[index], group), ensure_ascii=False) + "\n")
+            for index, group in writer.write(some, options.n, seed=derive_seed(options.seed, first)):
+                line = {"index": first + index, **_line(some[index], group)}  # groups come as they finish
+                file.write(json.dumps(line, ensure_ascii=False) + "\n")
                 tokens += sum(len(c.token_ids) for c in group.completions)
     seconds = time.perf_counter() - start
     print(

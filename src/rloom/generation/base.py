@@ -64,7 +64,8 @@ def is_end(tokens: Sequence[int], sampling: Sampling, tokenizer: Any = None) -> 
         return EOS
     stops = sampling.stop_strings
     if stops:
-        tail = tokenizer.decode(list(tokens[-(max(map(len, stops)) + 8) :]))  # a token is at least a character
+        longest = max(len(stop.encode()) for stop in stops)
+        tail = tokenizer.decode(list(tokens[-(longest + 8) :]))  # a token is at least a byte
         if any(stop in tail for stop in stops):
             return STOP_STRING
     return LENGTH if len(tokens) >= sampling.max_completion_length else None

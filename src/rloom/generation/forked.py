@@ -32,7 +32,10 @@ class _Fork:
         self.with_positions = "position_ids" in inspect.signature(type(base).forward).parameters
         device = next(model.parameters()).device
         ids, mask = (x.to(device) for x in pad_left(prompts, 0))
-        output = model(**self._inputs(ids, mask, (mask.cumsum(-1) - 1).clamp(min=0)), use_cache=True)
+        inputs = self._inputs(ids, mask, (mask.cumsum(-1) - 1).clamp(min=0))
+        if "logits_to_keep" in inspect.signature(type(base).forward).parameters:
+            inputs["logits_to_keep"] = 1
+        output = model(**inputs, use_cache=True)
         self.cache = output.past_key_values
         self.cache.batch_repeat_interleave(k)
         self.logits = output.logits[:, -1].repeat_interleave(k, 0)  # (B·K, V)
@@ -62,6 +65,8 @@ class ForkedEngine:
 
     def generate(self, prompts: Sequence[Prompt], num_generations: int, *, seed: int) -> Iterator[Group]:
         """Yield the groups in order, once all are done."""
+        if not prompts or not num_generations:
+            return
         rows = self._rows(prompts, num_generations, seed)
         for index, prompt in enumerate(prompts):
             yield Group(prompt=prompt, completions=rows[index * num_generations : (index + 1) * num_generations])
@@ -72,7 +77,9 @@ class ForkedEngine:
             fork = _Fork(model, [prompt.token_ids for prompt in prompts], k)
             device = fork.logits.device
             keys = torch.tensor([key_of(seed, i, j) for i in range(len(prompts)) for j in range(k)], device=device)
-            rows = [Completion(token_ids=[], stop_reason="", logprobs=[], entropies=[]) for _ in keys]
+            rows = [
+                Completion(token_ids=[], stop_reason="", logprobs=[], drawn_logprobs=[], entropies=[]) for _ in keys
+            ]
             seen = self._seen(prompts, k, fork.logits)
             for step in range(self.sampling.max_completion_length):
                 drawn = self.sampler(fork.logits, keys, torch.full_like(keys, step), seen)
@@ -82,6 +89,9 @@ class ForkedEngine:
                 if all(row.stop_reason for row in rows):
                     break
                 fork.step(drawn.tokens)
+        if not self.sampler.filters:
+            for row in rows:
+                row.drawn_logprobs = None
         return rows
 
     def _seen(self, prompts: Sequence[Prompt], k: int, logits: Tensor) -> Tensor | None:
@@ -93,15 +103,13 @@ class ForkedEngine:
         return seen
 
     def _take(self, rows: list[Completion], drawn: Any) -> None:
-        values = zip(rows, drawn.tokens.tolist(), drawn.logprobs.tolist(), drawn.entropies.tolist(), strict=True)
-        for row, token, logprob, entropy in values:
+        for row, token, numbers in zip(rows, drawn.tokens.tolist(), drawn.stats().tolist(), strict=True):
             if row.stop_reason:
                 continue
-            assert row.logprobs is not None
-            assert row.entropies is not None
             row.token_ids.append(token)
-            row.logprobs.append(logprob)
-            row.entropies.append(entropy)
+            for values, number in zip((row.logprobs, row.drawn_logprobs, row.entropies), numbers, strict=True):
+                assert values is not None
+                values.append(number)
             row.stop_reason = is_end(row.token_ids, self.sampling, self.tokenizer) or ""
 
 

@@ -96,8 +96,8 @@ def _check_extra(extra: dict[str, Any]) -> None:
 def _generate_options(sampling: Sampling) -> dict[str, Any]:
     return {
         "max_new_tokens": sampling.max_completion_length,
-        "do_sample": True,
-        "temperature": sampling.temperature,
+        "do_sample": sampling.temperature > 0,
+        "temperature": sampling.temperature or 1.0,
         "top_p": sampling.top_p,
         "top_k": sampling.top_k,
         "min_p": sampling.min_p,

@@ -75,15 +75,25 @@ class CompiledLayers:
     @contextmanager
     def used(self) -> Iterator[None]:
         """Run the compiled forms meanwhile."""
-        for layer, forward in self.layers:
-            layer.forward = forward
-        try:
-            # Activations that cost a pass over memory are made again in the backward: a third less is kept.
-            with functorch_config.patch(ban_recompute_materialized_backward=False):
-                yield
-        finally:
-            for layer, _ in self.layers:
+        # Activations that cost a pass over memory are made again in the backward: a third less is kept.
+        with forwards_replaced(self.layers), functorch_config.patch(ban_recompute_materialized_backward=False):
+            yield
+
+
+@contextmanager
+def forwards_replaced(layers: list[tuple[nn.Module, Any]]) -> Iterator[None]:
+    """Let these modules run these forwards meanwhile; what stood on them before (a hook of accelerate's) comes back."""
+    before = [layer.__dict__.get("forward") for layer, _ in layers]
+    for layer, forward in layers:
+        layer.forward = forward
+    try:
+        yield
+    finally:
+        for (layer, _), old in zip(layers, before, strict=True):
+            if old is None:
                 del layer.forward  # uncovers the class' own
+            else:
+                layer.forward = old
 
 
 def _compile_options() -> dict[str, Any]:

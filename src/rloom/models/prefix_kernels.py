@@ -27,7 +27,7 @@ def _tile(base, rows, inside, stride, D: tl.constexpr, BD: tl.constexpr):  # typ
 
 
 @triton.jit
-def _capped(s, cap):  # type: ignore[no-untyped-def]
+def capped(s, cap):  # type: ignore[no-untyped-def]
     return cap * (2 * tl.sigmoid(2 * s / cap) - 1)  # tanh
 
 
@@ -48,7 +48,7 @@ def _scores(  # type: ignore[no-untyped-def]
     """a·bᵀ, scaled and capped, −inf where it must not look. Rows are positions; `keep` is all else that hides."""
     s = tl.dot(a, tl.trans(b), input_precision="ieee") * scale
     if CAPPED:
-        s = _capped(s, cap)
+        s = capped(s, cap)
     if BY_WINDOW:
         if KEYS_FIRST:
             keep = keep & (b_rows[None, :] - a_rows[:, None] < window)
@@ -58,7 +58,7 @@ def _scores(  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _fold(s, v, top, total, acc):  # type: ignore[no-untyped-def]
+def fold(s, v, top, total, acc):  # type: ignore[no-untyped-def]
     """One more tile of scores into a running softmax."""
     higher = tl.maximum(top, tl.max(s, 1))
     safe = tl.where(higher == -float("inf"), 0.0, higher)
@@ -97,7 +97,7 @@ def forward(  # type: ignore[no-untyped-def]
         tile = _tile(keys, prompt + at, seen, k_t, D, BD)
         keep = seen[None, :] & inside[:, None]
         s = _scores(queries, tile, position, at, keep, scale, cap, window, BY_WINDOW, CAPPED, False)
-        top, total, acc = _fold(s, _tile(values, prompt + at, seen, v_t, E, BE), top, total, acc)
+        top, total, acc = fold(s, _tile(values, prompt + at, seen, v_t, E, BE), top, total, acc)
     first = 0
     if BY_WINDOW:
         first = tl.maximum(0, start - own - window + 1) // BN * BN
@@ -108,7 +108,7 @@ def forward(  # type: ignore[no-untyped-def]
         tile = _tile(keys, at, seen, k_t, D, BD)
         keep = (at[None, :] <= rows[:, None]) & seen[None, :] & inside[:, None]
         s = _scores(queries, tile, position, at - own + length, keep, scale, cap, window, BY_WINDOW, CAPPED, False)
-        top, total, acc = _fold(s, _tile(values, at, seen, v_t, E, BE), top, total, acc)
+        top, total, acc = fold(s, _tile(values, at, seen, v_t, E, BE), top, total, acc)
     if SINKS:
         sink = tl.load(sinks + head).to(tl.float32)
         higher = tl.maximum(top, sink)

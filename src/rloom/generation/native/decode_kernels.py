@@ -15,22 +15,7 @@ from typing import Any
 import triton
 import triton.language as tl
 
-LOG2E = tl.constexpr(1.4426950408889634)
-
-
-@triton.jit
-def _fold(s, v, top, total, acc):  # type: ignore[no-untyped-def]
-    higher = tl.maximum(top, tl.max(s, 1))
-    safe = tl.where(higher == -float("inf"), 0.0, higher)
-    shrink = tl.exp2((top - safe) * LOG2E)
-    p = tl.exp2((s - safe[:, None]) * LOG2E)
-    acc = acc * shrink[:, None] + tl.dot(p.to(v.dtype), v, input_precision="ieee")
-    return higher, total * shrink + tl.sum(p, 1), acc
-
-
-@triton.jit
-def _capped(s, cap):  # type: ignore[no-untyped-def]
-    return cap * (2 * tl.sigmoid(2 * s / cap) - 1)
+from rloom.models.prefix_kernels import LOG2E, capped, fold
 
 
 @triton.jit
@@ -49,13 +34,13 @@ def _stretch(  # type: ignore[no-untyped-def]
         keys = tl.load(k + line[:, None] * D + d[None, :], mask=seen[:, None] & (d[None, :] < D), other=0.0)
         s = tl.dot(queries, tl.trans(keys), input_precision="ieee") * scale
         if CAPPED:
-            s = _capped(s, cap)
+            s = capped(s, cap)
         keep = seen[None, :]
         if BY_WINDOW:
             keep = keep & (position[:, None] - (offset + at)[None, :] < window)
         s = tl.where(keep, s, -float("inf"))
         values = tl.load(v + line[:, None] * E + e[None, :], mask=seen[:, None] & (e[None, :] < E), other=0.0)
-        top, total, acc = _fold(s, values, top, total, acc)
+        top, total, acc = fold(s, values, top, total, acc)
     return top, total, acc
 
 
@@ -79,6 +64,9 @@ def _on_prompt(  # type: ignore[no-untyped-def]
     each = tl.cdiv(tl.cdiv(length, ON_PROMPT), BN) * BN
     first = part * each
     last = tl.minimum(first + each, length)
+    if BY_WINDOW:  # what no row sees any more is not read
+        nearest = tl.min(tl.where(there, position, 1 << 40), 0)
+        first = tl.maximum(first, (tl.maximum(nearest - window + 1, 0) // BN * BN).to(tl.int32))
     top = tl.full([ROWS], -float("inf"), tl.float32)
     total = tl.zeros([ROWS], tl.float32)
     acc = tl.zeros([ROWS, BE], tl.float32)
@@ -115,6 +103,8 @@ def _on_own(  # type: ignore[no-untyped-def]
     each = tl.cdiv(tl.cdiv(length, ON_OWN), BN) * BN
     first = part * each
     last = tl.minimum(first + each, length)
+    if BY_WINDOW:
+        first = tl.maximum(first, tl.maximum(length - window + 1, 0) // BN * BN)
     top = tl.full([ROWS], -float("inf"), tl.float32)
     total = tl.zeros([ROWS], tl.float32)
     acc = tl.zeros([ROWS, BE], tl.float32)
@@ -127,7 +117,7 @@ def _on_own(  # type: ignore[no-untyped-def]
         tl.store(v + line * E + e, new_v, mask=e < E)
         s = tl.sum(queries.to(tl.float32) * new_k.to(tl.float32)[None, :], 1) * scale
         if CAPPED:
-            s = _capped(s, cap)
+            s = capped(s, cap)
         top = s
         total = total + 1.0
         acc = acc + new_v.to(tl.float32)[None, :]

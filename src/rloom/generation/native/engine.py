@@ -4,11 +4,11 @@ finish."""
 from __future__ import annotations
 
 import logging
-import os
 from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Listing
 from typing import Any
 
+import psutil
 import torch
 
 from rloom.errors import EngineError
@@ -53,7 +53,7 @@ class NativeEngine:
         if sampling.stop_strings and tokenizer is None:
             raise EngineError("stop_strings need a tokenizer")
         self.runner: Runner | None = None
-        self._seen: tuple[int, int, Any] | None = None  # the weights that the runner was made for
+        self._seen: tuple[Any, ...] | None = None  # the weights that the runner was made for
         self.requeued = 0
         if prove:
             reason = why_not_native(get_model(), self._new_runner(get_model()))
@@ -78,7 +78,10 @@ class NativeEngine:
 
     def generate(self, prompts: Listing[Prompt], num_generations: int, *, seed: int) -> Iterator[Group]:
         """Yield each prompt's group as it finishes; equal `seed` and weights, equal tokens."""
+        if num_generations == 0 or not prompts:
+            return
         runner = self._current_runner()
+        self._check(prompts, runner)
         shared, groups = _share(prompts, num_generations, seed)
         left = [num_generations] * len(prompts)
         finished: list[int] = []
@@ -89,19 +92,32 @@ class NativeEngine:
             if left[sequence.group] == 0:
                 finished.append(sequence.group)
 
-        if num_generations == 0 or not prompts:
-            return
         with runner.ready():
             cache, scheduler = self._begin(runner, shared)
         while not scheduler.done:
             with runner.ready():
-                self._advance(runner, cache, scheduler, end)
+                while not (finished or scheduler.done):
+                    self._advance(runner, cache, scheduler, end)
             while finished:  # outside: whoever is handed a group may want the model as it was
                 group = finished.pop(0)
                 yield Group(prompt=prompts[group], completions=[self._completion(s) for s in groups[group]])
         self.requeued += scheduler.requeued
         if scheduler.requeued:
             logger.info("%d completions had to begin again: memory for keys and values ran out", scheduler.requeued)
+
+    def _check(self, prompts: Listing[Prompt], runner: Runner) -> None:
+        """What would otherwise end in another prompt's logits, or in a fault on the device."""
+        lengths = [len(prompt.token_ids) for prompt in prompts]
+        if min(lengths) == 0:
+            raise EngineError(f"prompt {lengths.index(0)} has no tokens; there is nothing to continue from")
+        limit = runner.position_limit
+        longest = max(lengths) + self.sampling.max_completion_length
+        if limit is not None and longest > limit:
+            raise EngineError(
+                f"a prompt of {max(lengths)} tokens and a completion of {self.sampling.max_completion_length} pass the "
+                f"{limit} positions up to which this model's rows do not influence each other: shorten them, or set "
+                "engine='transformers'"
+            )
 
     def _begin(self, runner: Runner, shared: list[SharedPrompt]) -> tuple[Any, Scheduler]:
         if runner.geometry is None:
@@ -158,6 +174,7 @@ class NativeEngine:
             seen = seen[which]
         drawn = runner.draw(logits[which], keys, torch.zeros_like(keys), seen)
         tokens, stats = drawn.tokens.tolist(), drawn.stats().tolist()
+        _check_finite(stats)
         for (_, sequence), token, numbers in zip(sequences, tokens, stats, strict=True):
             sequence.extend([token], [numbers])
             sequence.stop_reason = is_end(sequence.tokens, self.sampling, self.tokenizer)
@@ -170,6 +187,7 @@ class NativeEngine:
         """Read what was drawn, and let go of who has ended."""
         going: list[Sequence] = []
         for sequence, (tokens, stats) in zip(scheduler.running, rows.read(steps), strict=False):
+            _check_finite(stats)
             if self.sampling.stop_strings:
                 self._append_one_by_one(sequence, tokens, stats)
             else:  # the device has stopped at end tokens and at the limit: the last token says which
@@ -215,14 +233,26 @@ def _share(
     return list(shared.values()), groups
 
 
-def _fingerprint(model: Any) -> tuple[int, int, Any]:
-    """Changes when weights are moved or replaced, not when they are updated in place."""
-    pointers = [p.data_ptr() for p in model.parameters()]
-    return (id(model), hash(tuple(pointers)), getattr(model, "active_adapter", None))
+def _check_finite(stats: list[list[float]]) -> None:
+    if any(numbers[0] != numbers[0] for numbers in stats):
+        raise EngineError(
+            "the model's logits are not finite (NaN or infinity): its weights are broken. Look at the last updates: a "
+            "learning rate that is too high, float16 without loss scaling"
+        )
+
+
+def _fingerprint(model: Any) -> tuple[Any, ...]:
+    """Changes when weights are moved or replaced or computed with otherwise, not when they are updated in place."""
+    pointers = [x.data_ptr() for x in (*model.parameters(), *model.buffers())]
+    adapters = [m for m in model.modules() if hasattr(m, "disable_adapters") and hasattr(m, "merged")]
+    switches = [(m.disable_adapters, m.merged, str(m.active_adapters)) for m in adapters[:1]]
+    device = next(model.parameters()).device.type
+    autocast = (torch.is_autocast_enabled(device), torch.get_autocast_dtype(device))
+    return (id(model), hash(tuple(pointers)), str(switches), autocast)
 
 
 def _free_memory(device: torch.device) -> int:
     if device.type != "cuda":
-        return int(os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
+        return int(psutil.virtual_memory().available)
     free, _ = torch.cuda.mem_get_info(device)
     return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)

@@ -56,8 +56,7 @@ class PagedCache:
         self.layers = [
             (make(x.heads, x.width, x.dtype), make(x.heads, x.value_width, x.dtype)) for x in geometry.layers
         ]
-        pointers = [tensor.data_ptr() for pair in self.layers for tensor in pair]
-        addresses.copy_(torch.tensor(pointers))
+        self.pointers = torch.tensor([tensor.data_ptr() for pair in self.layers for tensor in pair])
         self.where: Tensor | None = None
         self.tables: Tables | None = None
 
@@ -83,6 +82,7 @@ class PagedCache:
         """Tell the kernels which rows read which pages."""
         tables = self.tables
         assert tables is not None
+        self.addresses.copy_(self.pointers)  # another rollout may have been begun meanwhile
         own = np.zeros(tables.own.shape, dtype=np.int32)
         for row, sequence in enumerate(sequences):
             own[row, : len(sequence.pages)] = sequence.pages
@@ -136,9 +136,18 @@ class PagedCache:
 
 
 def make_tables(
-    geometry: Geometry, count: int, largest_group: int, max_prompt: int, max_new_tokens: int, device: torch.device
+    geometry: Geometry,
+    count: int,
+    largest_group: int,
+    max_prompt: int,
+    max_new_tokens: int,
+    device: torch.device,
+    others: list[Tables] | None = None,
 ) -> Tables:
-    """Buffers for `count` rows, and groups, prompts and completions up to these sizes."""
+    """Buffers for `count` rows, and groups, prompts and completions up to these sizes.
+
+    `others`: tables of which one is in use at a time; their room for partial sums is shared.
+    """
     repeat = max(layer.query_heads // layer.heads for layer in geometry.layers)
     heads = max(layer.query_heads for layer in geometry.layers)
     width = max(layer.value_width for layer in geometry.layers)
@@ -147,12 +156,13 @@ def make_tables(
     on_own = min(STRETCHES, -(-max_new_tokens // STRETCH))
     short: dict[str, Any] = {"dtype": torch.int32, "device": device}
     lines = count * heads * (on_prompt + on_own)
+    large = [other.sums for other in others or [] if len(other.sums) >= lines]
     return Tables(
         own=torch.zeros((count, -(-max_new_tokens // PAGE)), **short),
         members=torch.full((count, most), -1, **short),  # at worst every row has a prompt of its own
         lengths=torch.zeros(count, **short),
         prompts=torch.zeros((count, -(-max_prompt // PAGE)), **short),
-        sums=torch.empty((lines, width), dtype=torch.float32, device=device),
+        sums=large[0][:lines] if large else torch.empty((lines, width), dtype=torch.float32, device=device),
         tops=torch.zeros((lines, 2), dtype=torch.float32, device=device),
         on_prompt=on_prompt,
         on_own=on_own,

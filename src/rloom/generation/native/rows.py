@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -95,9 +96,10 @@ class Rows:
         self.rewind()
         if self.seen is not None:
             self.seen.zero_()
-            pairs = [(i, t) for i, s in enumerate(sequences) for t in {*s.prompt.token_ids, *s.tokens}]
-            index = torch.tensor(pairs, device=self.seen.device)
-            self.seen[index[:, 0], index[:, 1]] = True
+            tokens = [np.array(s.prompt.token_ids + s.tokens) for s in sequences]
+            rows = np.repeat(np.arange(len(tokens)), [len(t) for t in tokens])
+            index = torch.from_numpy(np.stack([rows, np.concatenate(tokens)])).to(self.seen.device)
+            self.seen[index[0], index[1]] = True
 
     def rewind(self) -> None:
         """The host has read what was drawn."""

@@ -22,7 +22,8 @@ from rloom.generation.native.paged import PAGE, PagedCache, Tables, fits_kernels
 from rloom.generation.native.rows import CHUNK, Rows
 from rloom.generation.native.sampler import Drawn, Sampler
 from rloom.generation.native.scheduler import Sequence
-from rloom.models.load import is_peft_model
+from rloom.models.attention import forwards_replaced
+from rloom.models.load import context_length, has_position_table, is_peft_model
 from rloom.types import Block, PackedRow
 
 logger = logging.getLogger(__name__)
@@ -53,9 +54,11 @@ class Runner:
     ) -> None:
         self.model = model
         self.base = model.get_base_model() if is_peft_model(model) else model
+        self.modules = list(model.modules())
         self.sampler, self.max_new_tokens = sampler, max_new_tokens
         self.accepts = frozenset(inspect.signature(type(self.base).forward).parameters)
         self.device = next(model.parameters()).device
+        self.position_limit = position_limit(self.base)
         self.ends = torch.tensor(sorted(eos_token_ids) or [-1], device=self.device)
         self.vocabulary = int(self.base.get_output_embeddings().weight.shape[0])
         self.compiled = compiled and self.device.type == "cuda"
@@ -64,20 +67,23 @@ class Runner:
         self.geometry: Geometry | None = None
         self.addresses: Tensor | None = None
         self.layers: list[tuple[nn.Module, Any]] = []
-        self.seconds = {"capture": 0.0, "compile": 0.0}
+        self.pool: Any = None  # of memory, for all graphs: one of them runs at a time
+        self.seconds = {"capture": 0.0}
 
     # -- the forwards
 
     @contextmanager
     def ready(self) -> Iterator[None]:
         """The model as the engine runs it: its attention, no dropout, no gradients."""
-        training = self.model.training
-        self.model.eval()
+        in_training = [module for module in self.modules if module.training]
+        for module in in_training:  # a fifth of the time of `eval` and `train`, which walk the model anew
+            module.training = False
         try:
             with torch.no_grad(), native_attention(self.base):
                 yield
         finally:
-            self.model.train(training)
+            for module in in_training:
+                module.training = True
 
     def prefill(self, prompts: list[list[int]], cache: Any = None) -> Tensor:
         """Logits (P, V) after each prompt; its keys and values go to the cache."""
@@ -181,7 +187,8 @@ class Runner:
             tables = None
             if self.paged:
                 limits = (self.largest_group, self.max_prompt, self.max_new_tokens)
-                tables = make_tables(self.geometry, size, *limits, self.device)
+                others = [bucket.tables for bucket in self.buckets.values() if bucket.tables is not None]
+                tables = make_tables(self.geometry, size, *limits, self.device, others)
             self.buckets[size] = Bucket(rows=rows, tables=tables)
         return self.buckets[size]
 
@@ -198,6 +205,8 @@ class Runner:
         state = [rows.tokens, rows.positions, rows.cached, rows.counts, rows.remaining, rows.alive, rows.out_tokens]
         state += [] if rows.seen is None else [rows.seen]
         saved = [x.clone() for x in state]
+        caching = torch.is_autocast_cache_enabled()
+        torch.set_autocast_cache_enabled(False)  # a graph must not hold weights that autocast has cast before
         try:
             with self._compiled_layers():
                 stream = torch.cuda.Stream()
@@ -207,9 +216,12 @@ class Runner:
                         self._step(rows, cache, opaque=self.compiled)
                 torch.cuda.current_stream().wait_stream(stream)
                 graph = torch.cuda.CUDAGraph()
-                with torch.cuda.graph(graph):
+                self.pool = self.pool or torch.cuda.graph_pool_handle()
+                with torch.cuda.graph(graph, pool=self.pool):
                     self._step(rows, cache, opaque=self.compiled)
             bucket.graph = graph
+        except torch.OutOfMemoryError:
+            logger.warning("no memory left to capture a decode step of %d rows: it runs without a graph", len(rows))
         except Exception as error:  # an architecture that synchronises inside (some mixtures of experts)
             bucket.failed = True
             torch.cuda.synchronize()
@@ -218,6 +230,7 @@ class Runner:
                 str(error).splitlines()[0][:160] if str(error) else type(error).__name__,
             )
         finally:
+            torch.set_autocast_cache_enabled(caching)
             for target, source in zip(state, saved, strict=True):
                 target.copy_(source)
             rows.step.zero_()
@@ -232,13 +245,27 @@ class Runner:
         if not self.layers:
             found = [m for m in self.base.modules() if isinstance(m, GradientCheckpointingLayer)]
             self.layers = [(layer, torch.compile(layer.forward, dynamic=True)) for layer in found]
-        for layer, forward in self.layers:
-            layer.forward = forward
-        try:
+        with forwards_replaced(self.layers):
             yield
-        finally:
-            for layer, _ in self.layers:
-                del layer.forward  # uncovers the class' own
+
+
+def position_limit(model: Any) -> int | None:
+    """Positions up to which rows of a batch do not influence each other, or that there are at all; None: no such limit.
+
+    With dynamic and long RoPE the longest row of a batch decides the frequencies of all.
+    """
+    config = model.config.get_text_config()
+    rope = getattr(config, "rope_parameters", None) or {}
+    kinds = [rope, *(value for value in rope.values() if isinstance(value, dict))]
+    limits = [config.max_position_embeddings for kind in kinds if kind.get("rope_type") == "dynamic"]
+    limits += [
+        kind.get("original_max_position_embeddings") or config.max_position_embeddings
+        for kind in kinds
+        if kind.get("rope_type") == "longrope"
+    ]
+    if has_position_table(model):
+        limits.append(context_length(model) or 0)
+    return min((limit for limit in limits if limit), default=None)
 
 
 def prompt_row(prompts: list[list[int]], device: torch.device) -> PackedRow:

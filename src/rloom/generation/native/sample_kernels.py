@@ -29,7 +29,7 @@ def _uniform(key, position):  # type: ignore[no-untyped-def]
     high = ((key >> 31) & 0xFFFFFFFF).to(tl.uint32)
     at = ((position + 0x9E3779B9) & 0xFFFFFFFF).to(tl.uint32)
     x = _mixed(_mixed(low ^ _mixed(at)) ^ high)
-    return (x >> 8).to(tl.float32) * (1.0 / 16777216.0) + (1.0 / 33554432.0)
+    return (x >> 9).to(tl.float32) * (1.0 / 8388608.0) + (1.0 / 16777216.0)
 
 
 @triton.jit
@@ -81,6 +81,7 @@ def pick(  # type: ignore[no-untyped-def]
     token = tl.where(found == width, best, found)
     if GREEDY:
         token = best
+    token = tl.minimum(token, width - 1)  # where no logit is a number, none is found
     normalizer = top + tl.log(total)
     chosen = tl.load(logits + row * stride + token).to(tl.float32) * inverse
     tl.store(tokens + row, token.to(tl.int64))

@@ -111,6 +111,9 @@ class Scheduler:
         sequences = len(self.running) + len(self.ready)
         while self.waiting and sequences < self.max_sequences:
             prompt = self.waiting[0]
+            wanted = min(len(prompt.sequences), self.max_sequences)
+            if sequences and not chosen and self.max_sequences - sequences < wanted:
+                break  # a prefill stalls all that run: it waits until there are places for its group
             needed = self.pages.needed(len(prompt.token_ids))
             in_use = sum(self.pages.needed(len(p.token_ids)) for p in self.held)
             if in_use + needed + self._longest > self.pages.usable or self.pages.free < needed:
@@ -135,6 +138,7 @@ class Scheduler:
         """
         steps = min(steps, max((self.max_new_tokens - len(s.tokens) for s in [*self.running, *self.ready]), default=0))
         kept: list[Sequence] = []
+        before = self.requeued
         queue = deque(self.running)
         while queue:
             sequence = queue.popleft()
@@ -148,7 +152,13 @@ class Scheduler:
             else:
                 kept.append(sequence)
         self.running = kept
-        while self.ready and len(self.running) < self.max_sequences and self._reserve(self.ready[0], steps):
+        growing = sum(len(s.pages) < self._longest for s in self.running)
+        while self.ready and len(self.running) < self.max_sequences:
+            if self.running and (self.requeued > before or self.pages.free <= growing):
+                break  # who came in now would be sent back next: a page more for each that grows comes first
+            if not self._reserve(self.ready[0], steps):
+                break
+            growing += len(self.ready[0].pages) < self._longest
             self.running.append(self.ready.popleft())
         assert self.running or not self.ready, "a sequence alone must fit"
         return steps
