@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import re
+import sys
 
 import pytest
 import torch
@@ -123,3 +124,11 @@ def test_wrong_usage(verb, arguments, message, capsys):
         main([verb, *arguments])
     assert stop.value.code == 2
     assert message in capsys.readouterr().err
+
+
+def test_without_trl(monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "trl", None)
+    assert main(["sft", "--help"]) == 1
+    assert 'pip install "rloom[sft]"' in capsys.readouterr().err
+    assert main(["completion", "bash"]) == 0  # which lists the flags of all verbs that are there
+    assert "--num_generations" in capsys.readouterr().out

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import importlib.util
+import os
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -23,3 +26,14 @@ def test_links_lead_somewhere(page):
     for target in re.findall(r"\]\(([^)#]+)", page.read_text()):
         if not target.startswith("http"):
             assert (page.parent / target).exists(), target
+
+
+def test_site_builds_without_warnings_and_holds_the_api(tmp_path):
+    pytest.importorskip("mkdocs")
+    environment = {**os.environ, "NO_MKDOCS_2_WARNING": "1"}
+    build = [sys.executable, "-m", "mkdocs", "build", "--strict", "-d", str(tmp_path)]
+    done = subprocess.run(build, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    api = (tmp_path / "api" / "index.html").read_text()
+    for name in ("RLOOTrainer", "load_model", "FastLanguageModel", "ConfigError"):
+        assert f'.{name}"' in api

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import importlib
 import logging
 import sys
@@ -10,7 +11,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from rloom.cli.parser import Parser
-from rloom.errors import RloomError
+from rloom.errors import MissingExtraError, RloomError
 from rloom.version import __version__
 
 FORWARDED = {
@@ -82,7 +83,10 @@ def _parsers() -> tuple[Parser, Any]:
 def all_flags() -> dict[str, list[str]]:
     """The flags of every verb, for shell completion."""
     _, verbs = _parsers()
-    parsers = {verb: _module(verb).flags() if verb in FORWARDED else parser for verb, parser in verbs.choices.items()}
+    parsers = dict(verbs.choices)
+    for verb in FORWARDED:
+        with contextlib.suppress(MissingExtraError):  # its verb is completed, its flags are not
+            parsers[verb] = _module(verb).flags()
     return {
         verb: sorted({flag for action in parser._actions for flag in action.option_strings if flag.startswith("--")})
         for verb, parser in parsers.items()

@@ -14,10 +14,10 @@ class FakeEngine:
     `script(prompt, sample, seed)` returns the token ids of one completion, or None for a completion that could not
     be had (its group is then smaller). Calls are kept in `calls`.
 
-    >>> engine = FakeEngine(lambda prompt, sample, seed: [7, 8 + sample, 2], eos_token_ids=[2])
-    >>> prompt = Prompt(content="hello", token_ids=[4, 5])
-    >>> [c.token_ids for c in next(engine.generate([prompt], 2, seed=0)).completions]
-    [[7, 8, 2], [7, 9, 2]]
+        >>> engine = FakeEngine(lambda prompt, sample, seed: [7, 8 + sample, 2], eos_token_ids=[2])
+        >>> prompt = Prompt(content="hello", token_ids=[4, 5])
+        >>> [c.token_ids for c in next(engine.generate([prompt], 2, seed=0)).completions]
+        [[7, 8, 2], [7, 9, 2]]
     """
 
     def __init__(self, script: Callable[[Prompt, int, int], list[int] | None], *, eos_token_ids: Sequence[int]) -> None:

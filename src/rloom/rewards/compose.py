@@ -76,8 +76,11 @@ def route(column: str, rewards: Mapping[Any, Any]) -> list[Term]:
 
     >>> def math(completions): ...
     >>> def code(completions): ...
-    >>> [t.when for t in route("task", {"math": math, "code": [code, term(math, weight=0.1)]})]
-    [('task', ('math',)), ('task', ('code',)), ('task', ('code',))]
+    >>> for one in route("task", {"math": math, "code": [code, term(math, weight=0.1)]}):
+    ...     print(one.when)
+    ('task', ('math',))
+    ('task', ('code',))
+    ('task', ('code',))
     """
     terms = []
     for value, several in rewards.items():

@@ -1,0 +1,52 @@
+"""docs/seeds.md keeps its word: every test and page that it names is there; and what needs no room of its own."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+
+from rloom.algo import leave_one_out
+
+ROOT = Path(__file__).parents[2]
+PAGE = (ROOT / "docs" / "seeds.md").read_text()
+
+
+def named_tests():
+    return sorted(set(re.findall(r"\b((?:unit|integration|parity)/test_\w+)(?:::(\w+))?", PAGE)))
+
+
+@pytest.mark.parametrize(("file", "test"), named_tests())
+def test_every_test_that_the_page_names_is_there(file, test):
+    path = ROOT / "tests" / f"{file}.py"
+    assert path.exists()
+    assert not test or f"def {test}(" in path.read_text()
+
+
+def test_no_line_is_unanswered():
+    rows = [line for line in PAGE.splitlines() if line.startswith("| ") and not line.startswith("| what")]
+    assert len(rows) > 60
+    for row in rows:
+        cells = [cell.strip() for cell in row.strip("|").split("|")]
+        assert len(cells) == 3, row
+        assert all(cells), row
+
+
+def test_the_vectorised_advantage_of_the_older_document():
+    """Three prompts with four rewards each, there one prompt per column."""
+    reward = torch.tensor([[1.0, 2, 3], [2, 3, 4], [5, 6, 7], [8, 9, 10]])
+    groups = torch.arange(3).expand(4, 3).flatten()
+    found = leave_one_out(reward.flatten(), groups)
+    assert found[0].item() == pytest.approx(1 - (2 + 5 + 8) / 3)
+    assert found[7].item() == pytest.approx(6 - (2 + 3 + 9) / 3)
+    torch.testing.assert_close(found, (reward - (reward.sum(0) - reward) / 3).flatten())
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_accelerate_configs_launch_one_process(stage):
+    content = yaml.safe_load((ROOT / f"examples/accelerate_configs/deepspeed_zero{stage}.yaml").read_text())
+    assert content["num_processes"] == 1
+    assert content["distributed_type"] == "NO"
