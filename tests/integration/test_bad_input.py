@@ -103,7 +103,7 @@ def test_prompt_longer_than_the_context(config):
 
 def test_completions_beyond_a_table_of_positions(config, rows):
     gpt2 = GPT2LMHeadModel(GPT2Config(vocab_size=46, n_positions=48, n_embd=16, n_layer=1, n_head=2, eos_token_id=2))
-    with pytest.raises(DataError, match=r"exceed the model's 48 positions.*set it to 5 or less"):
+    with pytest.raises(DataError, match=r"exceed 48 tokens.*its positions.*set it to 5 or less"):
         build(config, rows, model=gpt2, processing_class=make_tokenizer())
 
 
