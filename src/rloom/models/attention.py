@@ -38,6 +38,8 @@ class _Active:
     tiles: dict[int, Tiles] = field(default_factory=dict)
     calls: int = 0
     opaque: bool = False  # layers are compiled: attention must be one operator
+    replaced: list[tuple[Any, str]] = field(default_factory=list)  # models, and the attention that is their own
+    compiled: CompiledLayers | None = None
 
 
 _active = _Active()
@@ -50,13 +52,29 @@ def packed_attention(models: list[Any], compiled: CompiledLayers | None = None) 
     for model in models:
         model.set_attn_implementation(NAME)
     _active.opaque = compiled is not None
+    _active.replaced, _active.compiled = list(zip(models, before, strict=True)), compiled
     try:
         with nullcontext() if compiled is None else compiled.used():
             yield
     finally:
         _active.opaque = False
+        _active.replaced, _active.compiled = [], None
         for model, name in zip(models, before, strict=True):
             model.set_attn_implementation(name)
+
+
+@contextmanager
+def own_attention() -> Iterator[None]:
+    """Inside of [`packed_attention`]: the models as they are, for a micro-batch that is not packed."""
+    replaced, compiled = _active.replaced, _active.compiled
+    for model, name in replaced:
+        model.set_attn_implementation(name)
+    try:
+        with nullcontext() if compiled is None else compiled.unused():
+            yield
+    finally:
+        for model, _ in replaced:
+            model.set_attn_implementation(NAME)
 
 
 class CompiledLayers:
@@ -84,6 +102,17 @@ class CompiledLayers:
         finally:
             for layer, _ in self.layers:
                 del layer.forward  # uncovers the class' own
+
+    @contextmanager
+    def unused(self) -> Iterator[None]:
+        """Inside of `used`: run the layers as they are."""
+        for layer, _ in self.layers:
+            del layer.forward
+        try:
+            yield
+        finally:
+            for layer, forward in self.layers:
+                layer.forward = forward
 
 
 def _compile_options() -> dict[str, Any]:

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from rloom.algo import aggregate, policy_loss, token_kl
 from rloom.data.batching import Batcher
-from rloom.models.attention import CompiledLayers, packed_attention, running
+from rloom.models.attention import CompiledLayers, own_attention, packed_attention, running
 from rloom.models.head import exact_kl_chunks
 from rloom.models.logprobs import Forward, TokenStats
 from rloom.models.reference import FrozenReference, Reference
@@ -423,7 +423,7 @@ def _stack(rows: list[Tensor | None]) -> tuple[Tensor, Tensor]:
 
 @contextmanager
 def _running(batch: MicroBatch) -> Iterator[None]:
-    with nullcontext() if batch.packed is None else running(batch.packed):
+    with own_attention() if batch.packed is None else running(batch.packed):
         yield
 
 
