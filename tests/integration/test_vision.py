@@ -6,6 +6,7 @@ import logging
 
 import pytest
 import torch
+from transformers import LlamaConfig, LlamaForSequenceClassification
 
 from rloom import FakeEngine, RLOOTrainer
 from rloom.data.batching import Batcher
@@ -14,7 +15,7 @@ from rloom.data.vision import VisionEncoder
 from rloom.errors import ConfigError, DataError, EngineError
 from rloom.generation.base import Sampling
 from rloom.generation.transformers import TransformersEngine
-from rloom.models.attention import own_attention, packed_attention
+from rloom.models.attention import NAME, own_attention, packed_attention
 from rloom.models.logprobs import Forward
 from rloom.types import Rollout
 from tests import vision_models
@@ -257,6 +258,45 @@ def test_resumes_in_the_middle_of_a_rollout(config, tmp_path):
     state = torch.load(tmp_path / "whole" / "checkpoint-1" / "rloom_state.pt", weights_only=True)
     assert "pixel_values" in str(state)
     assert "PIL" not in state["completions"]
+
+
+def test_a_reward_model_reads_the_words(config, tmp_path, caplog):
+    torch.manual_seed(1)
+    scorer = LlamaForSequenceClassification(
+        LlamaConfig(
+            vocab_size=64, hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2,
+            num_labels=1, pad_token_id=0,
+        )
+    )  # fmt: skip
+    seen, tokenizer = [], make_tokenizer()
+    render = tokenizer.apply_chat_template
+    tokenizer.apply_chat_template = lambda messages, **k: seen.append(messages) or render(messages, **k)
+    args = config(max_steps=1)
+    trainer_of(args, image_rows(), reward=scorer, reward_processing_classes=tokenizer).train()
+    assert {message["content"] for message, _ in seen} <= {row["prompt"][0]["content"] for row in image_rows()}
+    assert sum("does not see the prompts' images" in message for message in caplog.messages) == 1
+
+
+def test_the_worst_case_has_images(config):
+    trainer = trainer_of(config(max_tokens_per_micro_batch=80), image_rows(), "qwen2.5-vl")
+    pictured = trainer.collector.encoder.pictured
+    assert pictured.images
+    assert len(pictured.token_ids) == trainer.collector.encoder.longest
+    tokens = trainer.learner.try_worst_case(trainer.model, prompt=1, completion=6, k=2, pictured=pictured)
+    assert tokens == 80 // (len(pictured.token_ids) + 6) * (len(pictured.token_ids) + 6)  # padded
+
+
+def test_a_tower_keeps_its_own_attention():
+    model, _ = vision_models.make("smolvlm")
+    model.set_attn_implementation({"text_config": "sdpa", "vision_config": "eager"})
+    with packed_attention([model]):
+        assert model.config.text_config._attn_implementation == NAME
+        with own_attention():
+            assert model.config.vision_config._attn_implementation == "eager"
+            assert model.config.text_config._attn_implementation == "sdpa"
+        assert model.config.text_config._attn_implementation == NAME
+    assert model.config.vision_config._attn_implementation == "eager"
+    assert model.config.text_config._attn_implementation == "sdpa"
 
 
 # -- what is refused

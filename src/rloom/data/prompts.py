@@ -44,6 +44,7 @@ class PromptEncoder:
         self.position_table = position_table
         self.columns = columns
         self.longest = 1  # tokens of the longest prompt so far
+        self.pictured: Prompt | None = None  # the longest with images
         self._warned = False
         self.vision = VisionEncoder(processing_class, template_kwargs) if is_vision(processing_class) else None
 
@@ -61,6 +62,8 @@ class PromptEncoder:
         for prompt in prompts:
             self._check_length(prompt)
             self.longest = max(self.longest, len(prompt.token_ids))
+            if prompt.inputs and (self.pictured is None or len(prompt.token_ids) > len(self.pictured.token_ids)):
+                self.pictured = prompt
         return prompts
 
     def _encode_text(self, rows: Sequence[dict[str, Any]], *, chat: bool) -> list[Prompt]:

@@ -38,17 +38,23 @@ class _Active:
     tiles: dict[int, Tiles] = field(default_factory=dict)
     calls: int = 0
     opaque: bool = False  # layers are compiled: attention must be one operator
-    replaced: list[tuple[Any, str]] = field(default_factory=list)  # models, and the attention that is their own
+    replaced: list[tuple[Any, Any]] = field(default_factory=list)  # models, and the attention that is their own
     compiled: CompiledLayers | None = None
 
 
 _active = _Active()
 
 
+def attention_of(config: Any) -> Any:
+    """The attention in use, as `set_attn_implementation` takes it back: a vision tower may have one of its own."""
+    inner = {name: attention_of(part) for name in config.sub_configs if (part := getattr(config, name)) is not None}
+    return {"": config._attn_implementation, **inner} if inner else config._attn_implementation
+
+
 @contextmanager
 def packed_attention(models: list[Any], compiled: CompiledLayers | None = None) -> Iterator[None]:
     """Let `models` attend over packed rows meanwhile. Stays set until the backward is done (checkpointing)."""
-    before = [model.config._attn_implementation for model in models]
+    before = [attention_of(model.config) for model in models]
     for model in models:
         model.set_attn_implementation(NAME)
     _active.opaque = compiled is not None
