@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 
+import datasets
 import pytest
 import torch
 from transformers import LlamaConfig, LlamaForSequenceClassification
@@ -260,6 +261,18 @@ def test_resumes_in_the_middle_of_a_rollout(config, tmp_path):
     assert "PIL" not in state["completions"]
 
 
+@pytest.mark.parametrize("streamed", [False, True])
+def test_images_of_a_data_set_and_bfloat16_weights(streamed, config):
+    rows = [{"prompt": row["prompt"], "images": row["images"]} for row in mixed_rows()]
+    data = datasets.Dataset.from_list(rows).cast_column("images", datasets.List(datasets.Image()))
+    model, processor = vision_models.make("qwen2.5-vl")
+    args = config(max_steps=1, per_device_train_batch_size=8, gradient_checkpointing=True)
+    train = data.to_iterable_dataset() if streamed else data
+    trainer = RLOOTrainer(model.bfloat16(), length, args, train, processing_class=processor)
+    trainer.train()
+    assert trainer.state.global_step == 1
+
+
 def test_a_reward_model_reads_the_words(config, tmp_path, caplog):
     torch.manual_seed(1)
     scorer = LlamaForSequenceClassification(
@@ -317,6 +330,14 @@ def test_engines_that_take_no_images(config):
 def test_a_model_without_eyes(config):
     with pytest.raises(ConfigError, match=r"a column 'image', and .* is a tokenizer"):
         RLOOTrainer(make_model(), length, config(), image_rows(), processing_class=make_tokenizer())
+
+
+def test_images_that_no_column_announces(config):
+    inline = [{"prompt": [{"role": "user", "content": [{"type": "image", "image": picture(0)}]}]}] * 2
+    stream = iter(image_rows())
+    for rows in (inline, stream):
+        with pytest.raises(DataError, match=r"a prompt has images, and .* is a tokenizer"):
+            RLOOTrainer(make_model(), length, config(max_steps=1), rows, processing_class=make_tokenizer()).train()
 
 
 def test_a_template_without_a_place_for_images(config):

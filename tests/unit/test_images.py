@@ -9,7 +9,7 @@ import pytest
 import torch
 from PIL import Image
 
-from rloom.data.images import as_picture, images_in, images_of, with_images, without_images
+from rloom.data.images import as_picture, has_places, images_in, images_of, with_images, without_images
 from rloom.data.model_inputs import fitted_to, join, placeholder_ids
 from rloom.errors import DataError
 
@@ -38,6 +38,8 @@ def test_images_fill_their_places_in_order():
     assert made[1]["content"][0] == {"type": "text", "text": "a"}  # a key with None would read as an image
     assert messages[1]["content"][1] == {"type": "image", "text": None}
     assert without_images(made)[3]["content"] == []
+    assert has_places(messages)
+    assert not has_places(tuple(without_images(messages)))
     for count in (1, 3):
         with pytest.raises(DataError, match=f"{count} images, and its messages have 2 places"):
             with_images(messages, ["x"] * count)

@@ -133,6 +133,15 @@ def _pixels(value: Any) -> Any:
     return array.squeeze(-1) if array.ndim == 3 and array.shape[-1] == 1 else array
 
 
+def has_places(prompt: Any) -> bool:
+    """Whether a prompt has places for images among its messages, filled or not."""
+    return not isinstance(prompt, str) and any(
+        len(words["content"]) < len(message["content"])
+        for message, words in zip(prompt, without_images(prompt), strict=True)
+        if isinstance(message.get("content"), list)
+    )
+
+
 def without_images(prompt: Any) -> Any:
     """A prompt's words alone: what can be printed, and is the same in every run.
 

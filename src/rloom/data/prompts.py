@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from rloom.data.datasets import prompt_format
-from rloom.data.images import without_images
+from rloom.data.images import has_places, images_of, without_images
 from rloom.data.vision import VisionEncoder, is_vision
 from rloom.errors import DataError
 from rloom.types import Prompt
@@ -68,6 +68,11 @@ class PromptEncoder:
 
     def _encode_text(self, rows: Sequence[dict[str, Any]], *, chat: bool) -> list[Prompt]:
         contents = [row["prompt"] for row in rows]
+        if any(images_of(row) or has_places(row["prompt"]) for row in rows):
+            raise DataError(
+                f"a prompt has images, and {type(self.processing_class).__name__} is a tokenizer: pass a vision-"
+                "language model with its processor as `processing_class`, or take the images out"
+            )
         ids = self._chat_ids(contents) if chat else self._text_ids(contents)
         return [
             Prompt(content=content, token_ids=list(tokens), columns=self._columns(row))
