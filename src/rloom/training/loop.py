@@ -18,7 +18,7 @@ from rloom.models.precision import keeps_the_bits
 from rloom.models.reference import Reference, without_reference_adapter
 from rloom.observe.completions import CompletionLog
 from rloom.observe.metrics import Metrics
-from rloom.training import checkpoint
+from rloom.training import checkpoint, weights
 from rloom.training.card import model_card
 from rloom.training.credit import Credit, Shaper
 from rloom.training.learner import Learner
@@ -150,6 +150,20 @@ class UpdateLoop(Trainer):
         """What decides which prompts a rollout holds and which updates use it."""
         plan = dataclasses.asdict(self.schedule)
         return {**plan, "num_generations": self.args.num_generations, "seed": self.args.seed}
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
+        target = self.model if model is None else model
+        if weights.are_renamed(resume_from_checkpoint, target):
+            weights.load_renamed(resume_from_checkpoint, target)
+        else:
+            super()._load_from_checkpoint(resume_from_checkpoint, model)
+
+    def _load_best_model(self) -> None:
+        best = self.state.best_model_checkpoint
+        if weights.are_renamed(best, self.model):
+            weights.load_renamed(best, self.model)
+        else:
+            super()._load_best_model()
 
     def _load_optimizer_and_scheduler(self, folder: str | None) -> None:
         super()._load_optimizer_and_scheduler(folder)

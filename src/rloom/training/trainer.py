@@ -20,7 +20,8 @@ from transformers import TrainerCallback
 from transformers.trainer_utils import PredictionOutput
 
 from rloom.config import RLOOConfig
-from rloom.data.datasets import check_dataset, is_chat
+from rloom.data.datasets import check_dataset, image_column, is_chat
+from rloom.data.images import without_images
 from rloom.data.loader import as_is
 from rloom.data.plan import UpdatePlan
 from rloom.errors import RewardError
@@ -63,10 +64,11 @@ class RLOOTrainer(UpdateLoop):
         reward_funcs: one or a list of: functions (sync or async), sequence-classification models or their names,
             objects with `get_rewards(prompts, completions)`, addresses of services, `rloom.term(…)` of any of these.
         args: the options; defaults of [`RLOOConfig`] if not given.
-        train_dataset: rows with a `prompt` (text or messages); further columns go to the reward functions. A
-            `datasets.Dataset`, an `IterableDataset` (with `max_steps`), or a plain list of dicts.
+        train_dataset: rows with a `prompt` (text or messages) and, for a vision-language model, its `image` or
+            `images`; further columns go to the reward functions. A `datasets.Dataset`, an `IterableDataset` (with
+            `max_steps`), or a plain list of dicts.
         eval_dataset: the same, or a dict of several.
-        processing_class: the tokenizer; loaded by the model's name if not given.
+        processing_class: the tokenizer, or a vision model's processor; loaded by the model's name if not given.
         reward_processing_classes: tokenizers of reward models, in the order of `reward_funcs`.
         callbacks, optimizers: as in `transformers.Trainer`.
         quantization_config: how to quantize a model that is loaded by name.
@@ -106,6 +108,7 @@ class RLOOTrainer(UpdateLoop):
         set_seed(args.seed)
         chat = is_chat(train_dataset)
         policy = assemble.load(model, processing_class, args, quantization_config, peft_config, chat=chat)
+        assemble.check_images(policy, image_column(train_dataset, eval_dataset), args)
         super().__init__(
             model=policy.model,
             args=args,
@@ -300,7 +303,8 @@ class RLOOTrainer(UpdateLoop):
     ) -> tuple[Tensor, None, None]:
         """Generate and score a batch of prompts; the same prompts get the same noise in every evaluation."""
         count = self.args.num_generations_eval or self.args.num_generations
-        seed = derive_seed(self.args.seed, "eval", self.args.process_index, [str(row["prompt"]) for row in inputs])
+        texts = [str(without_images(row["prompt"])) for row in inputs]
+        seed = derive_seed(self.args.seed, "eval", self.args.process_index, texts)
         rollout = self.collector.collect(inputs, count, seed=seed, mode="eval")
         loss = self.learner.evaluate(model, rollout)
         self._note_first_use([rollout])
