@@ -16,12 +16,14 @@ import importlib
 import os
 import sys
 import types
-import unittest
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rloom.rewards.inside.program import limit
 from rloom.rewards.inside.wire import Judged, Peer, WireError, receive, send
+
+if TYPE_CHECKING:
+    import unittest
 
 OWN = "__main__"
 MAX_NAMES = 10_000
@@ -128,6 +130,7 @@ class Run:
         self.tree = ast.parse(source)
         self.space, self.peer, self.partial, self.entry_point = space, peer, payload["partial"], payload["entry_point"]
         self.checks = Checks()
+        self.uses_unittest = any("unittest" in text for text in (*payload["tests"], payload["setup"]))
         self.why = ""
         self.raised = 0
 
@@ -138,7 +141,7 @@ class Run:
         counting = CountAsserts(keep_on=self.partial)
         tree = ast.fix_missing_locations(counting.visit(self.tree))
         self.space["__checks__"] = self.checks
-        with self.checks.of_unittest():
+        with Counted(self.checks, used=self.uses_unittest):
             self._attempt(lambda: exec(compile(tree, "<tests>", "exec"), self.space))
             for rest in self._left():
                 if self.partial or not self.why:
@@ -186,16 +189,24 @@ class Run:
                 left.append(found)  # type: ignore[arg-type]
             elif isinstance(node, ast.FunctionDef) and name == "check" and self.entry_point and name not in used:
                 left.append(lambda: self.space["check"](self.space["candidate"]))
-            elif isinstance(node, ast.ClassDef) and isinstance(found, type) and issubclass(found, unittest.TestCase):
+            elif isinstance(node, ast.ClassDef) and is_unittest(found):
                 if found not in self.checks.classes:
-                    left.append(functools.partial(run_class, found))
+                    left.append(functools.partial(run_class, found))  # type: ignore[arg-type]
             elif isinstance(node, ast.ClassDef) and name.startswith("Test") and isinstance(found, type):
                 left += [functools.partial(run_method, found, m) for m in vars(found) if m.startswith("test")]
         return left
 
 
+def is_unittest(kind: Any) -> bool:
+    """Whether a class is one of unittest's tests; it is not imported for that, since that takes its time."""
+    module = sys.modules.get("unittest")
+    return module is not None and isinstance(kind, type) and issubclass(kind, module.TestCase)
+
+
 def run_class(case: type[unittest.TestCase]) -> None:
     """The tests of unittest's kind."""
+    import unittest
+
     unittest.TextTestRunner(stream=Nowhere()).run(unittest.defaultTestLoader.loadTestsFromTestCase(case))
 
 
@@ -247,19 +258,21 @@ class Checks:
         results = [*self.asserts.values(), *self.units.values(), *(False for n in expected - self.asserts.keys())]
         return sum(results), len(results) - sum(results)
 
-    def of_unittest(self) -> Counted:
-        """While this holds, every test that unittest runs is counted."""
-        return Counted(self)
-
 
 class Counted:
     """Counts unittest's tests where they run, whoever runs them and whatever is made of the result."""
 
-    def __init__(self, checks: Checks) -> None:
-        self.checks, self.original = checks, unittest.TestCase.run
+    def __init__(self, checks: Checks, *, used: bool) -> None:
+        self.checks, self.used = checks, used
+        self.original: Any = None
 
     def __enter__(self) -> None:
-        original, checks = self.original, self.checks
+        if not self.used:
+            return
+        import unittest
+
+        original, checks = unittest.TestCase.run, self.checks
+        self.original = original
 
         def run(case: unittest.TestCase, result: unittest.TestResult | None = None) -> Any:
             result = case.defaultTestResult() if result is None else result
@@ -278,7 +291,8 @@ class Counted:
         unittest.TestCase.run = run  # type: ignore[assignment,method-assign]
 
     def __exit__(self, *exc_info: object) -> None:
-        unittest.TestCase.run = self.original  # type: ignore[method-assign]
+        if self.original is not None:
+            sys.modules["unittest"].TestCase.run = self.original
 
 
 class CountAsserts(ast.NodeTransformer):

@@ -10,7 +10,6 @@ that decides what comes out, and it would see what was expected.
 from __future__ import annotations
 
 import builtins
-import datetime
 import importlib
 import json
 import operator
@@ -35,10 +34,7 @@ REBUILT: dict[tuple[str, str], Callable[[Any], list[Any]]] = {
     ("datetime", "time"): lambda t: [t.isoformat()],
 }
 """Types beyond the built-in ones that travel by value, and the arguments that they are rebuilt from."""
-FROM_TEXT = {
-    ("datetime", "datetime"): datetime.datetime.fromisoformat,
-    ("datetime", "time"): datetime.time.fromisoformat,
-}
+FROM_TEXT = {("datetime", "datetime"), ("datetime", "time")}
 PLAIN_TYPES = (bool, int, float, complex, str, bytes, bytearray, list, tuple, dict, set, frozenset, range, object, type)
 MAX_NUMBER = 2**18
 """Hexadecimal digits of a whole number that is believed."""
@@ -159,7 +155,8 @@ def decode(data: Any, find: Callable[[str, Any], Any], depth: int = 0) -> Any:
         if tag == "rebuilt":
             module, name, parts = body
             assert (module, name) in REBUILT
-            make = FROM_TEXT.get((module, name)) or getattr(importlib.import_module(module), name)
+            kind = getattr(importlib.import_module(module), name)  # only now: starting a sandbox should be quick
+            make = kind.fromisoformat if (module, name) in FROM_TEXT else kind
             return make(*(decode(part, find, depth + 1) for part in parts))
         made: Any = {"tuple": tuple, "set": set, "frozenset": frozenset}[tag]
         return made(decode(d, find, depth + 1) for d in body)
