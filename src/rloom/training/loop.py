@@ -18,6 +18,7 @@ from rloom.models.precision import keeps_the_bits
 from rloom.models.reference import Reference, without_reference_adapter
 from rloom.observe.completions import CompletionLog
 from rloom.observe.metrics import Metrics
+from rloom.rewards.collection import RewardSet
 from rloom.training import checkpoint, weights
 from rloom.training.card import model_card
 from rloom.training.credit import Credit, Shaper
@@ -38,11 +39,13 @@ class UpdateLoop(Trainer):
     learner: Learner
     credit: Credit
     shaper: Shaper
+    rewards: RewardSet
     metrics: Metrics
     completion_log: CompletionLog
     reference: Reference | None
     _tag_names = ("rloom", "rloo")
     _resumed: dict[str, Any] | None = None  # what a checkpoint said, until the first epoch begins
+    _using_rewards = 0  # how many of train, evaluate and predict are under way
     _elapsed = 0.0  # seconds of training before this call, when resumed
     _train_began = 0.0
 
@@ -119,7 +122,19 @@ class UpdateLoop(Trainer):
                     'On a first run leave it out, or pass resume_from_checkpoint="auto"'
                 )
             resume_from_checkpoint = str(found)
-        return super().train(resume_from_checkpoint, *args, **kwargs)
+        with self._rewards_open():
+            return super().train(resume_from_checkpoint, *args, **kwargs)
+
+    @contextmanager
+    def _rewards_open(self) -> Iterator[None]:
+        """When the outermost of these is over, however it ends, the rewards' processes and threads are let go."""
+        self._using_rewards += 1
+        try:
+            yield
+        finally:
+            self._using_rewards -= 1
+            if not self._using_rewards:
+                self.rewards.close()
 
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
         folder = Path(self._get_output_dir(trial=trial)) / f"checkpoint-{self.state.global_step}"

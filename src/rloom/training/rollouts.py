@@ -60,7 +60,10 @@ class Collector:
             if not any(group.completions for group in groups):
                 raise EngineError("the engine returned no completion at all; see its messages above")
             inputs, contents, texts, ids = _flat(groups)
+            self.rewards.failed = None
             scores = self.score(inputs, contents, texts, ids).cpu().float()
+            if self.shaper.composition is not None:
+                self.shaper.composition.note_failures(self.rewards.failed)
         finally:
             self.rewards.forget()
         rollout = self._rollout(groups, scores, mode)

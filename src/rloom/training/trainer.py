@@ -30,6 +30,7 @@ from rloom.models.load import is_peft_model
 from rloom.models.precision import warn_of_lost_bits
 from rloom.observe.metrics import BUILT_IN, BUILT_IN_PREFIXES
 from rloom.rewards.base import RewardBatch
+from rloom.rewards.judging import TOTALS
 from rloom.seeds import derive_seed
 from rloom.training import assemble
 from rloom.training.advice import advise
@@ -237,12 +238,20 @@ class RLOOTrainer(UpdateLoop):
             columns={name: [row.get(name) for row in inputs] for name in names},
             trainer_state=self.state,
             log_extra=self._log_extra,
-            log_metric=lambda name, value: self.metrics.add(self._mode, name, float(value)),
+            log_metric=self._log_metric,
             check_metric=self._check_metric,
         )
 
     def _log_extra(self, column: str, values: list[Any]) -> None:
         self._logs["extra"][column].extend(values)
+
+    def _log_metric(self, name: str, value: float) -> None:
+        if not name.startswith(TOTALS):
+            self.metrics.add(self._mode, name, float(value))
+            return
+        # Calls of a rollout come in the order of its prompts, not of time: the largest total is the latest.
+        so_far = self.metrics.values[self._mode].get(name, [])
+        self.metrics.set(self._mode, name, max([float(value), *map(float, so_far)]))
 
     def _check_metric(self, name: str, value: float) -> None:
         if name in BUILT_IN or name.startswith(BUILT_IN_PREFIXES):
@@ -282,7 +291,8 @@ class RLOOTrainer(UpdateLoop):
         """Generate for the evaluation prompts and report rewards, lengths and KL as `eval_*`."""
         before, self._eval_prefix = self._eval_prefix, metric_key_prefix
         try:
-            return super().evaluate(eval_dataset, ignore_keys, metric_key_prefix)
+            with self._rewards_open():
+                return super().evaluate(eval_dataset, ignore_keys, metric_key_prefix)
         finally:
             self._eval_prefix = before
 
@@ -292,7 +302,8 @@ class RLOOTrainer(UpdateLoop):
         """Generate for test prompts and report rewards, lengths and KL as `test_*`."""
         before, self._eval_prefix = self._eval_prefix, metric_key_prefix
         try:
-            output = super().predict(test_dataset, ignore_keys, metric_key_prefix)
+            with self._rewards_open():
+                output = super().predict(test_dataset, ignore_keys, metric_key_prefix)
             output.metrics.update({f"{metric_key_prefix}_{k}": v for k, v in self.metrics.flush("eval").items()})
             return output
         finally:
