@@ -392,6 +392,8 @@ def test_frameworks_tests_are_run(framework):
     assert run(RIGHT, tests, partial=True).share == 1.0
     assert run("def double(x): return abs(2 * x)", tests).share == 0.0
     assert run("def double(x): return 7", tests).share == 0.0
+    if framework.startswith("unittest"):
+        assert "AssertionError: 7 != " in run("def double(x): return 7", tests).why
     half = 0.0 if framework == "raises" else 0.5
     assert run("def double(x): return abs(2 * x)", tests, partial=True).share == half
 
@@ -491,7 +493,7 @@ FREEZES = {
 def test_answers_that_take_for_ever_to_build_are_not_built(freeze, expected):
     began = time.monotonic()
     assert run(FREEZES[freeze], [f"assert double(2) == {expected}"], limits=Limits(seconds=2)).share == 0.0
-    assert time.monotonic() - began < 4
+    assert time.monotonic() - began < 10  # starting a sandbox on a busy machine included
 
 
 VALUES = ["4", "-4.5", "True", "None", "'a\\ud800'", "b'x'", "1j", "10 ** 30", "[1, [2]]", "(1, (2, 'b'))", "{1: {2: [3]}}", "{1, (2, 'b')}",

@@ -168,6 +168,7 @@ class Run:
             step()
         except SystemExit as leave:  # unittest.main() ends so; its tests were counted as they ran
             if leave.code or not self.checks.units:
+                self.why = self.why or (self.checks.units and self.checks.why) or ""
                 self._failed(f"exit({leave.code!r})")
         except WireError as error:
             self._failed(f"the program is gone: {error}")
