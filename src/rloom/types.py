@@ -18,6 +18,8 @@ class Prompt:
     content: str | list[dict[str, Any]]
     token_ids: list[int]
     columns: dict[str, Any] = field(default_factory=dict)
+    inputs: dict[str, Tensor] = field(default_factory=dict)  # of its images, as the model's forward names them
+    images: list[Any] = field(default_factory=list)
 
     @property
     def conversational(self) -> bool:
@@ -66,6 +68,7 @@ class Rollout:
     trained: list[bool]  # False where the row is left out of the loss (masked, empty)
     sampling_logprobs: list[list[float]] | None = None
     ended: list[bool] | None = None  # by an end token, and not cut off
+    prompt_inputs: list[dict[str, Tensor]] = field(default_factory=list)  # of images; rows of a group share them
     policy_logprobs: list[Tensor | None] = field(default_factory=list)  # (T_i,) each, at the rollout's weights
     reference_logprobs: list[Tensor | None] = field(default_factory=list)  # (T_i,) each
     kl: list[Tensor | None] = field(default_factory=list)  # (T_i,) each
@@ -73,6 +76,8 @@ class Rollout:
     logged: bool = False  # whether the advantages are in the table of completions
 
     def __post_init__(self) -> None:
+        if not self.prompt_inputs:
+            self.prompt_inputs = [{} for _ in self.completion_ids]
         for name in ("policy_logprobs", "reference_logprobs", "kl", "advantages"):
             if not getattr(self, name):
                 setattr(self, name, [None] * len(self))
@@ -138,6 +143,7 @@ class MicroBatch:
     input_ids: Tensor | None = None  # (B, P + C), prompts padded on the left, completions on the right
     attention_mask: Tensor | None = None
     position_ids: Tensor | None = None
+    prompt_inputs: dict[str, Tensor] = field(default_factory=dict)  # of images, joined
 
     @property
     def num_tokens(self) -> int:

@@ -110,8 +110,17 @@ def test_completions_beyond_a_table_of_positions(config, rows):
 def test_columns_that_would_be_shadowed_or_lost(config):
     with pytest.raises(DataError, match="under the same name from the trainer: 'completions'"):
         build(config, [{"prompt": "a", "completions": 1}, {"prompt": "b", "completions": 2}])
-    with pytest.raises(DataError, match="'image', and this version of rloom trains on text alone"):
-        build(config, [{"prompt": "a", "image": None}, {"prompt": "b", "image": None}])
+    with pytest.raises(
+        DataError, match="a column 'image' and a column 'images': put all images, in order, into 'images'"
+    ):
+        build(config, [{"prompt": "a", "image": None}, {"prompt": "b", "images": None}])
+    with pytest.raises(ConfigError, match=r"a column 'image', and .* is a tokenizer: pass a vision-language model"):
+        build(
+            config,
+            [{"prompt": "a", "image": None}, {"prompt": "b", "image": None}],
+            model=make_model(),
+            processing_class=make_tokenizer(),
+        )
 
 
 def test_empty_prompt(config):

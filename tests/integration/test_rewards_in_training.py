@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
 import threading
 import time
 
@@ -261,3 +263,88 @@ def test_a_step_takes_as_long_as_the_longer_of_its_parts(config):
         config, slow, engine=LateEngine(script, before_each), max_steps=1, per_device_train_batch_size=24
     ).train()
     assert times["first scored"] < times["last generated"]
+
+
+def quick():
+    """A function that a worker need not import this file for."""
+
+    def length(completions, **kwargs):
+        return [float(len(c)) for c in completions]
+
+    return length
+
+
+def workers():
+    lines = subprocess.run(["ps", "-o", "args=", "--ppid", str(os.getpid())], capture_output=True, text=True).stdout
+    return [line for line in lines.splitlines() if "worker.py" in line]
+
+
+def test_workers_and_threads_are_let_go_when_a_run_is_over(config):
+    args = config(max_steps=2, per_device_train_batch_size=8, num_generations=4, eval_strategy="steps", eval_steps=1)
+    trainer = RLOOTrainer(make_model(), rloom.reward(quick(), isolated=True), args, ROWS, ROWS[:2],
+                          processing_class=make_tokenizer(), engine=FakeEngine(script, eos_token_ids=[2]))  # fmt: skip
+    closed = []
+    close = trainer.rewards.close
+    trainer.rewards.close = lambda: (closed.append(trainer.state.global_step), close())
+    trainer.train()
+    assert closed == [2]  # once, at the end: not with each evaluation
+    assert workers() == []
+    trainer.evaluate()  # they start again
+    assert len(closed) == 2
+    assert workers() == []
+    trainer.predict(trainer.train_dataset)
+    assert len(closed) == 3
+    assert workers() == []
+
+
+def test_workers_are_let_go_when_a_run_fails(config):
+    def boom(completions, **kwargs):
+        raise KeyError("x")
+
+    trainer = trainer_of(config, [rloom.reward(quick(), isolated=True), boom])
+    with pytest.raises(KeyError):
+        trainer.train()
+    assert workers() == []
+
+
+def test_a_trainer_that_changes_what_is_scored(config):
+    class Own(RLOOTrainer):
+        def _calculate_rewards(self, inputs, prompts, completions, completion_ids_list):
+            return super()._calculate_rewards(inputs, prompts, ["" for _ in completions], completion_ids_list)
+
+    for marks in ({}, {"streaming": True}, {"isolated": True}):
+        args = config(max_steps=1, per_device_train_batch_size=8, num_generations=4, logging_steps=1)
+        trainer = Own(make_model(), rloom.reward(quick(), **marks), args, ROWS, processing_class=make_tokenizer(),
+                      engine=FakeEngine(script, eos_token_ids=[2]))  # fmt: skip
+        trainer.train()
+        assert trainer.state.log_history[0]["reward"] == 0.0
+
+
+def test_a_gate_that_fails_is_shut_in_a_run(config):
+    @rloom.reward(isolated=True, time_limit=0.5)
+    def gate(completions, **kwargs):
+        if "2" in completions[0]:
+            raise ValueError("no")
+        return [1.0]
+
+    trainer = trainer_of(config, [rloom.term(length, only_if=gate), rloom.term(gate, weight=0.0)], max_steps=1,
+                         on_reward_error="none", logging_steps=1)  # fmt: skip
+    trainer.train()
+    scores = trainer.completion_log.columns["rewards"]
+    counted = [v for v, g in zip(scores["length"], scores["gate"], strict=True) if g == 1.0]
+    assert 0 < len(counted) < len(scores["gate"])
+    assert trainer.state.log_history[0]["reward"] == pytest.approx(sum(counted) / len(scores["gate"]))
+
+
+def test_a_judges_totals_are_totals(config):
+    def answer(call):
+        content = {"choices": [{"message": {"content": '{"score": 5}'}}], "usage": {"prompt_tokens": 10}}
+        call.answer(content)
+
+    with serving(answer) as (url, calls):
+        reward = rloom.rewards.judge("m", base_url=url)
+        trainer = trainer_of(config, reward, max_steps=2, logging_steps=2)
+        trainer.train()
+        log = trainer.state.log_history[0]
+        assert log["judge/calls"] == len(calls) == 16
+        assert log["judge/prompt_tokens"] == 160

@@ -33,6 +33,9 @@ def nothing(completions):
 
 def fails(completions):
     raise ValueError("no")
+
+def fragile(completions, answer):
+    return [float(c.split()[-1] == a) for c, a in zip(completions, answer)]
 """
 
 
@@ -78,6 +81,7 @@ def test_a_good_reward(here, capsys):
         ("long", "as high as the best: one token repeated"),
         ("nothing", "it gave no score at all"),
         ("fails", "it gave no score at all"),
+        ("fragile", "failed on degenerate completions, which a policy will write sooner or later: empty (6)"),
     ],
 )
 def test_rewards_that_should_not_be_trained_with(here, capsys, name, message):

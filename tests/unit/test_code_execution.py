@@ -279,6 +279,284 @@ def test_a_trick_does_not_score(trick, form):
     assert run(TRICKS[trick], FORMS[form], limits=limits, partial=True).share < 0.5
 
 
+LIAR = """
+seen = []
+class L:
+    def __init__(self, *a): pass
+    def yes(self, *a): seen.extend(a); return True
+    def me(self, *a): seen.extend(a); return self
+    __lt__ = __le__ = __gt__ = __ge__ = __ne__ = __eq__ = __contains__ = __bool__ = yes
+    __sub__ = __rsub__ = __add__ = __radd__ = __mul__ = __truediv__ = __mod__ = __abs__ = __getattr__ = __call__ = me
+    __neg__ = __pow__ = __floordiv__ = __and__ = __or__ = me
+    def __round__(self, n=0): return 0
+    def __float__(self): return 0.0
+    def __int__(self): return 0
+    def __iter__(self): return iter([L(), L()])
+    def __getitem__(self, i): return L()
+    def __len__(self): return 2
+    def __exit__(self, *a): return True
+    def __enter__(self): return self
+    def __hash__(self): return 0
+def f(*a, **k): return L()
+"""
+IDIOMS = {
+    "a difference": "assert abs(f(1) - 2/3) < 1e-6",
+    "a difference the other way": "assert abs(2/3 - f(1)) < 1e-6",
+    "a relative difference": "assert abs(f(1) / 3 - 1) <= 1e-6",
+    "math.isclose": "import math\nassert math.isclose(f(1), 3.0)",
+    "assertAlmostEqual": "import unittest\nclass T(unittest.TestCase):\n    def test(self): self.assertAlmostEqual(f(1), 2.5)",
+    "assertGreater": "import unittest\nclass T(unittest.TestCase):\n    def test(self): self.assertGreater(f(1), 2.5)",
+    "assertNotEqual": "import unittest\nclass T(unittest.TestCase):\n    def test(self): self.assertNotEqual(f(1), 2.5)",
+    "assertTrue": "import unittest\nclass T(unittest.TestCase):\n    def test(self): self.assertTrue(f(1))",
+    "round": "assert round(f(1), 2) == 0",
+    "abs": "assert abs(f(1)) == 3",
+    "float": "assert float(f(1)) == 0.0",
+    "int": "assert int(f(1)) == 0",
+    "truth": "assert f(1)",
+    "not": "assert not f(1)",
+    "contains": "assert 3 in f(1)",
+    "is contained": "assert f(1) in [1, 2]",
+    "is not contained": "assert f(1) not in {1, 2}",
+    "greater": "assert f(3) > 100",
+    "between": "assert 1 <= f(3) <= 100",
+    "unequal": "assert f(3) != 4",
+    "not equal": "assert not (f(3) == 4)",
+    "all": "assert all(f(3))",
+    "all, compared": "assert all(x > 3 for x in f(3))",
+    "any": "assert any(f(3))",
+    "zip": "assert all(abs(a - b) < 1e-6 for a, b in zip(f(3), [1.5, 2.5]))",
+    "items": "assert f(3)[0] > 5",
+    "attributes": "assert f(3).value >= 5",
+    "methods": "assert f(3).value() >= 5",
+    "sum": "assert sum(f(3)) > 5",
+    "max": "assert max(f(3)) > 5",
+    "sorted": "assert sorted(f(3)) == [1, 2]",
+    "with": "with f(3) as x:\n    assert x.value == 5",
+    "an exception of ours": "try:\n    f(3) < 3\nexcept TypeError:\n    pass\nassert 1 == 1",
+    "differences of its own": "assert f(3) - f(4) < 3",
+    "a set": "assert len({f(3), f(4)}) == 1",
+    "format": "assert f'{f(3):.2f}' == '3.00'",
+    "the tests' own comparison": "def near(a, b): return a - b < 1\nassert near(f(3), 5)",
+}
+
+
+@needs_sandbox
+@pytest.mark.parametrize("idiom", IDIOMS)
+def test_an_object_that_lies_in_a_comparison_does_not_score(idiom):
+    verdict = run(LIAR, IDIOMS[idiom])
+    assert verdict.share == 0.0
+    assert verdict.why
+
+
+@needs_sandbox
+def test_expected_values_do_not_reach_the_program():
+    tests = "try:\n    assert abs(f(2) - 4.25) < 1e-9 or f(3) != 7.5 or f(3) > 8.5\nexcept TypeError: pass\nassert values() == []"
+    assert "plain data" in run(LIAR + "def values(): return seen", tests).why
+    spy = LIAR + "def values():\n    return seen and 1 / 0 or 1"
+    assert run(spy, tests.replace("== []", "== 1"), partial=True).share > 0
+
+
+@needs_sandbox
+def test_a_loop_over_nothing_is_no_pass():
+    for partial in (False, True):
+        assert run("def f(x): return []", "for x in f(3):\n    assert x > 7", partial=partial).share == 0.0
+        assert run("def f(x): return [8]", "for x in f(3):\n    assert x > 7", partial=partial).share == 1.0
+
+
+@needs_sandbox
+def test_a_program_that_dies_is_not_the_exception_that_was_expected():
+    tests = "try:\n    double(2)\nexcept Exception:\n    pass\nelse:\n    raise AssertionError"
+    assert run("import os\ndef double(x): os._exit(0)", tests).share == 0.0
+    assert run("def double(x): raise ValueError", tests).share == 1.0
+
+
+UNIT = "import unittest\nclass T(unittest.TestCase):\n    def test_a(self): self.assertEqual(double(2), 4)\n    def test_b(self): self.assertEqual(double(-3), -6)\n"
+FRAMEWORKS = {
+    "unittest, guarded": UNIT + "if __name__ == '__main__':\n    unittest.main()\n",
+    "unittest, unguarded": UNIT + "unittest.main()\n",
+    "unittest, left to be found": UNIT,
+    "unittest, its result not looked at": UNIT + "unittest.main(exit=False)\n",
+    "pytest": "def test_double():\n    assert double(2) == 4\ndef test_negative():\n    assert double(-3) == -6\n",
+    "pytest, in a class": "class TestDouble:\n    def test_double(self):\n        assert double(2) == 4\n    def test_b(self):\n        assert double(-3) == -6\n",
+    "guarded": "def main():\n    assert double(2) == 4\n    assert double(-3) == -6\nif __name__ == '__main__':\n    main()\n",
+    "raises": "if double(2) != 4: raise ValueError\nif double(-3) != -6: raise ValueError\n",
+}
+
+
+@needs_sandbox
+@pytest.mark.parametrize("framework", FRAMEWORKS)
+def test_frameworks_tests_are_run(framework):
+    tests = FRAMEWORKS[framework]
+    assert run(RIGHT, tests).why == ""
+    assert run(RIGHT, tests).share == 1.0
+    assert run(RIGHT, tests, partial=True).share == 1.0
+    assert run("def double(x): return abs(2 * x)", tests).share == 0.0
+    assert run("def double(x): return 7", tests).share == 0.0
+    if framework.startswith("unittest"):
+        assert "AssertionError: 7 != " in run("def double(x): return 7", tests).why
+    half = 0.0 if framework == "raises" else 0.5
+    assert run("def double(x): return abs(2 * x)", tests, partial=True).share == half
+
+
+NOTHING = {
+    "a comment": "# nothing",
+    "pass": ["pass"],
+    "an empty item": [""],
+    "no entry point": "def check(candidate):\n    assert candidate(2) == 4\n",
+    "only skipped": "import unittest\n@unittest.skip('no')\nclass T(unittest.TestCase):\n    def test(self): self.assertEqual(double(2), 5)\n",
+    "definitions": "import math\nx = 3\ndef helper(): assert double(2) == 5\n",
+}
+
+
+@needs_sandbox
+@pytest.mark.parametrize("nothing", NOTHING)
+def test_tests_that_check_nothing_are_an_error(nothing):
+    with pytest.raises(RewardError, match="these tests check nothing"):
+        run("x = 1", NOTHING[nothing])
+
+
+@needs_sandbox
+def test_lines_of_setup_among_tests_do_not_count():
+    tests = ["import math", "assert math.isclose(double(1), 2)", "assert double(2) == 5"]
+    assert run(RIGHT, tests, partial=True).share == 0.5
+
+
+@needs_sandbox
+def test_leaving_is_no_pass():
+    assert run(RIGHT, "import sys\nassert double(2) == 4\nsys.exit(0)").share == 0.0
+    assert (
+        run("def check(c): pass\ndef double(x): return 0", "assert double(2) == 4\n", entry_point="double").share == 0.0
+    )
+
+
+HELLO = """
+import sys
+sys.modules["rloom.rewards.inside.program"].contents = lambda peer, module: {hello}
+def double(x): return x
+"""
+HELLOS = {
+    "other built-in functions": "{'names': {'__builtins__': {'dict': [['abs', peer.keep(lambda x: 0)]]}, 'double': peer.keep(module.double)}}",
+    "the way out as a value": "{'names': {'double': {'type': 'SystemExit'}, 'exit': {'type': 'SystemExit'}}}",
+    "the tests' own name": "{'names': {'__name__': 'x', '__checks__': {'mine': 0}, 'double': peer.keep(module.double)}}",
+    "names that are none": "{'names': 5}",
+    "a list of names": "{'names': ['double']}",
+    "numbers as exceptions": "{'names': {'double': peer.keep(module.double)}, 'exceptions': {'E': 5, 'AssertionError': ['Exception']}}",
+    "numbers as modules": "{'names': {'double': peer.keep(module.double)}, 'modules': {'math': 5, '__builtins__': 'os'}}",
+    "modules": "{'names': {'double': peer.keep(module.double)}, 'modules': [1]}",
+    "nothing": "None",
+    "a handle that is none": "{'names': {'double': {'mine': 'x'}}}",
+}
+
+
+@needs_sandbox
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("hello", HELLOS)
+def test_what_a_program_says_of_itself_changes_nothing(hello, form):
+    assert run(HELLO.format(hello=HELLOS[hello]), FORMS[form]).share == 0.0
+    raising = "try:\n    double(2)\n    raise double\nexcept ValueError:\n    pass\nassert double(3) == 6"
+    assert run(HELLO.format(hello=HELLOS[hello]), raising).share == 0.0
+    assert run(HELLO.format(hello=HELLOS[hello]), "assert abs(double(3) - 6) < 1e-6").share == 0.0
+
+
+@needs_sandbox
+def test_the_tests_own_objects_cannot_be_changed():
+    tests = "class Case:\n    def __init__(self): self.given, self.expected = 3, 6\nc = Case()\nresult = double(c)\nassert result == c.expected"
+    assert run("def double(c):\n    c.expected = 0\n    return 0", tests).share == 0.0
+    assert run("def double(c): return 2 * c.given", tests).share == 1.0
+
+
+@needs_sandbox
+def test_asserts_in_loops_count_once():
+    tests = "for x in values():\n    assert x == x\nassert double(2) == 4\nassert double(3) == 6"
+    inflated = "def values(): return list(range(1000))\ndef double(x): return 0"
+    assert run(inflated, tests, partial=True).share == pytest.approx(1 / 3)
+    tests = "for x in (1, 2, 3):\n    assert double(x) == 2 * x\nassert double(0) == 0"
+    assert run("def double(x): return x if x == 3 else 2 * x", tests, partial=True).share == 0.5
+    guarded = "try:\n    double('x')\nexcept TypeError:\n    pass\nelse:\n    assert False\nassert double(1) == 2"
+    assert run("def double(x): return x * 2 if x != 'x' else x - 1", guarded, partial=True).share == 1.0
+
+
+FREEZES = {
+    "a fraction": "class Fraction:\n    def __str__(s): return '1e20000000'\nFraction.__module__ = 'fractions'\ndef double(x): return Fraction()",
+    "a decimal": "class Decimal:\n    def __str__(s): return '1e999999999'\nDecimal.__module__ = 'decimal'\ndef double(x): return Decimal()",
+    "colliding elements": "def double(x): return {i * (2**61 - 1) for i in range(1)} and A([i * (2**61 - 1) for i in range(1, 60000)])\nclass A(frozenset):\n    def __new__(c, v): s = frozenset.__new__(c); s.v = v; return s\n    def __iter__(s): return iter(s.v)\n    def __len__(s): return 4\n    def __hash__(s): return 1",
+    "colliding keys": "class D(dict):\n    def items(s): return [(i * (2**61 - 1), 0) for i in range(1, 60000)]\ndef double(x): return D()",
+    "a large number": "def double(x): return 1 << 3000000",
+    "a number too long to be shown": "def double(x): return 10 ** 5000",
+    "deep": "def double(x):\n    a = []\n    for _ in range(90): a = [a]\n    return a",
+}
+
+
+@needs_sandbox
+@pytest.mark.parametrize("freeze", FREEZES)
+@pytest.mark.parametrize("expected", ["4", "{4}", "{4: 4}", "[4]", "0.5", "{frozenset({1})}"])
+def test_answers_that_take_for_ever_to_build_are_not_built(freeze, expected):
+    began = time.monotonic()
+    assert run(FREEZES[freeze], [f"assert double(2) == {expected}"], limits=Limits(seconds=2)).share == 0.0
+    assert time.monotonic() - began < 10  # starting a sandbox on a busy machine included
+
+
+VALUES = ["4", "-4.5", "True", "None", "'a\\ud800'", "b'x'", "1j", "10 ** 30", "[1, [2]]", "(1, (2, 'b'))", "{1: {2: [3]}}", "{1, (2, 'b')}",
+          "frozenset({1})", "{(1, 2): 'a'}", "[]", "{}", "''"]  # fmt: skip
+
+
+@needs_sandbox
+def test_plain_answers_are_compared_as_python_compares_them():
+    literals = [v for v in VALUES if v not in ("10 ** 30", "frozenset({1})")] + [str(10**30)]
+    for value in VALUES:
+        tests = [f"assert f() == {other}" for other in literals]
+        equal = sum(eval(value) == eval(other) for other in literals)
+        assert run(f"def f(): return {value}", tests, partial=True).share == pytest.approx(equal / len(tests)), value
+    exact = "from fractions import Fraction\nfrom decimal import Decimal\ndef f(x): return Fraction(1, 2) if x else Decimal('0.5')"
+    assert run(exact, ["assert f(0) == 0.5", "assert f(1) == 0.5"]).share == 1.0
+
+
+PASSED = """
+import datetime, contextlib
+from collections import namedtuple
+from typing import NamedTuple
+Point = namedtuple("Point", "x y")
+def day(d): return d + datetime.timedelta(days=1)
+def when(): return datetime.datetime(2024, 1, 2, 3, 4, tzinfo=datetime.timezone.utc)
+def origin(): return Point(1, 2)
+def fill(*, into, more): into.append(1); more["a"] = 2
+class Resource:
+    state = "new"
+    def __enter__(self): self.state = "open"; return self
+    def __exit__(self, *exc): self.state = "closed" if exc[0] is None else exc[0].__name__
+class Vector:
+    def __init__(self, x): self.x = x
+    def __add__(self, other): return Vector(self.x + other.x)
+def total(numbers): return sum(numbers)
+"""
+PASSING = """
+import datetime
+assert day(datetime.date(2024, 2, 28)) == datetime.date(2024, 2, 29)
+assert day(datetime.date(2024, 1, 1)) - datetime.date(2024, 1, 1) == datetime.timedelta(days=1)
+assert when() == datetime.datetime(2024, 1, 2, 3, 4, tzinfo=datetime.timezone.utc)
+assert origin() == (1, 2) and origin().y == 2 and origin()._fields == ("x", "y")
+given, other = [], {}
+fill(into=given, more=other)
+assert given == [1] and other == {"a": 2}
+r = Resource()
+with r as opened:
+    assert opened.state == "open"
+assert r.state == "closed"
+try:
+    with r:
+        raise KeyError("x")
+except KeyError:
+    assert r.state == "KeyError"
+assert (Vector(1) + Vector(2)).x == 3
+assert total(range(4)) == 6
+"""
+
+
+@needs_sandbox
+def test_right_programs_with_dates_named_tuples_and_contexts_score():
+    assert run(PASSED, PASSING).why == ""
+
+
 @needs_sandbox
 def test_a_module_that_the_tests_forgot_to_import_is_never_the_programs():
     """Where the tests rely on the program's imports, they get the real module, whatever the program calls by that name."""
@@ -308,6 +586,10 @@ HOGS = {
     "a loop in C": "def double(x):\n    return sum(range(10**12))",
     "a regular expression": "import re\ndef double(x):\n    re.match('(a+)+$', 'a' * 40 + 'b')\n    return 2 * x",
     "a signal handler": "import signal, time\nfor s in range(1, 60):\n    try: signal.signal(s, signal.SIG_IGN)\n    except Exception: pass\ndef double(x):\n    while True: time.sleep(1)",
+    "System V memory": "import ctypes\ndef double(x):\n    l = ctypes.CDLL(None, use_errno=True)\n    return 2 * x if l.shmget(0, 1 << 20, 0o1600) >= 0 else -1",
+    "memory without a name": "import os\ndef double(x):\n    os.memfd_create('x')\n    return 2 * x",
+    "user namespaces": "import ctypes\ndef double(x):\n    return 2 * x if x != 2 or ctypes.CDLL(None).unshare(0x10000000) == 0 else -1",
+    "user namespaces by clone": "import ctypes\ndef double(x):\n    return 2 * x if x != 2 or ctypes.CDLL(None).syscall(56, 0x10000000 | 17, 0, 0, 0, 0) >= 0 else -1",
     "an answer of 100 MB": "def double(x): return 'x' * 10**8",
 }  # fmt: skip
 
@@ -421,6 +703,11 @@ def test_strange_completions():
         ({"answer": "4"}, "needs a column 'tests'.*its columns are: answer"),
         ({"tests": ["assert double(2) =="]}, "the tests 'assert double.2. ==' are no Python program"),
         ({"tests": [1, 2]}, "tests are a text, a list"),
+        ({"tests": 5}, "tests are a text, a list.*not 5"),
+        ({"tests": [{"input": "1", "output": "1"}, "x"]}, "tests are a text, a list"),
+        ({"tests": "x", "entry_point": 5}, "entry_point is the name of a function, not 5"),
+        ({"tests": "x", "test_imports": 5}, "test_imports is a text or a list"),
+        ({"tests": "x", "test_imports": [5]}, "test_imports is a text or a list"),
         ({"tests": [{"input": "1"}]}, "needs 'input' and 'output'"),
         ({"tests": {"inputs": ["1"], "outputs": []}}, "two lists of one length"),
     ],

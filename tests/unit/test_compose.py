@@ -101,3 +101,29 @@ def test_routes_call_a_function_on_its_rows_alone():
 def test_several_values_of_a_column():
     assert term(accuracy, when=("task", ["a", "b"])).when == ("task", ("a", "b"))
     assert rloom.term is term
+
+
+def test_a_gate_whose_function_failed_is_shut():
+    parts = composition(term(accuracy, only_if=form, otherwise=-1.0), form)
+    scores = torch.tensor([[1.0, nan], [1.0, nan], [1.0, 1.0]])
+    assert parts.gated(scores)[:, 0].tolist() == [1.0, 1.0, 1.0]  # it gave None: the gate is open
+    parts.note_failures(torch.tensor([[False, True], [False, False], [False, False]]))
+    assert parts.gated(scores)[:, 0].tolist() == [-1.0, 1.0, 1.0]
+
+
+def test_a_routed_term_with_rows_of_its_own():
+    with pytest.raises(RewardError, match="give one of them"):
+        route("task", {"math": term(accuracy, when=("level", "hard"))})
+
+
+class Scorer:
+    def form(self, completions): ...
+
+    def accuracy(self, completions): ...
+
+
+def test_methods_as_gates():
+    scorer = Scorer()
+    assert composition(term(scorer.accuracy, only_if=scorer.form), term(scorer.form)).gates == [1, None]
+    with pytest.raises(RewardError, match="not among the other rewards"):
+        composition(term(scorer.accuracy, only_if=Scorer().form), term(scorer.form))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import http.client
 import json
+import logging
 import os
 import re
 import subprocess
@@ -100,6 +101,53 @@ def test_a_service_that_drips():
         assert time.monotonic() - began < 2.0
 
 
+def test_a_service_that_drips_headers():
+    def drips(call):
+        for _ in range(30):
+            call.handler.wfile.write(b"X")
+            time.sleep(0.1)
+
+    with serving(drips) as (url, _):
+        began = time.monotonic()
+        with pytest.raises(RewardError, match=r"not done after 0.4 seconds"):
+            ask(url, timeout=0.4, retries=0)
+        assert time.monotonic() - began < 2.0
+
+
+def test_secrets_are_not_told(caplog):
+    """Neither a token, nor a password or a key in an address, in no message and no log; and all of them are sent."""
+    caplog.set_level(logging.DEBUG)
+    with serving(lambda call: call.answer(f"{call.headers['Authorization']}".encode(), 404)) as (url, calls):
+        address = url.replace("http://", "http://me:p4ssw0rd@") + "/score?key=s3cret"
+        for options in ({"token": "t0ken\n"}, {}):
+            with pytest.raises(RewardError) as caught:
+                http_reward(address, retries=0, **options)(prompts=["p"], completions=["c"])
+            for secret in ("p4ssw0rd", "s3cret", "t0ken", calls[-1].headers["Authorization"].split()[1]):
+                assert secret not in str(caught.value) + caplog.text
+            assert calls[-1].handler.path == "/score?key=s3cret"
+        assert calls[0].headers["Authorization"] == "Bearer t0ken"
+        assert calls[1].headers["Authorization"].startswith("Basic ")
+    with pytest.raises(RewardError) as caught:
+        http_reward("http://me:p4ssw0rd@127.0.0.1:1/score?key=s3cret", retries=0)(prompts=["p"], completions=["c"])
+    assert not re.search("p4ssw0rd|s3cret", str(caught.value))
+
+
+@pytest.mark.parametrize("options", [{"token": "t0 ken"}, {"token": "t0k\u00e9n"}, {"headers": {"X-Key": "t0k\nen"}}])
+def test_tokens_that_cannot_be_sent_are_refused_at_once(options):
+    with pytest.raises(RewardError, match=r"no header can carry") as caught:
+        http_reward("http://127.0.0.1:1/score", **options)
+    assert "t0" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "url", ["http://me:p4ssw0rd@host:port/x?key=s3cret", "me:p4ssw0rd@host?key=s3cret", "http://[::1"]
+)
+def test_addresses_that_are_none(url):
+    with pytest.raises(RewardError, match="is no address") as caught:
+        http_reward(url)
+    assert "s3cret" not in str(caught.value)
+
+
 def test_nobody_there():
     with pytest.raises(RewardError, match="ConnectError"):
         ask("http://127.0.0.1:1", retries=1)
@@ -154,7 +202,7 @@ def server(request):
 
 def send(server, body=b"{}", method="POST", path="/score", headers=None):
     connection = http.client.HTTPConnection("127.0.0.1", server.server_address[1], timeout=10)
-    connection.request(method, path, body, headers or {})
+    connection.request(method, path, body, {"Content-Type": "application/json", **(headers or {})})
     response = connection.getresponse()
     try:
         return response.status, json.loads(response.read())
@@ -182,7 +230,7 @@ def test_client_and_service_fit(server):
         (b'{"completions": ["a"], "prompts": []}', 400, '"prompts" is no list of 1 values'),
         (b'{"completions": ["a"], "columns": {"answer": [1, 2]}}', 400, '"answer" is no list of 1'),
         (b'{"completions": ["a"], "answer": [1]}', 400, 'unknown field "answer"'),
-        (b'{"completions": ["boom"]}', 500, "ValueError: cannot score that"),
+        (b'{"completions": ["boom"]}', 422, "ValueError: cannot score that"),
     ],
 )
 def test_requests_that_are_wrong(server, body, status, message):
@@ -197,6 +245,23 @@ def test_other_paths_and_sizes(server):
     assert send(server, None, "GET", "/score")[0] == 404
     assert send(server, b"", headers={"Content-Length": "-1"})[0] == 411
     assert send(server, b"", headers={"Content-Length": str(10**12)})[0] == 413
+
+
+def test_a_browser_cannot_be_used_to_reach_it(server):
+    body = b'{"completions": ["a"]}'
+    for kind in ("text/plain", "application/x-www-form-urlencoded", "multipart/form-data"):
+        assert send(server, body, headers={"Content-Type": kind})[0] == 415
+    for host in ("evil.example", "evil.example:8000", "", "[", "127.0.0.1.evil.example"):
+        assert send(server, body, headers={"Host": host})[0] == 403
+        assert send(server, None, "GET", "/health", headers={"Host": host})[0] == 403
+    for host in ("localhost", "127.0.0.1:8000", "[::1]:8000"):
+        assert send(server, body, headers={"Host": host, "Content-Type": "application/json; charset=utf-8"})[0] == 200
+
+
+def test_a_reward_that_fails_is_not_asked_again(server):
+    url = f"http://127.0.0.1:{server.server_address[1]}/score"
+    with pytest.raises(RewardError, match=r"answered 422.*cannot score that"):
+        http_reward(url, retries=50, backoff=10.0)(prompts=["p"], completions=["boom"])
 
 
 @pytest.mark.parametrize("server", ["secret"], indirect=True)

@@ -458,3 +458,52 @@ def test_nothing_is_said_when_nothing_fails(caplog):
     with caplog.at_level(logging.WARNING):
         score(rloom.reward(lambda completions: [1.0], isolated=True))
     assert not caplog.records
+
+
+def test_an_answer_that_cannot_be_sent_costs_its_own_sample():
+    class Odd:
+        def __str__(self):
+            raise ValueError("no")
+
+    def answers(completions, answer):
+        return [[10**5000, 1.0, Odd(), 2.0][answer[0] % 4]]
+
+    rewards = RewardSet(
+        [FunctionReward(rloom.reward(answers, isolated=True, time_limit=3.0))], None, on_error="none", workers=1
+    )
+    try:
+        for _ in range(2):  # from the second time on, several samples are handed over at once
+            assert same(rewards.score(batch(40))[:, 0], [nan, 1.0, nan, 2.0] * 10)
+            report = dict(rewards.report)
+            assert report["rewards/answers/errors"] == 20
+            assert "rewards/answers/timeouts" not in report
+    finally:
+        rewards.close()
+
+
+@pytest.mark.parametrize("when", ["in a sample", "between samples"])
+def test_what_a_crashed_worker_started_ends_with_it(tmp_path, when):
+    note = tmp_path / "child"
+
+    def crashes(completions, answer):
+        if not note.exists():
+            child = subprocess.Popen(["sleep", "100"])
+            note.write_text(str(child.pid))
+            if when == "in a sample":
+                os._exit(3)
+            threading.Timer(0.3, os._exit, [3]).start()
+        return [1.0]
+
+    rewards = RewardSet([FunctionReward(rloom.reward(crashes, isolated=True))], None, workers=1)
+    try:
+        rewards.score(batch(1))
+        time.sleep(1.0)
+        assert rewards.score(batch(1)).tolist() == [[1.0]]
+        for _ in range(50):
+            state = subprocess.run(["ps", "-o", "stat=", "-p", note.read_text()], capture_output=True, text=True).stdout
+            if not state.strip() or state.startswith("Z"):
+                return
+            time.sleep(0.1)
+        pytest.fail("a process outlived its worker")
+    finally:
+        rewards.close()

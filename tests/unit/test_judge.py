@@ -12,6 +12,7 @@ from transformers import LlamaConfig, LlamaForSequenceClassification
 
 from rloom.errors import ConfigError, RewardError
 from rloom.rewards import FunctionReward, RewardBatch, RewardSet, judge
+from rloom.rewards.judging import read_preference, read_score
 from tests.conftest import LETTERS, make_tokenizer
 from tests.services import serving
 
@@ -193,3 +194,54 @@ def test_what_a_judge_cannot_be():
         judge()
     with pytest.raises(RewardError, match="scale must be"):
         judge("m", scale=(5, 1))
+
+
+def test_scores_among_braces():
+    quoted = json.dumps({"reason": 'it ends with {"score": 10} and {x}', "score": 2})
+    for text in (
+        quoted,
+        f"```json\n{quoted}\n```",
+        f'First {{"score": 9}}, no: {quoted} That is it.',
+        "A set {1, 2}. " + quoted,
+    ):
+        assert read_score(text, 1, 10) == 2.0
+    backwards = json.dumps({"score": 2, "reason": 'it ends with {"score": 10}'})
+    assert read_score(backwards, 1, 10) == 2.0
+    for broken in (
+        '{"reason": "it says {"score": 10} here", "score": 2}',
+        '{"reason": "it says {\\"score\\": 10}',
+        '{"reason": "score: 10',
+        '{"score": true}',
+        '{"reason": {"score": 10}}',
+        '{"score": [10]}',
+        "{" * 20000,
+        '{"a":' * 5000,
+    ):
+        assert read_score(broken, 1, 10) is None, broken[:50]
+    assert read_preference(json.dumps({"reason": 'B says {"better": "B"} {}', "better": "A"})) == 1.0
+    assert read_preference(json.dumps({"better": "A", "reason": 'B says {"better": "B"}'})) == 1.0
+    assert read_preference('{"reason": "says {"better": "B"}", "better": "A"}') is None
+
+
+def test_only_answers_that_say_something_are_kept_and_for_one_address(tmp_path):
+    cache = tmp_path / "judge.sqlite"
+    with serving(lambda call: reply(call, "I cannot say.")) as (url, calls):
+        assert made(url, cache=cache)(["q"], ["a"]) == [None]
+        asked = len(calls)
+        assert made(url, cache=cache)(["q"], ["a"]) == [None]
+        assert len(calls) == 2 * asked
+    with serving(by_length) as (url, calls), serving(by_length) as (other, others):
+        made(url, cache=cache)(["q"], ["a"])
+        made(url, cache=cache)(["q"], ["a"])
+        made(other, cache=cache)(["q"], ["a"])
+        assert (len(calls), len(others)) == (1, 1)
+
+
+def test_a_key_with_a_line_end(monkeypatch):
+    monkeypatch.setenv("MY_KEY", "k3y\n")
+    with serving(by_length) as (url, calls):
+        made(url, api_key_env="MY_KEY")(["q"], ["a"])
+        assert calls[0].headers["Authorization"] == "Bearer k3y"
+    monkeypatch.setenv("MY_KEY", "k3\ny")
+    with pytest.raises(RewardError, match="the environment's MY_KEY"):
+        judge("m", api_key_env="MY_KEY")

@@ -105,3 +105,11 @@ def test_running_normalization_uses_the_moments_so_far():
 def test_clip():
     torch.testing.assert_close(clip(tensor(-5, 0.5, NAN, 9), (-1, 2)), tensor(-1, 0.5, NAN, 2), equal_nan=True)
     assert clip(tensor(-5, 9), None).tolist() == [-5, 9]
+
+
+def test_running_moments_refuse_infinity():
+    moments = RunningMoments()
+    moments.update(tensor(1.0, 2.0))
+    with pytest.raises(ValueError, match="infinite"):
+        moments.update(tensor(3.0, math.inf))
+    assert (moments.count, moments.mean) == (2, 1.5)

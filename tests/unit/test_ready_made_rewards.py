@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import builtins
 import json
+import time
 
 import pytest
 import torch
@@ -277,3 +278,12 @@ def test_built_in_rewards_are_scored_per_group():
     made = [format("x"), json_schema({}), length(), language("en"), rouge(), bleu(), semantic_similarity("none")]
     for function in (math_accuracy, choice_accuracy, think_format_reward, sentiment, *made):
         assert marks_of(function).streaming, function.__name__
+
+
+@pytest.mark.parametrize(
+    "text", ["answer" + " " * 3_000 + ".", "answer " * 15_000, "answer" + " *" * 50_000, "(" * 100_000]
+)
+def test_choices_in_strange_texts_take_no_time(text):
+    began = time.monotonic()
+    assert choice_accuracy([text] * 8, answer=["B"] * 8) == [0.0] * 8
+    assert time.monotonic() - began < 5.0

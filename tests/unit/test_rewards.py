@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+import concurrent.futures
+import copy
 import functools
 import math
+import sys
+import time
 
+import numpy as np
 import pytest
 import torch
 
+import rloom
 from rloom.errors import RewardError
 from rloom.rewards import FunctionReward, ObjectReward, RewardBatch, RewardSet
 
@@ -118,3 +124,167 @@ def test_names_and_weights():
         RewardSet([FunctionReward(lengths)] * 2, [1.0])
     with pytest.raises(RewardError, match="no reward function"):
         RewardSet([], None)
+
+
+# -- what must not get past `on_reward_error`
+
+
+class Unspeakable:
+    def __str__(self):
+        raise ValueError("no")
+
+    __repr__ = __str__
+
+
+class Deceptive:
+    def __len__(self):
+        raise KeyError("no")
+
+
+class UnspeakableError(Exception):
+    def __str__(self):
+        raise ValueError("no")
+
+
+def leaves(completions):
+    sys.exit(0)
+
+
+async def leaves_later(completions):
+    await asyncio.sleep(0)
+    sys.exit(0)
+
+
+async def leaves_in_a_task(completions):
+    await asyncio.gather(leaves_later(completions))
+
+
+def is_cancelled(completions):
+    raise concurrent.futures.CancelledError
+
+
+async def cancels_itself(completions):
+    raise asyncio.CancelledError
+
+
+def raises_unspeakably(completions):
+    raise UnspeakableError
+
+
+BAD = {
+    "a huge whole number": lambda completions: [10**400, 1.0],
+    "a tensor of several": lambda completions: [torch.ones(2), 1.0],
+    "an array of several": lambda completions: [np.ones(2), 1.0],
+    "no text": lambda completions: [Unspeakable(), 1.0],
+    "too large for float32": lambda completions: [1e39, 1.0],
+    "no text in place of a list": lambda completions: Unspeakable(),
+    "no length": lambda completions: Deceptive(),
+    "leaves": leaves,
+    "leaves in a thread": rloom.reward(leaves, streaming=True),
+    "leaves in a worker": rloom.reward(leaves, isolated=True),
+    "leaves on the loop": leaves_later,
+    "leaves in a task": leaves_in_a_task,
+    "leaves behind a lambda": lambda completions: leaves_later(completions),
+    "is cancelled": rloom.reward(is_cancelled, streaming=True),
+    "cancels itself": cancels_itself,
+    "an exception without text": raises_unspeakably,
+    "an exception without text, in a worker": rloom.reward(raises_unspeakably, isolated=True),
+}
+
+
+@pytest.mark.parametrize("bad", BAD)
+def test_whatever_a_function_does_costs_its_samples_alone(bad):
+    rewards = RewardSet([FunctionReward(BAD[bad])], None, on_error="none", workers=1)
+    try:
+        scores = rewards.score(batch())[:, 0]
+        assert scores[0].isnan()
+        assert dict(rewards.report)[f"rewards/{rewards.names[0]}/errors"] >= 1
+        assert rewards.failed[0, 0]
+        rewards.on_error = -1.0
+        assert rewards.score(batch())[0, 0] == -1.0
+        rewards.on_error = "raise"
+        with pytest.raises((RewardError, UnspeakableError, concurrent.futures.CancelledError)) as caught:
+            rewards.score(batch())
+        assert rewards.names[0] in " ".join([*getattr(caught.value, "__notes__", [])])
+    finally:
+        rewards.close()
+    assert score(lengths).tolist() == [[3.0], [5.0]]  # the loop and all else go on
+    assert RewardSet([FunctionReward(later)], None).score(batch()).tolist() == [[3.0], [5.0]]
+
+
+async def later(completions):
+    return lengths(completions)
+
+
+def test_a_function_may_do_to_its_arguments_what_it_likes():
+    def greedy(prompts, completions, answer, log_extra):
+        sizes = [float(len(c[0]["content"])) for c in completions]
+        log_extra("sizes", sizes)
+        for prompt, completion in zip(prompts, completions, strict=True):
+            prompt[-1]["content"] = completion[0]["content"] = "z"
+        answer[0].append(9)
+        completions.pop()
+        prompts.clear()
+        return sizes
+
+    seen = []
+
+    def looks(prompts, completions, answer):
+        seen.append((prompts, completions, answer))
+        return [0.0] * len(completions)
+
+    data = batch(
+        prompts=[[{"role": "user", "content": "p"}], [{"role": "user", "content": "q"}]],
+        completions=[[{"role": "assistant", "content": "one"}], [{"role": "assistant", "content": "three"}]],
+        columns={"answer": [[1], [2]]},
+    )
+    before = copy.deepcopy(data)
+    for marks in ({}, {"streaming": True}):
+        functions = [FunctionReward(rloom.reward(greedy, **marks)), FunctionReward(looks)]
+        assert RewardSet(functions, None).score(data).tolist() == [[3.0, 0.0], [5.0, 0.0]]
+        assert seen.pop() == (before.prompts, before.completions, before.columns["answer"])
+        assert data == before
+
+
+def test_what_was_streamed_is_used_only_for_what_it_was():
+    calls = []
+
+    @rloom.reward(streaming=True)
+    def counted(completions, answer):
+        calls.append(completions)
+        return [len(c) + a for c, a in zip(completions, answer, strict=True)]
+
+    rewards = RewardSet([FunctionReward(counted)], None)
+    for changes, expected in (
+        ({}, [[4.0], [7.0]]),
+        ({"completions": ["", ""]}, [[1.0], [2.0]]),
+        ({"columns": {"answer": [0, 0]}}, [[3.0], [5.0]]),
+        ({"prompts": ["other", "q"]}, [[4.0], [7.0]]),
+    ):
+        calls.clear()
+        whole = batch()
+        for position in (1, 0):
+            rewards.add(position, whole.take([position]))
+        assert rewards.score(batch(**changes)).tolist() == expected
+        assert (["", ""] in calls) == ("completions" in changes)
+    rewards.close()
+
+
+def test_a_streaming_failure_is_seen_before_all_is_generated():
+    @rloom.reward(streaming=True)
+    def fails(completions):
+        raise KeyError("x")
+
+    rewards = RewardSet([FunctionReward(fails)], None)
+    with pytest.raises(KeyError) as caught:  # noqa: PT012
+        for position in range(100):
+            rewards.add(position, batch())
+            time.sleep(0.05)
+    assert position < 50
+    assert "in the reward 'fails'" in caught.value.__notes__[-1]
+    rewards.close()
+    patient = RewardSet([FunctionReward(fails)], None, on_error="none")
+    for position in range(3):
+        patient.add(position, batch())
+        time.sleep(0.05)
+    patient.close()

@@ -49,8 +49,10 @@ class RunningMoments:
     squares: float = 0.0  # Σ (x − mean)²
 
     def update(self, values: Tensor) -> None:
-        """Take in a batch; NaN is passed over."""
+        """Take in a batch; NaN is passed over. An infinite value would stay in the mean for ever, and is refused."""
         known = values[~values.isnan()].double()
+        if known.isinf().any():
+            raise ValueError("an infinite score cannot be normalised: clip it, or give None instead")
         if not known.numel():
             return
         count, mean = known.numel(), known.mean().item()

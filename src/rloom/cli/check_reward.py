@@ -106,7 +106,7 @@ def _table(report: Report) -> Table:
         "groups whose scores are all equal": f"{report.tied_groups:.0%}",
         "pairs of a group that tie": f"{report.ties:.0%}",
         "without a score (None)": f"{report.none:.0%}",
-        "errors": str(report.errors),
+        "errors": str(report.errors + sum(report.degenerate_errors.values())),
         "time per completion": f"{report.seconds_per_sample * 1000:.2f} ms",
         "correlation with length": f"{report.length_correlation:+.2f}",
     }

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
+from rloom.data.model_inputs import join
 from rloom.data.packing import pack, runs_of_groups
 from rloom.types import MicroBatch, Rollout
 
@@ -13,8 +14,9 @@ from rloom.types import MicroBatch, Rollout
 class Batcher:
     """Cuts rows of a rollout into micro-batches of at most `budget` tokens, and makes tensors of them.
 
-    Packed: a prompt counts once for its completions. Padded: every row counts with the longest prompt and completion of
-    its micro-batch. A single completion that is longer than the budget is a micro-batch of its own.
+    Rows with images are always padded, and have micro-batches of their own. Packed: a prompt counts once for its
+    completions. Padded: every row counts with the longest prompt and completion of its micro-batch. A single completion
+    that is longer than the budget is a micro-batch of its own.
     """
 
     def __init__(self, *, packed: bool, pad_token_id: int, multiple: int | None = None) -> None:
@@ -28,7 +30,8 @@ class Batcher:
             units = [[row] for unit in units for row in unit]
         plans: list[list[int]] = []
         for unit in units:
-            if plans and self._fits(rollout, [*plans[-1], *unit], groups, budget):
+            joins = plans and has_images(rollout, plans[-1]) == has_images(rollout, unit)
+            if joins and self._fits(rollout, [*plans[-1], *unit], groups, budget):
                 plans[-1] += unit
             else:
                 plans.append(list(unit))
@@ -39,11 +42,14 @@ class Batcher:
         completions = [len(rollout.completion_ids[row]) for row in rows]
         if not rows:
             return 0
-        if not self.packed:
+        if not self._packs(rollout, rows):
             width = max(len(rollout.prompt_ids[row]) for row in rows) + max(completions)
             return len(rows) * width
         runs = runs_of_groups(rows, rollout.groups.tolist() if groups is None else groups)
         return sum(len(rollout.prompt_ids[rows[run[0]]]) for run in runs) + sum(completions)
+
+    def _packs(self, rollout: Rollout, rows: Sequence[int]) -> bool:
+        return self.packed and not has_images(rollout, rows)
 
     def _fits(self, rollout: Rollout, rows: Sequence[int], groups: Sequence[int], budget: int) -> bool:
         return self.size(rollout, rows, groups) <= budget
@@ -51,7 +57,8 @@ class Batcher:
     def make(self, rollout: Rollout, rows: Sequence[int], device: torch.device) -> MicroBatch:
         """The rows as tensors."""
         lengths = [len(rollout.completion_ids[row]) for row in rows]
-        width = _round_up(max(lengths), None if self.packed else self.multiple)
+        packs = self._packs(rollout, rows)
+        width = _round_up(max(lengths), None if packs else self.multiple)
         mask = torch.zeros(len(rows), width)
         for line, length in enumerate(lengths):
             mask[line, :length] = 1
@@ -63,7 +70,7 @@ class Batcher:
             completion_mask=mask.to(device, non_blocking=True),
             targets=_flat_tokens([rollout.completion_ids[row] for row in rows]).to(device, non_blocking=True),
         )
-        if self.packed:
+        if packs:
             batch.packed = pack(rollout, rows, device)
         else:
             self._pad(batch, width, device)
@@ -83,6 +90,12 @@ class Batcher:
         batch.input_ids = input_ids.to(device, non_blocking=True)
         batch.attention_mask = mask.to(device, non_blocking=True)
         batch.position_ids = (mask.cumsum(-1) - 1).clamp(min=0).to(device, non_blocking=True)
+        batch.prompt_inputs = join([batch.rollout.prompt_inputs[row] for row in batch.rows], left, right)
+
+
+def has_images(rollout: Rollout, rows: Sequence[int]) -> bool:
+    """Whether the prompt of any of these rows has images."""
+    return any(rollout.prompt_inputs[row] for row in rows)
 
 
 def _flat_tokens(completions: list[list[int]]) -> torch.Tensor:

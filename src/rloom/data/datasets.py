@@ -7,6 +7,7 @@ from typing import Any
 
 from torch.utils.data import IterableDataset as TorchIterableDataset
 
+from rloom.data.images import IMAGE_COLUMNS
 from rloom.errors import DataError, did_you_mean
 
 RESERVED = {"prompts", "completions", "completion_ids", "trainer_state", "log_extra", "log_metric"}
@@ -88,11 +89,8 @@ def _check_columns(dataset: Any, name: str) -> None:
             f"`{name}` has columns that reward functions get under the same name from the trainer: "
             f"{', '.join(map(repr, taken))}. Rename or remove them"
         )
-    pictures = sorted({"image", "images"} & set(columns or ()))
-    if pictures:
-        raise DataError(
-            f"`{name}` has a column {pictures[0]!r}, and this version of rloom trains on text alone: remove the column"
-        )
+    if set(IMAGE_COLUMNS) <= set(columns or ()):
+        raise DataError(f"`{name}` has a column 'image' and a column 'images': put all images, in order, into 'images'")
 
 
 def prompt_format(prompt: Any, where: str) -> str:
@@ -105,6 +103,17 @@ def prompt_format(prompt: Any, where: str) -> str:
         f"{where}: a prompt is text, or a list of messages with 'role' and 'content'; got {type(prompt).__name__}: "
         f"{str(prompt)[:80]!r}"
     )
+
+
+def image_column(*given: Any) -> str | None:
+    """The column of images that any of the data sets (or dicts of several) has; a stream may not know its columns."""
+    for one in given:
+        for dataset in one.values() if isinstance(one, Mapping) else [one]:
+            names = getattr(dataset, "column_names", None) or ()
+            for name in IMAGE_COLUMNS:
+                if name in names:
+                    return name
+    return None
 
 
 def is_chat(dataset: Any) -> bool:

@@ -7,6 +7,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from rloom.data.datasets import prompt_format
+from rloom.data.images import has_places, images_of, without_images
+from rloom.data.vision import VisionEncoder, is_vision
 from rloom.errors import DataError
 from rloom.types import Prompt
 
@@ -42,23 +44,40 @@ class PromptEncoder:
         self.hard_limit = hard_limit
         self.columns = columns
         self.longest = 1  # tokens of the longest prompt so far
+        self.pictured: Prompt | None = None  # the longest with images
         self._warned = False
+        self.vision = VisionEncoder(processing_class, template_kwargs) if is_vision(processing_class) else None
 
     def encode(self, rows: Sequence[dict[str, Any]]) -> list[Prompt]:
         """Prompts of one format, in order."""
         kinds = [prompt_format(row["prompt"], "prompt") for row in rows]
         if len(set(kinds)) > 1:
             raise DataError("mixed prompt formats: some prompts are text, others lists of messages; use one of them")
-        contents = [row["prompt"] for row in rows]
-        ids = self._chat_ids(contents) if kinds[0] == "messages" else self._text_ids(contents)
-        prompts = [
-            Prompt(content=content, token_ids=list(tokens), columns=self._columns(row))
-            for content, tokens, row in zip(contents, ids, rows, strict=True)
-        ]
+        if kinds[0] == "messages":
+            self._check_template()
+        if self.vision is not None:
+            prompts = [self.vision.encode(row, self._columns(row)) for row in rows]
+        else:
+            prompts = self._encode_text(rows, chat=kinds[0] == "messages")
         for prompt in prompts:
             self._check_length(prompt)
             self.longest = max(self.longest, len(prompt.token_ids))
+            if prompt.inputs and (self.pictured is None or len(prompt.token_ids) > len(self.pictured.token_ids)):
+                self.pictured = prompt
         return prompts
+
+    def _encode_text(self, rows: Sequence[dict[str, Any]], *, chat: bool) -> list[Prompt]:
+        contents = [row["prompt"] for row in rows]
+        if any(images_of(row) or has_places(row["prompt"]) for row in rows):
+            raise DataError(
+                f"a prompt has images, and {type(self.processing_class).__name__} is a tokenizer: pass a vision-"
+                "language model with its processor as `processing_class`, or take the images out"
+            )
+        ids = self._chat_ids(contents) if chat else self._text_ids(contents)
+        return [
+            Prompt(content=content, token_ids=list(tokens), columns=self._columns(row))
+            for content, tokens, row in zip(contents, ids, rows, strict=True)
+        ]
 
     def check_early(self, rows: Sequence[dict[str, Any]]) -> None:
         """Find, before training, what would stop it: no chat template, prompts that are too long.
@@ -67,7 +86,9 @@ class PromptEncoder:
         when it is drawn.
         """
         if len(rows) <= MAX_SCANNED:
-            longest = sorted(range(len(rows)), key=lambda i: len(str(rows[i]["prompt"])), reverse=True)[:8]
+            texts: Any = rows.select_columns("prompt") if hasattr(rows, "select_columns") else rows  # decodes no images
+            size = [len(str(without_images(texts[i]["prompt"]))) for i in range(len(rows))]
+            longest = sorted(range(len(rows)), key=size.__getitem__, reverse=True)[:8]
             self.encode([rows[i] for i in longest])
         else:
             self.encode([rows[0]])
@@ -78,12 +99,14 @@ class PromptEncoder:
     def _text_ids(self, texts: list[str]) -> list[list[int]]:
         return self.processing_class(text=texts)["input_ids"]
 
-    def _chat_ids(self, conversations: list[Any]) -> list[list[int]]:
+    def _check_template(self) -> None:
         if getattr(self.processing_class, "chat_template", None) is None:
             raise DataError(
                 "the prompts are lists of messages and the tokenizer has no chat template; set "
                 "`tokenizer.chat_template`, use an instruction-tuned model's tokenizer, or give the prompts as text"
             )
+
+    def _chat_ids(self, conversations: list[Any]) -> list[list[int]]:
         return self.processing_class.apply_chat_template(
             conversation=conversations,
             add_generation_prompt=True,

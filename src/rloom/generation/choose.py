@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from transformers import GenerationMixin
@@ -29,13 +29,17 @@ def choose_engine(
     tokenizer: Any = None,
     compiled: bool = False,
     pad_to_multiple_of: int | None = None,
+    never: Sequence[int] = (),
 ) -> Engine:
-    """An engine for this model. What is asked for by name is had, or an error says why not."""
+    """An engine for this model. What is asked for by name is had, or an error says why not.
+
+    `never` are tokens that must not be sampled for a prompt with images: those that stand for images.
+    """
     makers: dict[str, Callable[[], Engine]] = {
         "native": lambda: _native(get_model, sampling, tokenizer, compiled),
         "forked": lambda: ForkedEngine(get_model, sampling, tokenizer=tokenizer),
         "transformers": lambda: TransformersEngine(
-            get_model, sampling, pad_to_multiple_of=pad_to_multiple_of, tokenizer=tokenizer
+            get_model, sampling, pad_to_multiple_of=pad_to_multiple_of, tokenizer=tokenizer, never=never
         ),
     }
     foreign = sorted(set(sampling.extra) - OURS)

@@ -20,6 +20,8 @@ class FakeEngine:
         [[7, 8, 2], [7, 9, 2]]
     """
 
+    takes_images = True  # the script sees `prompt.images`
+
     def __init__(self, script: Callable[[Prompt, int, int], list[int] | None], *, eos_token_ids: Sequence[int]) -> None:
         self.script, self.eos_token_ids = script, tuple(eos_token_ids)
         self.calls: list[tuple[list[Prompt], int, int]] = []

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from transformers import GenerationConfig
 
+from rloom.data.model_inputs import fitted_to, join
 from rloom.errors import ConfigError, EngineError, did_you_mean
 from rloom.generation.base import Sampling, cut_at_end
 from rloom.generation.padding import pad_left
@@ -19,7 +20,13 @@ logger = logging.getLogger(__name__)
 
 
 class TransformersEngine:
-    """Samples from the very model that is trained, all groups of a rollout in one left-padded batch."""
+    """Samples from the very model that is trained, all groups of a rollout in one left-padded batch.
+
+    It takes images. Tokens that stand for them (`never`) are not sampled then: a forward over them would look for
+    images that are not there.
+    """
+
+    takes_images = True
 
     def __init__(
         self,
@@ -28,11 +35,15 @@ class TransformersEngine:
         *,
         pad_to_multiple_of: int | None = None,
         tokenizer: Any = None,
+        never: Sequence[int] = (),
     ) -> None:
         _check_extra(sampling.extra)
         self.get_model, self.sampling, self.pad_to_multiple_of = get_model, sampling, pad_to_multiple_of
         self.tokenizer = tokenizer
-        self.generation_config = GenerationConfig(**_generate_options(sampling))
+        options = _generate_options(sampling)
+        self.generation_config = GenerationConfig(**options)
+        never = [*never, *(options.get("suppress_tokens") or ())]
+        self.with_images = GenerationConfig(**options | {"suppress_tokens": never or None})
 
     def generate(self, prompts: Sequence[Prompt], num_generations: int, *, seed: int) -> Iterator[Group]:
         """Yield the groups in order, once all are done: `model.generate` hands over nothing earlier."""
@@ -40,11 +51,14 @@ class TransformersEngine:
         rows = [prompt.token_ids for prompt in prompts for _ in range(num_generations)]
         input_ids, attention_mask = pad_left(rows, self.sampling.pad_token_id, self.pad_to_multiple_of)
         device = next(model.parameters()).device
-        with torch.no_grad(), _sampling_mode(model, self.generation_config), _own_randomness(seed, device):
+        shown = join([prompt.inputs for prompt in prompts for _ in range(num_generations)], input_ids.shape[1], 0)
+        config = self.with_images if shown else self.generation_config
+        with torch.no_grad(), _sampling_mode(model, config), _own_randomness(seed, device):
             output = model.generate(
                 input_ids=input_ids.to(device),
                 attention_mask=attention_mask.to(device),
-                generation_config=self.generation_config,
+                generation_config=config,
+                **fitted_to(model, shown),
                 **({"tokenizer": self.tokenizer} if self.sampling.extra.get("stop_strings") else {}),
             )
         sampled = output[:, input_ids.shape[1] :].tolist()

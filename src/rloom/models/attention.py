@@ -38,25 +38,49 @@ class _Active:
     tiles: dict[int, Tiles] = field(default_factory=dict)
     calls: int = 0
     opaque: bool = False  # layers are compiled: attention must be one operator
+    replaced: list[tuple[Any, Any]] = field(default_factory=list)  # models, and the attention that is their own
+    compiled: CompiledLayers | None = None
 
 
 _active = _Active()
 
 
+def attention_of(config: Any) -> Any:
+    """The attention in use, as `set_attn_implementation` takes it back: a vision tower may have one of its own."""
+    inner = {name: attention_of(part) for name in config.sub_configs if (part := getattr(config, name)) is not None}
+    return {"": config._attn_implementation, **inner} if inner else config._attn_implementation
+
+
 @contextmanager
 def packed_attention(models: list[Any], compiled: CompiledLayers | None = None) -> Iterator[None]:
     """Let `models` attend over packed rows meanwhile. Stays set until the backward is done (checkpointing)."""
-    before = [model.config._attn_implementation for model in models]
+    before = [attention_of(model.config) for model in models]
     for model in models:
         model.set_attn_implementation(NAME)
     _active.opaque = compiled is not None
+    _active.replaced, _active.compiled = list(zip(models, before, strict=True)), compiled
     try:
         with nullcontext() if compiled is None else compiled.used():
             yield
     finally:
         _active.opaque = False
+        _active.replaced, _active.compiled = [], None
         for model, name in zip(models, before, strict=True):
             model.set_attn_implementation(name)
+
+
+@contextmanager
+def own_attention() -> Iterator[None]:
+    """Inside of [`packed_attention`]: the models as they are, for a micro-batch that is not packed."""
+    replaced, compiled = _active.replaced, _active.compiled
+    for model, name in replaced:
+        model.set_attn_implementation(name)
+    try:
+        with nullcontext() if compiled is None else compiled.unused():
+            yield
+    finally:
+        for model, _ in replaced:
+            model.set_attn_implementation(NAME)
 
 
 class CompiledLayers:
@@ -68,6 +92,7 @@ class CompiledLayers:
 
     def __init__(self, models: list[nn.Module]) -> None:
         layers = [m for model in models for m in model.modules() if isinstance(m, GradientCheckpointingLayer)]
+        self.plain = [(layer, layer.forward) for layer in layers]
         self.layers = [
             (layer, torch.compile(layer.forward, dynamic=True, options=_compile_options())) for layer in layers
         ]
@@ -77,6 +102,12 @@ class CompiledLayers:
         """Run the compiled forms meanwhile."""
         # Activations that cost a pass over memory are made again in the backward: a third less is kept.
         with forwards_replaced(self.layers), functorch_config.patch(ban_recompute_materialized_backward=False):
+            yield
+
+    @contextmanager
+    def unused(self) -> Iterator[None]:
+        """Inside of `used`: run the layers as they are."""
+        with forwards_replaced(self.plain):
             yield
 
 

@@ -103,17 +103,19 @@ def tokenizer_of(processing_class: Any) -> PreTrainedTokenizerBase:
     return processing_class.tokenizer if isinstance(processing_class, ProcessorMixin) else processing_class
 
 
-def agree_on_tokens(model: Any, tokenizer: Any, extra_stop: int | None, *, chat: bool = False) -> list[int]:
+def agree_on_tokens(
+    model: Any, tokenizer: Any, extra_stop: int | None, *, chat: bool = False, template: str | None = None
+) -> list[int]:
     """All tokens that end a completion; sets the padding token on model and tokenizer alike.
 
     Every end token that the model's generation config declares counts (an end-of-turn token, say), the tokenizer's
-    own and, for chat prompts, the special token with which the chat template ends a reply.
+    own and, for chat prompts, the special token with which the chat template (a processor has its own) ends a reply.
     """
     declared = getattr(model.generation_config, "eos_token_id", None)
     ends = [] if declared is None else [declared] if isinstance(declared, int) else list(declared)
     if tokenizer.eos_token_id is not None and tokenizer.eos_token_id not in ends:
         ends = [tokenizer.eos_token_id, *ends]
-    for stop in (extra_stop, end_of_turn(tokenizer) if chat else None):
+    for stop in (extra_stop, end_of_turn(tokenizer, template) if chat else None):
         if stop is not None and stop not in ends:
             ends.append(stop)
     if not ends:
@@ -128,20 +130,28 @@ def agree_on_tokens(model: Any, tokenizer: Any, extra_stop: int | None, *, chat:
     return ends
 
 
-def end_of_turn(tokenizer: Any) -> int | None:
+def end_of_turn(tokenizer: Any, template: str | None = None) -> int | None:
     """The special token that the chat template puts right after a reply, if it puts one."""
-    if getattr(tokenizer, "chat_template", None) is None:
+    if template is None and getattr(tokenizer, "chat_template", None) is None:
         return None
     mark = "5f3a9"  # something that no template contains
-    turns = [{"role": "user", "content": "a"}, {"role": "assistant", "content": mark}]
-    try:
-        text = tokenizer.apply_chat_template(turns, tokenize=False)
-    except Exception as error:  # a template may refuse such a conversation; then it has nothing to say about ends
-        logger.debug("the chat template did not render a plain conversation: %s", error)
+    text = _rendered(tokenizer, template, ["a", mark])
+    if mark not in text:  # templates of vision-language models may know contents in parts only
+        text = _rendered(tokenizer, template, [[{"type": "text", "text": content}] for content in ("a", mark)])
+    if mark not in text:  # a template may refuse such a conversation; then it has nothing to say about ends
         return None
     rest = text.rsplit(mark, 1)[-1].lstrip()
     ids = tokenizer(rest, add_special_tokens=False)["input_ids"] if rest else []
     return ids[0] if ids and ids[0] in tokenizer.all_special_ids else None
+
+
+def _rendered(tokenizer: Any, template: str | None, contents: list[Any]) -> str:
+    turns = [{"role": role, "content": content} for role, content in zip(("user", "assistant"), contents, strict=True)]
+    try:
+        return tokenizer.apply_chat_template(turns, tokenize=False, chat_template=template)
+    except Exception as error:
+        logger.debug("the chat template did not render a plain conversation: %s", error)
+        return ""
 
 
 def has_position_table(model: Any) -> bool:

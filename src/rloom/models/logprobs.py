@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from rloom.data.model_inputs import fitted_to
 from rloom.models.head import HeadOutput, LogitTransform, captured_head
 from rloom.models.load import is_peft_model
 from rloom.types import MicroBatch, PackedRow
@@ -33,6 +34,9 @@ class Forward:
     def __init__(self, model: Any, temperature: float) -> None:
         self.base = model.get_base_model() if is_peft_model(model) else model
         self.accepts = frozenset(inspect.signature(self.base.forward).parameters)
+        self.counts_positions = any(
+            hasattr(m, "get_rope_index") for m in (self.base, getattr(self.base, "model", None))
+        )
         self.transform = LogitTransform.of(self.base, temperature)
 
     def __call__(self, model: Any, batch: MicroBatch, *, with_aux_loss: bool = False) -> TokenStats:
@@ -67,7 +71,9 @@ class Forward:
         starts = torch.arange(rows, device=batch.input_ids.device).unsqueeze(1) * keep + (keep - width - 1)
         where = starts + torch.arange(width, device=batch.input_ids.device)  # (B, C)
         inputs: dict[str, Any] = {"input_ids": batch.input_ids, "attention_mask": batch.attention_mask}
-        if "position_ids" in self.accepts:
+        inputs |= fitted_to(self.base, batch.prompt_inputs)
+        # Where images have positions in several dimensions, the model alone can count them.
+        if "position_ids" in self.accepts and not (batch.prompt_inputs and self.counts_positions):
             inputs["position_ids"] = batch.position_ids
         if "logits_to_keep" in self.accepts:
             inputs["logits_to_keep"] = keep

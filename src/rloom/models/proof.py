@@ -103,7 +103,11 @@ def _rollout(config: Any) -> Rollout:
 
 def _probe(model: Any) -> Tensor:
     """A parameter deep in the model whose gradient passes through attention: the first trainable one of a layer."""
-    trainable = [(n, p) for n, p in model.named_parameters() if p.requires_grad and p.is_floating_point()]
+    base = model.get_base_model() if is_peft_model(model) else model
+    decoder = {id(p) for p in base.get_decoder().parameters()}  # a vision tower's have no part in text
+    trainable = [
+        (n, p) for n, p in model.named_parameters() if p.requires_grad and p.is_floating_point() and id(p) in decoder
+    ]
     inner = [p for n, p in trainable if ".0." in n and p.dim() == 2]
     return (inner or [p for _, p in trainable])[0]
 

@@ -11,6 +11,8 @@ from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
+from rloom.data.images import without_images
+
 
 class CompletionLog:
     """Prompts, completions, scores and advantages of the latest rollout, one entry per completion."""
@@ -38,8 +40,8 @@ class CompletionLog:
         padded = {name: ([None] * (count - len(v)) + list(v))[-count:] for name, v in named.items()}
         return {
             "step": [step] * count,
-            "prompt": [_without_images(p) for p in logs["prompt"]],
-            "completion": [_without_images(c) for c in logs["completion"]],
+            "prompt": [without_images(p) for p in logs["prompt"]],
+            "completion": [without_images(c) for c in logs["completion"]],
             **padded,
         }
 
@@ -73,10 +75,12 @@ class CompletionLog:
             import pandas  # comes with the trackers
 
             frame = pandas.DataFrame(self.table(step))
+            if args.log_multimodal and self.columns["images"]:
+                missing = len(frame) - len(self.columns["images"])  # after a resume: checkpoints hold no images here
+                shown = [*([] for _ in range(missing)), *self.columns["images"]]
+                frame["image"] = [[tracker.Image(i) for i in images] for images in shown]
             if args.log_unique_prompts:
                 frame = frame[~frame["prompt"].astype(str).duplicated()]
-            if args.log_multimodal and self.columns["images"]:
-                frame["image"] = [[tracker.Image(i) for i in images] for images in self.columns["images"]]
             tracker.log({"completions": tracker.Table(dataframe=frame)})
 
     def state_dict(self) -> str:
@@ -86,6 +90,7 @@ class CompletionLog:
             for name, value in self.columns.items()
             if name != "images"
         }
+        plain["prompt"] = [without_images(prompt) for prompt in plain["prompt"]]
         return json.dumps(plain, default=str)
 
     def load_state_dict(self, state: str) -> None:
@@ -137,14 +142,3 @@ def _cell(value: Any) -> Text:
 def _printable(text: str) -> str:
     """Without control characters: a model may write any, and a terminal would obey them."""
     return "".join(c if c.isprintable() or c == "\n" else repr(c)[1:-1] for c in text)
-
-
-def _without_images(content: Any) -> Any:
-    if isinstance(content, str):
-        return content
-    return [
-        {**m, "content": [part for part in m["content"] if part.get("type") != "image"]}
-        if isinstance(m.get("content"), list)
-        else m
-        for m in content
-    ]

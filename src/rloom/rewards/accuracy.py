@@ -113,7 +113,9 @@ def _last_boxed(text: str) -> str | None:
     return None
 
 
-STATED = re.compile(r"(?:answer|choice|option)\s*(?:is|:|=)?\s*\**\s*[\(\[]?([A-Z])\b", re.IGNORECASE)
+STATED = re.compile(r"(?:answer|choice|option)\s{0,9}(?:is|:|=)?\s{0,9}\*{0,4}\s{0,9}[\(\[]?([A-Z])\b", re.IGNORECASE)
+STATED_CHARACTERS = 2000
+"""Where a choice is stated: at the end."""
 LONE = re.compile(r"(?<![A-Za-z])[\(\[]?([A-Z])[\)\].:]?(?![A-Za-z'])")
 
 
@@ -127,7 +129,7 @@ def chosen_letter(text: str) -> str | None:
     if boxed is not None:
         found = re.findall(r"[A-Z]", re.sub(r"\\[a-z]+", "", boxed).upper())
         return found[0] if len(found) == 1 else None
-    stated = STATED.findall(text)
+    stated = STATED.findall(text[-STATED_CHARACTERS:])
     if stated:
         return stated[-1].upper()
     lone = set(LONE.findall(text.strip()[-200:]))

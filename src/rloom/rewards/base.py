@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 from numbers import Real
 from typing import Any, Protocol
 
+import torch
 from torch import Tensor
 
 from rloom.errors import RewardError
@@ -40,6 +41,29 @@ class RewardBatch:
             columns={name: [values[row] for row in rows] for name, values in self.columns.items()},
         )
 
+    def own(self) -> RewardBatch:
+        """A copy whose lists and dicts are nobody else's: what a function does to them does not reach the data set, the
+        other functions, or the log."""
+        return replace(
+            self,
+            prompts=own(self.prompts),
+            completions=own(self.completions),
+            completion_ids=own(self.completion_ids),
+            columns=own(self.columns),
+        )
+
+    def holds_the_same(self, other: RewardBatch) -> bool:
+        """Whether prompts, completions and columns are equal; what cannot be compared counts as different."""
+        try:
+            return bool(
+                self.prompts == other.prompts
+                and self.completions == other.completions
+                and self.completion_ids == other.completion_ids
+                and self.columns == other.columns
+            )
+        except Exception:  # arrays have no one answer
+            return False
+
     def arguments(self) -> dict[str, Any]:
         """All that a reward function may ask for, by name."""
         return {
@@ -53,6 +77,20 @@ class RewardBatch:
         }
 
 
+def own(value: Any) -> Any:
+    """Lists and dicts copied, at every depth; what is in them stays as it is.
+
+    >>> messages = [{"content": "a"}]
+    >>> own(messages) == messages, own(messages)[0] is messages[0]
+    (True, False)
+    """
+    if type(value) is list:
+        return [own(v) for v in value]
+    if type(value) is dict:
+        return {k: own(v) for k, v in value.items()}
+    return value
+
+
 class Reward(Protocol):
     """One source of scores."""
 
@@ -64,8 +102,31 @@ class Reward(Protocol):
         ...
 
 
+LARGEST = torch.finfo(torch.float32).max
+
+
+def shown(value: Any) -> str:
+    """The beginning of a value as text, for a message; it may be anything, and refuse even that."""
+    try:
+        return str(value)[:60]
+    except Exception as error:
+        return f"(whose text cannot be had: {type(error).__name__})"
+
+
 def one_per_completion(values: Any, name: str, expected: int) -> list[Any]:
     """A reward's return value as a list of the right length, or an error that names the function."""
+    try:
+        return _one_per_completion(values, name, expected)
+    except RewardError:
+        raise
+    except Exception as error:  # an object that only looks like a list
+        raise RewardError(
+            f"The reward function '{name}' returned {type(values).__name__}, which cannot be read as a list of "
+            f"{expected} numbers: {type(error).__name__}: {shown(error)}"
+        ) from None
+
+
+def _one_per_completion(values: Any, name: str, expected: int) -> list[Any]:
     if hasattr(values, "detach"):
         values = values.detach()
     if getattr(values, "ndim", 1) != 1:
@@ -77,7 +138,7 @@ def one_per_completion(values: Any, name: str, expected: int) -> list[Any]:
         if values is None:
             raise RewardError(f"The reward function '{name}' returned None, a NoneType: is a `return` missing?")
         raise RewardError(
-            f"The reward function '{name}' returned {type(values).__name__} {str(values)[:60]!r}; it must return a "
+            f"The reward function '{name}' returned {type(values).__name__} {shown(values)!r}; it must return a "
             f"list with one number (or None) per completion, {expected} in all"
         )
     if isinstance(values, Tensor):
@@ -94,14 +155,21 @@ def as_score(value: Any, name: str, index: int) -> float | None:
     """One sample's value as a float or None, or an error that names the function and the sample."""
     if value is None:
         return None
-    if isinstance(value, Tensor) or (hasattr(value, "item") and not isinstance(value, Real)):
-        value = value.item()
-    if not isinstance(value, Real):
+    try:
+        if isinstance(value, Tensor) or (hasattr(value, "item") and not isinstance(value, Real)):
+            value = value.item()
+        number = float(value) if isinstance(value, Real) else None
+    except Exception:  # several numbers in a tensor, a whole number of a thousand digits
+        number = None
+    if number is None:
         raise RewardError(
-            f"The reward function '{name}' returned {type(value).__name__} {str(value)[:60]!r} for sample {index}; "
-            "a reward is a number, or None where the function does not apply"
+            f"The reward function '{name}' returned {type(value).__name__} {shown(value)!r} for sample {index}; "
+            "a reward is a number that fits in a float, or None where the function does not apply"
         )
-    number = float(value)
+    if math.isfinite(number) and abs(number) > LARGEST:  # scores are kept in float32
+        raise RewardError(
+            f"The reward function '{name}' returned {number:g} for sample {index}, which is infinity in float32"
+        )
     if not math.isfinite(number):
         what = "NaN" if math.isnan(number) else "infinity"
         raise RewardError(

@@ -9,7 +9,7 @@ import asyncio
 import time
 import types
 from collections.abc import Awaitable, Callable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -42,7 +42,10 @@ class Piece:
 
     def answer(self) -> Answer:
         """What came of it, when it is done."""
-        return self.read(self.future)
+        try:
+            return self.read(self.future)
+        except CancelledError:  # by the function itself
+            return Answer(error=RewardError("the call was cancelled"), failure="errors")
 
 
 @dataclass(slots=True, kw_only=True)
@@ -128,8 +131,8 @@ class Caller:
             if isinstance(values, Awaitable):  # an async function in disguise (a lambda around one)
                 values = start(_awaited(values)).result()
             answer.values = values
-        except Exception as error:
-            answer.error, answer.failure = error, "errors"
+        except (Exception, SystemExit) as error:
+            answer.error, answer.failure = _as_error(error), "errors"
         answer.seconds = time.perf_counter() - began
         return answer
 
@@ -141,12 +144,12 @@ class Caller:
             began = time.perf_counter()
             try:
                 call = self.reward.score(_recorded(batch, answer))
-                answer.values = await asyncio.wait_for(call, self.marks.time_limit)
+                answer.values = await asyncio.wait_for(_awaited(call), self.marks.time_limit)
             except TimeoutError as error:
                 late = self.marks.time_limit is not None and time.perf_counter() - began >= self.marks.time_limit
                 answer.error, answer.failure = error, "timeouts" if late else "errors"
-            except Exception as error:
-                answer.error, answer.failure = error, "errors"
+            except (Exception, SystemExit) as error:
+                answer.error, answer.failure = _as_error(error), "errors"
             answer.seconds = time.perf_counter() - began
         return answer
 
@@ -198,15 +201,24 @@ def _by_name(reward: Any) -> Any:
 
 
 async def _awaited(value: Awaitable[Any]) -> Any:
-    return await value
+    try:
+        return await value
+    except SystemExit as error:  # which would end the event loop on its way
+        raise _as_error(error) from None
+
+
+def _as_error(error: BaseException) -> BaseException:
+    """sys.exit() in a reward is a failure like others; it does not end the run without a word."""
+    return RewardError(f"it called sys.exit({error.code!r})") if isinstance(error, SystemExit) else error
 
 
 def _recorded(batch: RewardBatch, answer: Answer) -> RewardBatch:
-    """The batch, with logging that is kept for later: calls may come from other threads and in any order."""
+    """A copy for the function, with logging that is kept for later: calls may come from other threads, in any order."""
+    count = len(batch)
 
     def log_extra(column: str, values: list[Any]) -> None:
-        if len(values) != len(batch):
-            raise RewardError(f"log_extra({column!r}, …) got {len(values)} values for {len(batch)} completions")
+        if len(values) != count:
+            raise RewardError(f"log_extra({column!r}, …) got {len(values)} values for {count} completions")
         answer.extra[column] = list(values)
 
     def log_metric(name: str, value: float) -> None:
@@ -214,7 +226,7 @@ def _recorded(batch: RewardBatch, answer: Answer) -> RewardBatch:
             batch.check_metric(name, value)
         answer.metrics.append((name, value))
 
-    return replace(batch, log_extra=log_extra, log_metric=log_metric)
+    return replace(batch.own(), log_extra=log_extra, log_metric=log_metric)
 
 
 def _snapshot(state: Any) -> Any:

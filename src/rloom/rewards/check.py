@@ -51,6 +51,7 @@ class Report:
     seconds_per_sample: float
     length_correlation: float
     degenerate: dict[str, float | None]
+    degenerate_errors: dict[str, int] = field(default_factory=dict)
     problems: list[str] = field(default_factory=list)
     remarks: list[str] = field(default_factory=list)
 
@@ -62,11 +63,13 @@ def check_rewards(rewards: RewardSet, samples: Sequence[Sample]) -> list[Report]
     report = dict(rewards.report)
     groups = torch.tensor([index for index, sample in enumerate(samples) for _ in sample.completions])
     lengths = torch.tensor([float(len(ids)) for ids in batch.completion_ids])
-    odd = _degenerate_scores(rewards, samples)
-    return [
-        _judged(_measured(name, scores[:, i], groups, lengths, report, {k: v[i] for k, v in odd.items()}))
-        for i, name in enumerate(rewards.names)
-    ]
+    odd, failures = _degenerate_scores(rewards, samples)
+    reports = []
+    for i, name in enumerate(rewards.names):
+        measured = _measured(name, scores[:, i], groups, lengths, report, {k: v[i] for k, v in odd.items()})
+        measured.degenerate_errors = {kind: n for kind, by_name in failures.items() if (n := by_name[name])}
+        reports.append(_judged(measured))
+    return reports
 
 
 def _batch(samples: Sequence[Sample]) -> RewardBatch:
@@ -114,11 +117,15 @@ def _measured(
         tied_groups=_mean([v == 0.0 for v in within]) if within else 1.0,
         ties=_mean(pairs) if pairs else 1.0,
         none=1.0 - known.double().mean().item(),
-        errors=int(sum(report.get(f"rewards/{name}/{kind}", 0) for kind in ("errors", "timeouts", "crashes"))),
+        errors=_errors(report, name),
         seconds_per_sample=report.get(f"rewards/{name}/time", 0.0) / max(len(column), 1),
         length_correlation=_correlation(values, lengths[known].double()),
         degenerate=odd,
     )
+
+
+def _errors(report: dict[str, float], name: str) -> int:
+    return int(sum(report.get(f"rewards/{name}/{kind}", 0) for kind in ("errors", "timeouts", "crashes")))
 
 
 def _mean(values: Sequence[float]) -> float:
@@ -167,9 +174,11 @@ def _skeleton(text: str) -> str:
     return re.sub(r"\s+", " ", "".join(kept))[:2000]
 
 
-def _degenerate_scores(rewards: RewardSet, samples: Sequence[Sample]) -> dict[str, list[float | None]]:
-    """The mean score of each kind, for each reward; None where it gave none."""
-    result = {}
+def _degenerate_scores(
+    rewards: RewardSet, samples: Sequence[Sample]
+) -> tuple[dict[str, list[float | None]], dict[str, dict[str, int]]]:
+    """The mean score of each kind, for each reward, None where it gave none; and how many it failed on, by name."""
+    result, failures = {}, {}
     for kind in DEGENERATE:
         odd = [
             Sample(prompt=s.prompt, columns=s.columns, completions=[_like(s, degenerate_completions(s)[kind])])
@@ -177,7 +186,8 @@ def _degenerate_scores(rewards: RewardSet, samples: Sequence[Sample]) -> dict[st
         ]
         means = rewards.score(_batch(odd)).nanmean(0)
         result[kind] = [None if math.isnan(v) else v for v in means.tolist()]
-    return result
+        failures[kind] = {name: _errors(dict(rewards.report), name) for name in rewards.names}
+    return result, failures
 
 
 def _like(sample: Sample, text: str) -> Any:
@@ -190,6 +200,9 @@ def _like(sample: Sample, text: str) -> Any:
 def _judged(report: Report) -> Report:
     """Put into words what the numbers mean for a run."""
     problem, remark = report.problems.append, report.remarks.append
+    if report.degenerate_errors:
+        kinds = ", ".join(f"{kind} ({count})" for kind, count in report.degenerate_errors.items())
+        problem(f"it failed on degenerate completions, which a policy will write sooner or later: {kinds}")
     if report.none == 1.0:
         problem("it gave no score at all")
         return report

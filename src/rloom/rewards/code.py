@@ -16,14 +16,19 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
-from rloom.errors import RewardError
-from rloom.rewards.inside.wire import WireError, decode, encode, receive, send
+from rloom.errors import RewardError, SandboxError
+from rloom.rewards.compare import equals, shown
+from rloom.rewards.inside.wire import WireError, encode, receive, send
 from rloom.rewards.marks import mark
 from rloom.rewards.sandbox import Limits, Sandboxed, TimeLeft, check_sandbox
 from rloom.rewards.texts import text_of, without_surrogates
 
 logger = logging.getLogger(__name__)
 
+CHECKS_NOTHING = (
+    "these tests check nothing: no assert, no unittest test and no call of the program is reached in them. A function "
+    "`check(candidate)` needs the column 'entry_point'"
+)
 FENCE = re.compile(r"^[ \t]*(`{3,}|~{3,})[^\n`]*\n(.*?)(?:^[ \t]*\1[ \t]*$|\Z)", re.DOTALL | re.MULTILINE)
 
 
@@ -148,7 +153,7 @@ def read_tests(row: dict[str, Any], harness: str | None = None) -> Tests | None:
     (('1', '2'),)
     """
     if harness is not None:
-        return Tests(sources=(harness,), entry_point=row.get("entry_point"), row=_plain(row))
+        return Tests(sources=(harness,), entry_point=_entry_point(row), row=_plain(row))
     known = [name for name in ("tests", "test_list", "test") if name in row]
     if not known:
         raise RewardError(
@@ -157,20 +162,47 @@ def read_tests(row: dict[str, Any], harness: str | None = None) -> Tests | None:
             f"{', '.join(sorted(row)) or 'none'}"
         )
     tests = next((row[name] for name in known if row[name] is not None), None)
-    if tests is None or tests in ("", [], {}):
+    if tests is None or (isinstance(tests, (str, list, tuple, dict)) and not tests):
         return None
     if isinstance(tests, dict):
         tests = _transposed(tests)
-    if isinstance(tests, (list, tuple)) and isinstance(tests[0], dict):
+    if isinstance(tests, (list, tuple)) and tests and all(isinstance(case, dict) for case in tests):
         return Tests(cases=tuple(_case(case) for case in tests))
-    sources = (tests,) if isinstance(tests, str) else tuple(tests)
+    sources = (tests,) if isinstance(tests, str) else tuple(tests) if isinstance(tests, (list, tuple)) else (tests,)
     if not all(isinstance(source, str) for source in sources):
-        raise RewardError(f"tests are a text, a list of texts, or inputs and outputs, not {tests!r:.100}")
-    imports = row.get("test_imports") or []
-    setup = "\n".join([*([imports] if isinstance(imports, str) else imports), row.get("test_setup_code") or ""])
-    for source in (*sources, setup):
-        _parsed(source, f"the tests {source!r:.100}")
-    return Tests(sources=sources, setup=setup, entry_point=row.get("entry_point"))
+        raise RewardError(f"tests are a text, a list of texts, or inputs and outputs, not {_safe_repr(tests)}")
+    setup = _setup(row)
+    _parsed(setup, f"the tests' setup {setup!r:.100}")
+    parsed = [_parsed(source, f"the tests {source!r:.100}") for source in sources]
+    if not any(tree.body for tree in parsed):
+        raise RewardError(f"{CHECKS_NOTHING}: {sources!r:.100}")
+    return Tests(sources=sources, setup=setup, entry_point=_entry_point(row))
+
+
+def _setup(row: dict[str, Any]) -> str:
+    imports, setup = row.get("test_imports") or [], row.get("test_setup_code") or ""
+    lines = [imports] if isinstance(imports, str) else imports
+    if not isinstance(lines, list) or not all(isinstance(line, str) for line in [*lines, setup]):
+        raise RewardError(
+            "test_imports is a text or a list of texts, and test_setup_code a text, not "
+            f"{_safe_repr(imports)} and {_safe_repr(setup)}"
+        )
+    return "\n".join([*lines, setup])
+
+
+def _entry_point(row: dict[str, Any]) -> str | None:
+    name = row.get("entry_point")
+    if name is not None and not isinstance(name, str):
+        raise RewardError(f"entry_point is the name of a function, not {_safe_repr(name)}")
+    return name or None
+
+
+def _safe_repr(value: Any) -> str:
+    """What a message shows of a value, whatever its own `repr` thinks of that."""
+    try:
+        return f"{value!r:.100}"
+    except Exception:
+        return f"a {type(value).__name__}"
 
 
 def _transposed(tests: dict[str, Any]) -> list[dict[str, Any]]:
@@ -192,8 +224,8 @@ def _case(case: dict[str, Any]) -> tuple[str, str]:
 def _parsed(source: str, what: str) -> ast.Module:
     try:
         return ast.parse(source)
-    except (SyntaxError, ValueError) as error:
-        raise RewardError(f"{what} are no Python program: {error}") from None
+    except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
+        raise RewardError(f"{what} are no Python program: {error or type(error).__name__}") from None
 
 
 def _plain(row: dict[str, Any]) -> dict[str, Any]:
@@ -223,8 +255,10 @@ def judge_program(
         verdict = _judged(without_surrogates(program), tests, limits, partial, site_packages)
     except TimeoutError:
         return Verdict(share=0.0, why=f"not done after {limits.seconds:g} seconds")
-    except (WireError, BrokenPipeError, ValueError) as error:
-        return Verdict(share=0.0, why=f"the program is gone: {error}")
+    except (RewardError, SandboxError):  # the tests' fault, or the machine's
+        raise
+    except Exception as error:  # whatever is wrong with what came out of a sandbox is the program's doing
+        return Verdict(share=0.0, why=f"the program is gone: {type(error).__name__}: {error}"[:300])
     return verdict if partial else replace(verdict, share=float(verdict.share == 1.0))
 
 
@@ -299,8 +333,8 @@ def _by_calls(program: str, calls: list[Call], limits: Limits, partial: bool, pa
             left = TimeLeft(limits.seconds)
             os.set_blocking(fds["ask_write"], False)
             hello = receive(fds["answer_read"], left.read)
-            if not isinstance(hello, dict) or "names" not in hello:
-                return Verdict(share=0.0, why=f"the program did not load: {str(hello)[:200]}")
+            if not isinstance(hello, dict) or not isinstance(hello.get("names"), dict):
+                return Verdict(share=0.0, why=f"the program did not load: {shown(hello)}")
             return _asked(calls, hello["names"], fds, left, partial)
 
 
@@ -332,9 +366,10 @@ def _failure(call: Call, names: dict[str, Any], fds: dict[str, int], left: TimeL
     send(fds["ask_write"], request, left.write)
     answer = receive(fds["answer_read"], left.read)
     if not isinstance(answer, dict) or "error" in answer:
-        return f"{call.function} raised {str(answer)[:200]}"
-    value = decode(answer.get("value"), find=lambda whose, number: object())  # an object of its own: equal to nothing
-    return "" if value == call.expected else f"{call.function} returned {value!r:.100}, not {call.expected!r:.100}"
+        return f"{call.function} raised {shown(answer)}"
+    if equals(answer.get("value"), call.expected):
+        return ""
+    return f"{call.function} returned {shown(answer.get('value'))}, not {_safe_repr(call.expected)}"
 
 
 def _by_cases(program: str, tests: Tests, limits: Limits, partial: bool, packages: Sequence[str]) -> Verdict:
@@ -357,7 +392,7 @@ def _by_cases(program: str, tests: Tests, limits: Limits, partial: bool, package
                 good = isinstance(output, str) and not answer.get("failed") and _lines(output) == _lines(expected)
                 passed += good
                 if not good:
-                    why = why or f"input {number}: printed {str(output)[:100]!r}, not {expected[:100]!r}"
+                    why = why or f"input {number}: printed {shown(output)}, not {expected[:100]!r}"
                     if not partial:
                         break
     return Verdict(share=passed / len(tests.cases), why=why)
@@ -383,16 +418,22 @@ def _by_harness(program: str, tests: Tests, limits: Limits, partial: bool, packa
                 os.close(fds.pop(name))
             harness.wait_ready()
             sandbox.wait_ready()
-            return _reported(fds["verdict_read"], len(tests.sources), TimeLeft(limits.seconds))
+            return _reported(fds["verdict_read"], tests.sources, TimeLeft(limits.seconds))
 
 
-def _reported(fd: int, expected: int, left: TimeLeft) -> Verdict:
+def _reported(fd: int, sources: Sequence[str], left: TimeLeft) -> Verdict:
     """The tests' own report, as far as it came."""
+    expected = len(sources)
     total, count, why = 0.0, 0, ""
     try:
         while "done" not in (report := receive(fd, left.read)):
-            total, count = total + report["share"], count + 1
-            why = why or report["why"]
+            if report["share"] is None:  # a line of setup among the tests
+                expected -= 1
+                continue
+            total, count = total + float(report["share"]), count + 1
+            why = why or str(report["why"])
     except (TimeoutError, WireError) as error:
         why = why or ("out of time" if isinstance(error, TimeoutError) else "the tests' own process ended early")
+    if expected <= 0:
+        raise RewardError(f"{CHECKS_NOTHING}: {sources!r:.100}")
     return Verdict(share=min(total / expected, 1.0) if count <= expected else 0.0, why=why)

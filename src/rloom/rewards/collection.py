@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 import math
 import os
@@ -70,7 +71,9 @@ class RewardSet:
             for reward, name, route in zip(self.rewards, self.names, routes, strict=True)
         ]
         self.report: list[tuple[str, float]] = []  # metrics of the latest `score`
+        self.failed: Tensor | None = None  # (N, F), of the latest `score`: where there is none because a call failed
         self._parts: list[Part] = []
+        self._unseen: list[tuple[int, Piece, RewardBatch]] = []  # calls under way, whose failure should be seen early
 
     # -- while groups come in
 
@@ -80,30 +83,46 @@ class RewardSet:
         return any(caller.streaming for caller in self.callers)
 
     def add(self, position: int, group: RewardBatch) -> None:
-        """Start scoring a group with the rewards that are marked for it. `position` is its place in the batch."""
+        """Start scoring a group with the rewards that are marked for it. `position` is its place in the batch.
+
+        Where a failure stops the run, one of an earlier group does so here: there is no use in generating the rest.
+        """
+        group = group.own()
         pieces = [caller.begin(group) if caller.streaming else [] for caller in self.callers]
         self._parts.append((position, group, pieces))
+        self._unseen += [(index, piece, group) for index, several in enumerate(pieces) for piece in several]
+        if self.on_error == "raise":
+            self._raise_early()
+
+    def _raise_early(self) -> None:
+        done = [entry for entry in self._unseen if entry[1].future.done()]
+        self._unseen = [entry for entry in self._unseen if not entry[1].future.done()]
+        for index, piece, group in done:
+            answer = piece.answer()
+            if answer.error is not None and answer.failure == "errors":
+                self._failed(index, answer.error, answer.failure, piece.rows, group, {})
 
     def forget(self) -> None:
         """Let go of groups that will not be asked for: generation failed, or somebody else scored them."""
-        for _, _, pieces in self._parts:
-            for piece in (p for several in pieces for p in several):
-                piece.future.cancel()
-        self._parts = []
+        _cancel(self._parts)
+        self._parts, self._unseen = [], []
 
     # -- when all are there
 
     def score(self, batch: RewardBatch) -> Tensor:
         """Scores (N, F) in float32, NaN for None."""
-        parts, self._parts = sorted(self._parts, key=lambda part: part[0]), []
-        if sum(len(group) for _, group, _ in parts) != len(batch):  # nothing, or something else, was added before
+        parts, self._parts, self._unseen = sorted(self._parts, key=lambda part: part[0]), [], []
+        if not _are_of(parts, batch):  # nothing, or something else, was added before
+            _cancel(parts)
             parts = []
         self.report = []
+        self.failed = torch.zeros(len(batch), len(self.callers), dtype=torch.bool)
         # What runs elsewhere is started first, so that it goes on while plain functions run here.
         order = sorted(range(len(self.callers)), key=lambda index: self._runs_here(self.callers[index]))
         begun = {index: self._pieces(index, batch, parts) for index in order}
         columns = [self._settled(index, begun[index], batch) for index in range(len(self.callers))]
         scores = torch.tensor(columns, dtype=torch.float32).T.contiguous()
+        self.failed &= scores.isnan()
         _warn_unscored(scores, batch)
         return scores
 
@@ -193,6 +212,8 @@ class RewardSet:
     ) -> None:
         """Raise, or count and say so: once per rollout and kind, with the first sample's prompt."""
         name = self.names[index]
+        if self.failed is not None and len(self.failed) == len(batch):
+            self.failed[rows, index] = True
         if kind == "errors" and self.on_error == "raise":
             if len(rows) < len(batch):
                 error.add_note(f"sample {rows[0]}: its prompt begins {str(batch.prompts[rows[0]])[:100]!r}")
@@ -201,9 +222,9 @@ class RewardSet:
         if failures[kind] > len(rows):
             return
         what = {
-            "errors": f"failed: {type(error).__name__}: {error}",
+            "errors": f"failed: {type(error).__name__}: {_message(error)}",
             "timeouts": f"was not done after {self.callers[index].time_limit:g} seconds and was cut off",
-            "crashes": f"took its worker process with it ({error})",
+            "crashes": f"took its worker process with it ({_message(error)})",
         }[kind]
         cost = "no score" if self._instead is None else f"the score {self._instead:g}"
         logger.warning(
@@ -219,6 +240,28 @@ class RewardSet:
         self.pool.close()
         for caller in self.callers:
             caller.close()
+
+
+def _are_of(parts: list[Part], batch: RewardBatch) -> bool:
+    """Whether what was streamed is what is asked for now; a trainer of the user's own may have changed it since."""
+    starts = list(itertools.accumulate((len(group) for _, group, _ in parts), initial=0))
+    return starts[-1] == len(batch) and all(
+        group.holds_the_same(batch.take(range(first, first + len(group))))
+        for first, (_, group, _) in zip(starts, parts, strict=False)
+    )
+
+
+def _cancel(parts: list[Part]) -> None:
+    for _, _, pieces in parts:
+        for piece in (p for several in pieces for p in several):
+            piece.future.cancel()
+
+
+def _message(error: BaseException) -> str:
+    try:
+        return str(error)
+    except Exception:  # an exception of the user's own
+        return ""
 
 
 def _cores() -> int:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from types import MethodType
 from typing import Any
 
 import torch
@@ -56,7 +57,7 @@ def term(
         clip: hold the values within (min, max).
         normalize: by the mean and standard deviation of all values so far, which checkpoints keep.
         only_if: another reward of the list, by itself or by name: where that scores below `at_least`, this one counts
-            as `otherwise`. Where that has no score, the gate is open.
+            as `otherwise`. Where that gave None or is not for the row, the gate is open; where it failed, it is shut.
         at_least, otherwise: see there.
         when: (column, value or values): the rows that this reward is for. It is not called on others.
 
@@ -85,9 +86,19 @@ def route(column: str, rewards: Mapping[Any, Any]) -> list[Term]:
     terms = []
     for value, several in rewards.items():
         for one in several if isinstance(several, (list, tuple)) else [several]:
+            if isinstance(one, Term) and one.when is not None:
+                raise RewardError(
+                    f"route({column!r}, …) says for which rows a term is, and so does its own when={one.when}: give "
+                    "one of them (a column that holds both can be made beforehand)"
+                )
             options = {} if not isinstance(one, Term) else {n: getattr(one, n) for n in Term.__slots__ if n != "when"}
             terms.append(Term(**({"function": one} | options), when=(column, (value,))))
     return terms
+
+
+def _is_same(one: Any, other: Any) -> bool:
+    """Whether two are one reward; a method of an object is a new object each time that it is named."""
+    return one is other or (isinstance(one, MethodType) and isinstance(other, MethodType) and one == other)
 
 
 def as_terms(functions: Sequence[Any], weights: Sequence[float] | None) -> list[Term]:
@@ -103,6 +114,7 @@ class Composition:
 
     def __init__(self, terms: Sequence[Term], names: Sequence[str]) -> None:
         self.terms, self.names = list(terms), list(names)
+        self.failed: Tensor | None = None
         self.gates = [self._gate(t) for t in self.terms]
         self.moments = {n: RunningMoments() for t, n in zip(self.terms, self.names, strict=True) if t.normalize}
 
@@ -112,7 +124,7 @@ class Composition:
             return None
         wanted = one.only_if.function if isinstance(one.only_if, Term) else one.only_if
         for index, other in enumerate(self.terms):
-            if (other.function is wanted or self.names[index] == wanted) and other is not one:
+            if (_is_same(other.function, wanted) or self.names[index] == wanted) and other is not one:
                 return index
         name = wanted if isinstance(wanted, str) else getattr(wanted, "__name__", type(wanted).__name__)
         raise RewardError(
@@ -127,12 +139,23 @@ class Composition:
             return None
         return [1.0 if t.weight is None else t.weight for t in self.terms]
 
+    def note_failures(self, failed: Tensor | None) -> None:
+        """Where the scores that come next have none because the function failed (N, F), not because it gave None."""
+        self.failed = failed
+
     def gated(self, scores: Tensor) -> Tensor:
         """Scores with every gate applied. Gates look at raw values, so that their order does not matter."""
+        failed = (
+            self.failed
+            if self.failed is not None and self.failed.shape == scores.shape
+            else torch.zeros_like(scores, dtype=torch.bool)
+        )
+        failed = failed.to(scores.device)
         columns = list(scores.unbind(-1))
         for index, gate in enumerate(self.gates):
             if gate is not None:
-                shut = scores[:, gate] < self.terms[index].at_least  # NaN: no score, so the gate is open
+                # Without a score the gate is open, unless there should have been one: failing must not pay.
+                shut = (scores[:, gate] < self.terms[index].at_least) | failed[:, gate]
                 closed = torch.where(columns[index].isnan(), columns[index], self.terms[index].otherwise)
                 columns[index] = torch.where(shut, closed, columns[index])
         return torch.stack(columns, -1)

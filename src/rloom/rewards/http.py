@@ -15,7 +15,7 @@ from urllib.parse import urlsplit
 
 from rloom.errors import RewardError
 from rloom.rewards.marks import mark
-from rloom.rewards.web import JsonService
+from rloom.rewards.web import JsonService, bearer
 
 TOKEN_VARIABLE = "RLOOM_REWARD_TOKEN"
 
@@ -50,8 +50,8 @@ def http_reward(
     """
     if batch_size < 1 or concurrency < 1:
         raise RewardError(f"batch_size ({batch_size}) and concurrency ({concurrency}) must be at least 1")
-    token = token or os.environ.get(TOKEN_VARIABLE)
-    authorization = {"Authorization": f"Bearer {token}"} if token else {}
+    given = bearer(token, "token=…")
+    authorization = given or bearer(os.environ.get(TOKEN_VARIABLE), f"the environment's {TOKEN_VARIABLE}")
     service = JsonService(
         url, headers={**authorization, **(headers or {})}, timeout=timeout, retries=retries, backoff=backoff
     )

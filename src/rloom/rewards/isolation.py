@@ -133,8 +133,11 @@ class WorkerPool:
     def _worker(self, key: int) -> Worker:
         """This thread's worker, with a function loaded."""
         worker: Worker | None = getattr(self._local, "worker", None)
-        if worker is None or worker.process.poll() is not None:
-            self.restarts += worker is not None
+        if worker is not None and _ended(worker.process):
+            worker.kill()  # what it had started may go on without it
+            self.restarts += 1
+            worker = None
+        if worker is None:
             worker = self._local.worker = Worker()
             self._workers.add(worker)
         if key not in worker.loaded:
@@ -231,6 +234,7 @@ class Worker:
         return data
 
     def _how(self) -> str:
+        _stop(self.process, wait=True)
         code = self.process.wait()
         return f"killed by {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
 
@@ -243,10 +247,21 @@ class Worker:
         self._close()
 
 
-def _stop(process: subprocess.Popen[bytes]) -> None:
-    if process.poll() is None:  # else its number may be another's by now
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.killpg(process.pid, signal.SIGKILL)
+def _ended(process: subprocess.Popen[bytes]) -> bool:
+    """Whether a process is over, found out without taking its number away from it."""
+    if process.returncode is not None or not hasattr(os, "waitid"):
+        return process.poll() is not None
+    return os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
+
+
+def _stop(process: subprocess.Popen[bytes], *, wait: bool = False) -> None:
+    """Kill a process and what it started. With `wait`, it is about to end by itself, in a way that is worth knowing."""
+    if process.returncode is not None:  # its number may be another's by now
+        return
+    if wait and hasattr(os, "waitid"):
+        os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.killpg(process.pid, signal.SIGKILL)
     process.kill()
 
 

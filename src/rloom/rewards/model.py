@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from typing import Any
 
 import torch
@@ -9,7 +10,9 @@ from torch import nn
 
 from rloom.rewards.base import RewardBatch
 from rloom.rewards.marks import Marks
-from rloom.rewards.texts import without_surrogates
+from rloom.rewards.texts import text_of, without_surrogates
+
+logger = logging.getLogger(__name__)
 
 ROWS_PER_FORWARD = 32
 
@@ -22,6 +25,7 @@ class ModelReward:
         self.marks = Marks()
         # `rloom train-reward` notes on a model that it was trained on texts with an end token.
         self.ending = (tokenizer.eos_token or "") if getattr(model.config, "ends_with_eos", False) else ""
+        self._told = False
         model.eval()
 
     def score(self, batch: RewardBatch) -> list[float]:
@@ -36,7 +40,17 @@ class ModelReward:
     def _text(self, prompt: Any, completion: Any) -> str:
         if isinstance(prompt, str):
             return prompt + completion + self.ending
-        return self.tokenizer.apply_chat_template(prompt + completion, tokenize=False, **self.template_kwargs)
+        messages = [self._words(message) for message in prompt] + completion
+        return self.tokenizer.apply_chat_template(messages, tokenize=False, **self.template_kwargs)
+
+    def _words(self, message: dict[str, Any]) -> dict[str, Any]:
+        """A message without its images, which this model cannot see: its chat template knows text alone."""
+        if not isinstance(message.get("content"), list):
+            return message
+        if not self._told and any(part.get("type") == "image" for part in message["content"]):
+            self._told = True
+            logger.warning("the reward model %s judges the text alone: it does not see the prompts' images", self.name)
+        return {**message, "content": text_of([message])}
 
     @torch.inference_mode()
     def _forward(self, texts: list[str]) -> list[float]:

@@ -1,8 +1,7 @@
 """Processes that can do no harm: bubblewrap, an unprivileged user, no network, no host files, limits on the rest.
 
 What is inside sees a read-only /usr, a small /tmp that vanishes with it, and itself. Where bubblewrap is missing,
-nothing is
-run: there is no way around it.
+nothing is run: there is no way around it.
 """
 
 from __future__ import annotations
@@ -15,12 +14,14 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from rloom.errors import SandboxError
+from rloom.rewards import seccomp
 
 INSIDE = Path(__file__).with_name("inside")
 NOBODY = 65534
@@ -77,7 +78,9 @@ def check_sandbox() -> None:
         raise SandboxError(MISSING)
     if os.geteuid() == 0 and shutil.which("setpriv") is None:
         raise SandboxError("as root, sandboxes are started through `setpriv` (package util-linux), which was not found")
-    result = subprocess.run([*command(Limits()), "-c", "print('inside')"], capture_output=True, text=True, timeout=60)
+    with seccomp_fd() as fd:
+        line = [*command(Limits(), filter_fd=fd), "-c", "print('inside')"]
+        result = subprocess.run(line, capture_output=True, text=True, timeout=60, pass_fds=[f for f in [fd] if f >= 0])
     if result.stdout != "inside\n":
         raise SandboxError(
             f"bubblewrap is there but cannot make a sandbox: {result.stderr.strip()[-300:] or 'no output'}. In a "
@@ -85,6 +88,29 @@ def check_sandbox() -> None:
             "allows them; hosts: sysctl kernel.unprivileged_userns_clone=1, and on Ubuntu "
             "kernel.apparmor_restrict_unprivileged_userns=0)"
         )
+
+
+@functools.cache
+def knows_disable_userns() -> bool:
+    """Whether this bubblewrap (0.8 and later) can forbid user namespaces inside, with all that they allow."""
+    help_text = subprocess.run(["bwrap", "--help"], capture_output=True, text=True, timeout=60)
+    return "--disable-userns" in help_text.stdout + help_text.stderr
+
+
+@contextmanager
+def seccomp_fd() -> Iterator[int]:
+    """A descriptor that bubblewrap can read the filter of system calls from; -1 on machines that have none."""
+    filter_program = seccomp.program()
+    if filter_program is None:
+        yield -1
+        return
+    read, write = os.pipe()
+    try:
+        os.write(write, filter_program)  # less than a pipe holds
+        os.close(write)
+        yield read
+    finally:
+        os.close(read)
 
 
 @functools.cache
@@ -109,8 +135,8 @@ def _world_readable(folder: Path) -> bool:
     return all(part.stat().st_mode & 0o005 == 0o005 for part in (folder, *folder.parents))
 
 
-def command(limits: Limits, site_packages: Sequence[str] = ()) -> list[str]:
-    """bubblewrap's command line, up to and including the interpreter."""
+def command(limits: Limits, site_packages: Sequence[str] = (), *, filter_fd: int = -1) -> list[str]:
+    """bubblewrap's command line, up to and including the interpreter. `filter_fd` is where it reads its filter."""
     python, prefix = interpreter()
     unprivileged = []
     if os.geteuid() == 0:  # limits on processes do not bind root
@@ -121,10 +147,13 @@ def command(limits: Limits, site_packages: Sequence[str] = ()) -> list[str]:
     shown = [f"/{name}" for name in ("lib", "lib64") if os.path.isdir(f"/{name}") and not os.path.islink(f"/{name}")]
     shown += [path for path in (prefix, *site_packages) if path]
     return [
-        *unprivileged, "bwrap", "--unshare-all", "--die-with-parent", "--new-session", "--cap-drop", "ALL",
+        *unprivileged, "bwrap", "--unshare-all", "--unshare-user", "--die-with-parent", "--new-session",
+        "--cap-drop", "ALL",
         "--uid", str(NOBODY), "--gid", str(NOBODY), "--hostname", "sandbox", "--clearenv",
         "--setenv", "PATH", "/usr/bin:/bin", "--setenv", "HOME", "/tmp", "--setenv", "LANG", "C.UTF-8",
         "--setenv", "OMP_NUM_THREADS", "1", "--setenv", "OPENBLAS_NUM_THREADS", "1",
+        *(["--disable-userns"] if knows_disable_userns() else []),
+        *(["--seccomp", str(filter_fd)] if filter_fd >= 0 else []),
         *(["--setenv", "PYTHONPATH", ":".join(site_packages)] if site_packages else []),
         "--ro-bind", "/usr", "/usr", "--ro-bind-try", "/etc/ld.so.cache", "/etc/ld.so.cache",
         *(part for name, target in links for part in ("--symlink", target, name)),
@@ -152,14 +181,15 @@ class Sandboxed:
         names = ("wire", "program") if role == "program" else ("wire", "program", "harness")
         payload = {**payload, **fds, "ready_fd": ready, "limits": limits.inside()}
         data = json.dumps({"modules": [(name, _source(name)) for name in names], "payload": payload}).encode()
-        self.process = subprocess.Popen(
-            [*command(limits, site_packages), "-c", BOOTSTRAP],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
-            pass_fds=(ready, *fds.values()),
-            cwd="/",
-        )
+        with seccomp_fd() as fd:
+            self.process = subprocess.Popen(
+                [*command(limits, site_packages, filter_fd=fd), "-c", BOOTSTRAP],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL,
+                pass_fds=(ready, *fds.values(), *(f for f in [fd] if f >= 0)),
+                cwd="/",
+            )
         os.close(ready)
         assert self.process.stdin is not None
         try:

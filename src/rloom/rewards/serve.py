@@ -9,9 +9,10 @@ import math
 import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
+from urllib.parse import urlsplit
 
 from rloom.errors import RewardError
-from rloom.rewards.base import RewardBatch
+from rloom.rewards.base import RewardBatch, shown
 from rloom.rewards.collection import RewardSet
 from rloom.rewards.web import LOOPBACK
 
@@ -41,12 +42,12 @@ class RewardServer(ThreadingHTTPServer):
     def __init__(
         self, rewards: RewardSet, *, host: str = "127.0.0.1", port: int = 8000, token: str | None = None
     ) -> None:
-        if host not in LOOPBACK and not token:
+        if host not in LOOPBACK and not (token or "").strip():
             raise RewardError(
                 f"serving on {host}, which other machines can reach, needs a token: set the environment variable "
                 "RLOOM_REWARD_TOKEN here and where the trainer runs"
             )
-        self.rewards, self.token = rewards, token
+        self.rewards, self.token = rewards, (token or "").strip() or None
         # A plain function is never called twice at a time; what runs in workers or threads sorts that out itself.
         self.one_by_one = any(not (c.marks.isolated or c.marks.threads or c.is_async) for c in rewards.callers)
         self.lock = threading.Lock()
@@ -96,6 +97,10 @@ class Handler(BaseHTTPRequestHandler):
         """Whether the service is up, and what it scores with."""
         if self.path != "/health":
             return self._answer(404, {"error": "GET /health and POST /score are all there is"})
+        try:
+            self._check_host()
+        except BadRequest as error:
+            return self._answer(error.status, {"error": str(error)})
         return self._answer(200, {"status": "ok", "reward": self.server.rewards.names[0]})
 
     def do_POST(self) -> None:
@@ -109,9 +114,9 @@ class Handler(BaseHTTPRequestHandler):
             self._answer(error.status, {"error": str(error)})
         except (ConnectionError, TimeoutError):
             self.close_connection = True
-        except Exception as error:  # the reward's own: told to the client, and the service goes on
+        except Exception as error:  # the reward's own, which asking again does not mend; and the service goes on
             logger.exception("the reward failed")
-            self._answer(500, {"error": f"{type(error).__name__}: {error}"[:2000]})
+            self._answer(422, {"error": f"{type(error).__name__}: {shown(error)}"[:2000]})
 
     def _check(self) -> None:
         if self.path != "/score":
@@ -119,6 +124,18 @@ class Handler(BaseHTTPRequestHandler):
         given = self.headers.get("Authorization", "").encode()
         if self.server.token and not hmac.compare_digest(given, f"Bearer {self.server.token}".encode()):
             raise BadRequest("the token is missing or wrong", 401)
+        self._check_host()
+        if self.headers.get_content_type() != "application/json":  # which a page in a browser cannot send unasked
+            raise BadRequest("the Content-Type must be application/json", 415)
+
+    def _check_host(self) -> None:
+        """Without a token, only who calls us by a name of this machine: a browser says which name a page is from."""
+        try:
+            host = urlsplit(f"//{self.headers.get('Host', '')}").hostname
+        except ValueError:
+            host = None
+        if not self.server.token and host not in LOOPBACK:
+            raise BadRequest("without a token, the Host must be this machine's own", 403)
 
     def _request(self) -> Any:
         length = self.headers.get("Content-Length", "")

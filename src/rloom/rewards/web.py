@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import asyncio
+import base64
+import functools
 import json
 import logging
 import random
+import re
 import threading
 import time
 import weakref
 from typing import Any
-from urllib.parse import urlsplit
+from urllib.parse import SplitResult, unquote, urlsplit, urlunsplit
 
 from rloom.errors import RewardError, needs_extra
 
@@ -18,6 +22,38 @@ logger = logging.getLogger(__name__)
 AGAIN = {408, 425, 429, 500, 502, 503, 504}
 """Answers after which asking again makes sense."""
 LOOPBACK = {"127.0.0.1", "localhost", "::1"}
+
+
+def bearer(token: str | None, where: str) -> dict[str, str]:
+    """The header for a token; none for none. A message never holds the token itself.
+
+    >>> bearer(" abc\\n", "the environment's TOKEN"), bearer("", "here")
+    ({'Authorization': 'Bearer abc'}, {})
+    """
+    token = (token or "").strip()  # files and shells like to add a line's end
+    if not token:
+        return {}
+    if not re.fullmatch(r"[\x21-\x7e]+", token):
+        raise RewardError(f"the token in {where} holds blanks or characters beyond ASCII, which no header can carry")
+    return {"Authorization": f"Bearer {token}"}
+
+
+def redacted(parts: SplitResult) -> str:
+    """An address as it may be shown: without user, password and query.
+
+    >>> redacted(urlsplit("https://me:pw@host:1/score?key=s"))
+    'https://host:1/score'
+    """
+    host = f"[{parts.hostname}]" if ":" in (parts.hostname or "") else parts.hostname or ""
+    return urlunsplit((parts.scheme, f"{host}:{parts.port}" if parts.port else host, parts.path, "", ""))
+
+
+@functools.cache
+def _loop() -> asyncio.AbstractEventLoop:
+    """A loop for requests alone: only there can one be cut off in the middle of whatever it waits for."""
+    loop = asyncio.new_event_loop()
+    threading.Thread(target=loop.run_forever, name="rloom-web", daemon=True).start()
+    return loop
 
 
 class Unavailable(Exception):
@@ -51,15 +87,18 @@ class JsonService:
         requests_per_minute: float | None = None,
         max_bytes: int = 64 * 2**20,
     ) -> None:
-        parts = urlsplit(url)
-        if parts.scheme not in ("http", "https") or not parts.hostname:
-            raise RewardError(f"{url!r} is no address: http://host:port/path")
+        parts = _address(url)
         for name, value in {"timeout": timeout, "requests_per_minute": requests_per_minute}.items():
             if value is not None and not value > 0:
                 raise RewardError(f"{name} must be above 0, not {value}")
         if retries < 0:
             raise RewardError(f"retries must not be negative, not {retries}")
-        self.url, self.headers, self.timeout, self.retries, self.backoff = url, headers or {}, timeout, retries, backoff
+        self.headers = {**_login(parts), **(headers or {})}
+        _check_headers(self.headers)
+        self.url = redacted(parts)  # for messages; where to send has the query, which may be a key
+        self._target = self.url + (f"?{parts.query}" if parts.query else "")
+        self._secrets = [s for s in (parts.query, parts.password, *map(_secret, self.headers.items())) if s]
+        self.timeout, self.retries, self.backoff = timeout, retries, backoff
         self.interval = 60.0 / requests_per_minute if requests_per_minute else 0.0
         self.max_bytes, self.local = max_bytes, parts.hostname in LOOPBACK
         if "Authorization" in self.headers and parts.scheme == "http" and not self.local:
@@ -87,28 +126,40 @@ class JsonService:
         raise AssertionError
 
     def _try(self, body: bytes) -> Any:
+        self._wait_for_turn()
+        client = self._connected()
+        return asyncio.run_coroutine_threadsafe(self._within_time(client, body), _loop()).result()
+
+    async def _within_time(self, client: Any, body: bytes) -> Any:
+        """One try, for which there is one deadline: each byte of a service that drips is within httpx's own limits."""
         import httpx
 
-        self._wait_for_turn()
-        end = time.monotonic() + self.timeout
+        try:
+            response, received = await asyncio.wait_for(self._asked(client, body), self.timeout)
+        except (TimeoutError, httpx.TimeoutException):
+            raise Unavailable(f"not done after {self.timeout:g} seconds") from None
+        except (httpx.HTTPError, httpx.InvalidURL) as error:
+            raise Unavailable(self._safe(f"{type(error).__name__}: {error}")) from None
+        return self._read(response, received)
+
+    async def _asked(self, client: Any, body: bytes) -> tuple[Any, bytes]:
         headers = {"Content-Type": "application/json", **self.headers}
         received = bytearray()
-        try:
-            with self._connected().stream("POST", self.url, content=body, headers=headers) as response:
-                for part in response.iter_bytes():
-                    received += part
-                    if time.monotonic() > end:  # one that sends a byte now and then never runs into httpx's own limits
-                        raise Unavailable(f"not done after {self.timeout:g} seconds")
-                    if len(received) > self.max_bytes:
-                        raise RewardError(f"{self.url} answered more than {self.max_bytes} bytes")
-        except httpx.TimeoutException:
-            raise Unavailable(f"not done after {self.timeout:g} seconds") from None
-        except httpx.HTTPError as error:
-            raise Unavailable(f"{type(error).__name__}: {error}") from None
-        return self._read(response, bytes(received))
+        async with client.stream("POST", self._target, content=body, headers=headers) as response:
+            async for part in response.aiter_bytes():
+                received += part
+                if len(received) > self.max_bytes:
+                    raise RewardError(f"{self.url} answered more than {self.max_bytes} bytes")
+        return response, bytes(received)
+
+    def _safe(self, text: str) -> str:
+        """A text that came from elsewhere, without what must not be shown."""
+        for secret in self._secrets:
+            text = text.replace(secret, "…")
+        return text
 
     def _read(self, response: Any, received: bytes) -> Any:
-        text = received[:300].decode("utf-8", "replace").strip()
+        text = self._safe(received[:300].decode("utf-8", "replace").strip())
         if response.status_code in AGAIN:
             raise Unavailable(f"{response.status_code} {text}", wait=_seconds(response.headers.get("Retry-After")))
         if response.status_code != 200:
@@ -135,11 +186,62 @@ class JsonService:
                 except ImportError:
                     raise needs_extra("a reward over HTTP", "httpx", "http") from None
                 limits = httpx.Limits(max_connections=256)
-                self._client = httpx.Client(
+                self._client = httpx.AsyncClient(
                     timeout=self.timeout, limits=limits, follow_redirects=False, trust_env=not self.local
                 )
-                weakref.finalize(self, self._client.close)
+                if "?" in self._target:  # httpx logs the address of each request
+                    logging.getLogger("httpx").addFilter(_Without(self._secrets[0]))
+                weakref.finalize(self, _close, self._client)
             return self._client
+
+
+def _close(client: Any) -> None:
+    if not _loop().is_closed():
+        asyncio.run_coroutine_threadsafe(client.aclose(), _loop())
+
+
+class _Without(logging.Filter):
+    """Keeps records out of a log that hold a secret."""
+
+    def __init__(self, secret: str) -> None:
+        super().__init__()
+        self.secret = secret
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        """Whether a record may be written."""
+        return self.secret not in record.getMessage()
+
+
+def _address(url: str) -> SplitResult:
+    """An address in its parts; the message about one that is none shows nothing that may be secret."""
+    try:
+        parts = urlsplit(url)
+        usable = parts.scheme in ("http", "https") and bool(parts.hostname) and (parts.port or 1) > 0
+    except ValueError:
+        usable = False
+    if not usable:
+        raise RewardError(f"{re.sub('//.*@', '//', url.split('?')[0])!r} is no address: http://host:port/path")
+    return parts
+
+
+def _login(parts: SplitResult) -> dict[str, str]:
+    """User and password of an address, as the header that they stand for."""
+    if parts.username is None:
+        return {}
+    pair = f"{unquote(parts.username)}:{unquote(parts.password or '')}"
+    return {"Authorization": "Basic " + base64.b64encode(pair.encode()).decode()}
+
+
+def _check_headers(headers: dict[str, str]) -> None:
+    for name, value in headers.items():
+        if not isinstance(value, str) or not re.fullmatch(r"[\t\x20-\x7e]*", value):
+            raise RewardError(f"the header {name!r} has a value that no header can carry: a text of ASCII, on one line")
+
+
+def _secret(header: tuple[str, str]) -> str:
+    """What of a header must not be shown."""
+    name, value = header
+    return value.split(" ")[-1] if name.lower() in ("authorization", "x-api-key", "api-key", "cookie") else ""
 
 
 def _seconds(value: str | None) -> float:

@@ -59,12 +59,15 @@ def plain(value: Any, depth: int = 0) -> Any:
         return value
     if isinstance(value, (list, tuple)) and depth < 2:
         return [plain(v, depth + 1) for v in value]
+    if not isinstance(value, (str, bytes)):
+        try:
+            return float(value)
+        except Exception:  # no number
+            pass
     try:
-        return (
-            float(value) if not isinstance(value, (str, bytes)) else {"type": type(value).__name__, "text": str(value)}
-        )
-    except (TypeError, ValueError):
         return {"type": type(value).__name__, "text": str(value)[:100]}
+    except Exception:  # a class of the user's own
+        return {"type": type(value).__name__, "text": ""}
 
 
 def call(function: Any, arguments: dict[str, Any]) -> dict[str, Any]:
@@ -88,9 +91,25 @@ def call(function: Any, arguments: dict[str, Any]) -> dict[str, Any]:
             value = asyncio.run(_awaited(value))
         answer: dict[str, Any] = {"value": plain(value)}
     except BaseException as error:
-        text = "".join(traceback.format_exception(error))[-4000:]
-        answer = {"error": [type(error).__name__, str(error)[:1000], text]}
+        answer = {"error": described(error)}
     return {**answer, "extra": extra, "metrics": metrics, "seconds": time.perf_counter() - began}
+
+
+def described(error: BaseException) -> list[str]:
+    """An exception's class, message and traceback; of one that cannot even be shown, what is left."""
+    try:
+        return [type(error).__name__, str(error)[:1000], "".join(traceback.format_exception(error))[-4000:]]
+    except Exception:
+        return [type(error).__name__, "", ""]
+
+
+def sendable(answer: dict[str, Any]) -> dict[str, Any]:
+    """An answer that JSON takes, or why there is none: the samples after it must not be kept waiting for it."""
+    try:
+        json.dumps(answer)
+    except Exception as error:
+        return {"error": described(error), "seconds": answer["seconds"]}
+    return answer
 
 
 async def _awaited(value: Any) -> Any:
@@ -113,7 +132,7 @@ def main(read_fd: int, write_fd: int) -> None:
             request = pickle.loads(message)
             if "samples" in request:
                 for arguments in request["samples"]:
-                    write(write_fd, call(functions[request["key"]], arguments))
+                    write(write_fd, sendable(call(functions[request["key"]], arguments)))
                 if request["key"] not in warm:  # what it imported stays: the collector need not look at it again
                     warm.add(request["key"])
                     gc.freeze()
@@ -122,10 +141,7 @@ def main(read_fd: int, write_fd: int) -> None:
             functions[request["key"]] = pickle.loads(request["function"])
             answer: dict[str, Any] = {"loaded": True}
         except BaseException as error:
-            answer = {
-                "error": [type(error).__name__, str(error)[:1000], traceback.format_exc()[-4000:]],
-                "seconds": 0.0,
-            }
+            answer = {"error": described(error), "seconds": 0.0}
         write(write_fd, answer)
 
 

@@ -14,12 +14,16 @@ from transformers import ProcessorMixin
 from rloom.config import RLOOConfig
 from rloom.data import datasets
 from rloom.data.batching import Batcher
+from rloom.data.images import IMAGE_COLUMNS
 from rloom.data.loader import Stream, as_is, map_style_loader, stream_loader
+from rloom.data.model_inputs import placeholder_ids
 from rloom.data.plan import PlanSampler, Schedule
 from rloom.data.prompts import PromptEncoder
+from rloom.data.vision import is_vision
 from rloom.errors import ConfigError, UnknownOptionError, did_you_mean
 from rloom.generation.base import Engine, Sampling
 from rloom.generation.choose import choose_engine
+from rloom.generation.images import ImageRouter
 from rloom.models import load as loading
 from rloom.models.proof import proves_packing
 from rloom.models.reference import Reference, make_reference
@@ -39,7 +43,7 @@ logger = logging.getLogger(__name__)
 
 DEFAULT_TOKENS = 8192
 STEPS_WORTH_COMPILING = 20_000  # decode steps in a run
-TEXT_COLUMNS = ("prompt", "image", "images")
+PROMPT_COLUMNS = ("prompt", *IMAGE_COLUMNS)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -50,6 +54,7 @@ class Policy:
     processing_class: Any
     tokenizer: Any
     eos_token_ids: list[int]
+    vision: bool  # whether prompts may have images
     new_adapter: bool
 
 
@@ -173,12 +178,15 @@ def load(
         quantization_config=quantization_config,
     )
     processing_class = loading.load_processing_class(processing_class, model, revision, args.trust_remote_code)
-    if isinstance(processing_class, ProcessorMixin):
+    vision = is_vision(processing_class)
+    if isinstance(processing_class, ProcessorMixin) and not vision:
         raise ConfigError(
-            "vision-language models are not supported by this version of rloom; pass a text model and its tokenizer"
+            f"{type(processing_class).__name__} is a processor without images; rloom trains on text and images: pass "
+            "the model's tokenizer"
         )
     tokenizer = loading.tokenizer_of(processing_class)
-    eos_token_ids = loading.agree_on_tokens(model, tokenizer, args.stop_token_id, chat=chat)
+    template = getattr(processing_class, "chat_template", None)
+    eos_token_ids = loading.agree_on_tokens(model, tokenizer, args.stop_token_id, chat=chat, template=template)
     model = loading.wrap_peft(model, peft_config, gradient_checkpointing=args.gradient_checkpointing)
     if args.disable_dropout:
         loading.disable_dropout(model)
@@ -187,8 +195,25 @@ def load(
         processing_class=processing_class,
         tokenizer=tokenizer,
         eos_token_ids=eos_token_ids,
+        vision=vision,
         new_adapter=peft_config is not None,
     )
+
+
+def check_images(policy: Policy, column: str | None, args: Any) -> None:
+    """Refuse a column of images where nothing could look at them."""
+    if column is None:
+        return
+    if not policy.vision:
+        raise ConfigError(
+            f"the data has a column {column!r}, and {type(policy.processing_class).__name__} is a tokenizer: pass a "
+            "vision-language model with its processor as `processing_class`, or remove the column"
+        )
+    if args.engine in ("native", "forked"):
+        raise ConfigError(
+            f"engine={args.engine!r} does not take images, and the data has a column {column!r}: leave `engine` unset, "
+            "or set engine='transformers'"
+        )
 
 
 def check_devices(trainer: Any) -> None:
@@ -242,6 +267,7 @@ def build(
         metrics=metrics,
         log=log,
         count_tokens=trainer._count_tokens,
+        log_images=policy.vision and args.log_multimodal,
     )
     _hint_dropout(trainer.model, args)
     if not datasets.is_iterable(trainer.train_dataset):
@@ -333,15 +359,25 @@ def _engine(trainer: Any, policy: Policy, args: Any) -> Engine:
     compiled = args.compile_generation
     if compiled is None:  # a compiled step saves about a millisecond; compiling takes some ten seconds
         compiled = args.max_steps <= 0 or args.max_steps * args.max_completion_length > STEPS_WORTH_COMPILING
-    with trainer.accelerator.autocast():
-        return choose_engine(
-            lambda: trainer.model,
-            _sampling(policy, args),
-            wanted=args.engine,
-            tokenizer=policy.tokenizer,
-            compiled=compiled,
-            pad_to_multiple_of=args.pad_to_multiple_of,
-        )
+
+    def choose(wanted: str | None) -> Engine:
+        with trainer.accelerator.autocast():
+            return choose_engine(
+                lambda: trainer.model,
+                _sampling(policy, args),
+                wanted=wanted,
+                tokenizer=policy.tokenizer,
+                compiled=bool(compiled),
+                pad_to_multiple_of=args.pad_to_multiple_of,
+                never=placeholder_ids(trainer.model.config) if policy.vision else (),
+            )
+
+    if args.engine is not None or not policy.vision:
+        return choose(args.engine)
+    router = ImageRouter(lambda: choose(None), choose("transformers"))
+    if datasets.image_column(trainer.train_dataset) is None:
+        _ = router.text  # data of text: what does not fit is known before training
+    return router
 
 
 def _sampling(policy: Policy, args: Any) -> Sampling:
@@ -372,7 +408,7 @@ def _encoder(policy: Policy, args: Any) -> PromptEncoder:
         context_length=min(filter(None, (limit, own)), default=None),
         max_completion_length=args.max_completion_length,
         hard_limit=limit is not None or loading.has_position_table(policy.model),
-        columns=TEXT_COLUMNS if args.remove_unused_columns else None,
+        columns=PROMPT_COLUMNS if args.remove_unused_columns else None,
     )
 
 

@@ -55,12 +55,12 @@ class FitBudget(TrainerCallback):
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated()
-        tokens = self.learner.try_worst_case(model, *shape)
+        tokens = self.learner.try_worst_case(model, *shape, pictured=self.encoder.pictured)
         used = torch.cuda.max_memory_allocated() - before
         if not self.asked:
             torch.cuda.empty_cache()
             budget.tokens = fitted(tokens, used, torch.cuda.mem_get_info()[0])
-            self.learner.try_worst_case(model, *shape)
+            self.learner.try_worst_case(model, *shape, pictured=self.encoder.pictured)
         logger.info("micro-batches of up to %d tokens; the worst case has been run", budget.tokens)
 
 

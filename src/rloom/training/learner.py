@@ -20,7 +20,7 @@ from torch import Tensor
 
 from rloom.algo import aggregate, policy_loss, token_kl
 from rloom.data.batching import Batcher
-from rloom.models.attention import CompiledLayers, packed_attention, running
+from rloom.models.attention import CompiledLayers, own_attention, packed_attention, running
 from rloom.models.head import exact_kl_chunks
 from rloom.models.logprobs import Forward, TokenStats
 from rloom.models.reference import FrozenReference, Reference
@@ -29,7 +29,7 @@ from rloom.observe.older import rollout_metrics
 from rloom.training.budget import TokenBudget
 from rloom.training.credit import Credit
 from rloom.training.tally import Tally
-from rloom.types import MicroBatch, Rollout, Share
+from rloom.types import MicroBatch, Prompt, Rollout, Share
 
 logger = logging.getLogger(__name__)
 
@@ -259,20 +259,25 @@ class Learner:
         self.metrics.add(mode, "mismatch/mean", difference.mean())
         self.metrics.add(mode, "mismatch/max", difference.max())
 
-    def try_worst_case(self, model: Any, prompt: int, completion: int, k: int) -> int:
+    def try_worst_case(
+        self, model: Any, prompt: int, completion: int, k: int, *, pictured: Prompt | None = None
+    ) -> int:
         """Run a micro-batch of the budget's size forward and backward, all prompts and completions at their limits.
+
+        With `pictured`, a prompt with images, all prompts are that one: such rows are padded, and cost more.
 
         Returns its tokens. The gradients are those of 0, and are taken back. Out of memory, the budget shrinks as ever.
         """
         groups = max(1, self.budget.tokens // (prompt + k * completion)) + 1
         token = self.batcher.pad_token_id
         rollout = Rollout(
-            prompt_ids=[[token] * prompt for _ in range(groups * k)],
+            prompt_ids=[pictured.token_ids if pictured else [token] * prompt for _ in range(groups * k)],
             completion_ids=[[token] * completion for _ in range(groups * k)],
             groups=torch.arange(groups).repeat_interleave(k),
             scores=torch.zeros(groups * k, 1),
             score=torch.zeros(groups * k),
             trained=[True] * (groups * k),
+            prompt_inputs=[pictured.inputs for _ in range(groups * k)] if pictured else [],
         )
 
         def attempt() -> int:
@@ -431,7 +436,7 @@ def _stack(rows: list[Tensor | None]) -> tuple[Tensor, Tensor]:
 
 @contextmanager
 def _running(batch: MicroBatch) -> Iterator[None]:
-    with nullcontext() if batch.packed is None else running(batch.packed):
+    with own_attention() if batch.packed is None else running(batch.packed):
         yield
 
 

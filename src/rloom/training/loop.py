@@ -18,7 +18,8 @@ from rloom.models.precision import keeps_the_bits
 from rloom.models.reference import Reference, without_reference_adapter
 from rloom.observe.completions import CompletionLog
 from rloom.observe.metrics import Metrics
-from rloom.training import checkpoint
+from rloom.rewards.collection import RewardSet
+from rloom.training import checkpoint, weights
 from rloom.training.card import model_card
 from rloom.training.credit import Credit, Shaper
 from rloom.training.learner import Learner
@@ -38,11 +39,13 @@ class UpdateLoop(Trainer):
     learner: Learner
     credit: Credit
     shaper: Shaper
+    rewards: RewardSet
     metrics: Metrics
     completion_log: CompletionLog
     reference: Reference | None
     _tag_names = ("rloom", "rloo")
     _resumed: dict[str, Any] | None = None  # what a checkpoint said, until the first epoch begins
+    _using_rewards = 0  # how many of train, evaluate and predict are under way
     _elapsed = 0.0  # seconds of training before this call, when resumed
     _train_began = 0.0
 
@@ -119,7 +122,19 @@ class UpdateLoop(Trainer):
                     'On a first run leave it out, or pass resume_from_checkpoint="auto"'
                 )
             resume_from_checkpoint = str(found)
-        return super().train(resume_from_checkpoint, *args, **kwargs)
+        with self._rewards_open():
+            return super().train(resume_from_checkpoint, *args, **kwargs)
+
+    @contextmanager
+    def _rewards_open(self) -> Iterator[None]:
+        """When the outermost of these is over, however it ends, the rewards' processes and threads are let go."""
+        self._using_rewards += 1
+        try:
+            yield
+        finally:
+            self._using_rewards -= 1
+            if not self._using_rewards:
+                self.rewards.close()
 
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
         folder = Path(self._get_output_dir(trial=trial)) / f"checkpoint-{self.state.global_step}"
@@ -150,6 +165,20 @@ class UpdateLoop(Trainer):
         """What decides which prompts a rollout holds and which updates use it."""
         plan = dataclasses.asdict(self.schedule)
         return {**plan, "num_generations": self.args.num_generations, "seed": self.args.seed}
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
+        target = self.model if model is None else model
+        if weights.are_renamed(resume_from_checkpoint, target):
+            weights.load_renamed(resume_from_checkpoint, target)
+        else:
+            super()._load_from_checkpoint(resume_from_checkpoint, model)
+
+    def _load_best_model(self) -> None:
+        best = self.state.best_model_checkpoint
+        if weights.are_renamed(best, self.model):
+            weights.load_renamed(best, self.model)
+        else:
+            super()._load_best_model()
 
     def _load_optimizer_and_scheduler(self, folder: str | None) -> None:
         super()._load_optimizer_and_scheduler(folder)

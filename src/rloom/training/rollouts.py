@@ -45,11 +45,12 @@ class Collector:
         metrics: Metrics,
         log: CompletionLog,
         count_tokens: Callable[[int], int],
+        log_images: bool = False,
     ) -> None:
         self.encoder, self.engine, self.score, self.shaper = encoder, engine, score, shaper
         self.batch, self.rewards, self.reward_names = batch, rewards, rewards.names
         self.decode, self.truncated = decode, truncated
-        self.metrics, self.log, self.count_tokens = metrics, log, count_tokens
+        self.metrics, self.log, self.count_tokens, self.log_images = metrics, log, count_tokens, log_images
 
     def collect(self, rows: Sequence[dict[str, Any]], num_generations: int, *, seed: int, mode: str) -> Rollout:
         """One rollout: K completions for each row's prompt, scored."""
@@ -59,18 +60,28 @@ class Collector:
             if not any(group.completions for group in groups):
                 raise EngineError("the engine returned no completion at all; see its messages above")
             inputs, contents, texts, ids = _flat(groups)
+            self.rewards.failed = None
             scores = self.score(inputs, contents, texts, ids).cpu().float()
+            if self.shaper.composition is not None:
+                self.shaper.composition.note_failures(self.rewards.failed)
         finally:
             self.rewards.forget()
         rollout = self._rollout(groups, scores, mode)
         self._record(groups, scores, num_generations, mode)
         self._log_completions(contents, texts, scores)
+        if self.log_images:
+            self.log.columns["images"].extend(group.prompt.images for group in groups for _ in group.completions)
         return rollout
 
     def _generate(self, prompts: list[Prompt], num_generations: int, seed: int) -> list[Group]:
         """All groups, as they come; rewards that are marked for it begin with each, while the next is generated."""
         position = {id(prompt): index for index, prompt in enumerate(prompts)}
         names = column_names([prompt.columns for prompt in prompts])
+        if any(prompt.inputs for prompt in prompts) and not getattr(self.engine, "takes_images", False):
+            raise EngineError(
+                f"{type(self.engine).__name__} does not take images, and prompts have some: leave `engine` unset, or "
+                "give an engine that hands `prompt.inputs` to the model and says so with `takes_images = True`"
+            )
         groups = []
         for group in self.engine.generate(prompts, num_generations, seed=seed):
             groups.append(group)
@@ -115,6 +126,7 @@ class Collector:
             trained=trained.tolist(),
             sampling_logprobs=None if any(p is None for p in logprobs) else logprobs,  # type: ignore[arg-type]
             ended=[c.stop_reason == EOS for c in completions],
+            prompt_inputs=[group.prompt.inputs for group in groups for _ in group.completions],
         )
 
     # -- what is written down
@@ -237,6 +249,7 @@ def _assembled(sources: list[tuple[Rollout, int]]) -> Rollout:
         trained=[r.trained[row] for r, row, _ in rows],
         sampling_logprobs=None if any(s is None for s in sampled) else sampled,  # type: ignore[arg-type]
         ended=[bool(r.ended and r.ended[row]) for r, row, _ in rows],
+        prompt_inputs=[r.prompt_inputs[row] for r, row, _ in rows],
     )
 
 

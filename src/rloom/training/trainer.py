@@ -20,7 +20,8 @@ from transformers import TrainerCallback
 from transformers.trainer_utils import PredictionOutput
 
 from rloom.config import RLOOConfig
-from rloom.data.datasets import check_dataset, is_chat
+from rloom.data.datasets import check_dataset, image_column, is_chat
+from rloom.data.images import without_images
 from rloom.data.loader import as_is
 from rloom.data.plan import UpdatePlan
 from rloom.errors import RewardError
@@ -29,6 +30,7 @@ from rloom.models.load import is_peft_model
 from rloom.models.precision import warn_of_lost_bits
 from rloom.observe.metrics import BUILT_IN, BUILT_IN_PREFIXES
 from rloom.rewards.base import RewardBatch
+from rloom.rewards.judging import TOTALS
 from rloom.seeds import derive_seed
 from rloom.training import assemble
 from rloom.training.advice import advise
@@ -63,10 +65,11 @@ class RLOOTrainer(UpdateLoop):
         reward_funcs: one or a list of: functions (sync or async), sequence-classification models or their names,
             objects with `get_rewards(prompts, completions)`, addresses of services, `rloom.term(…)` of any of these.
         args: the options; defaults of [`RLOOConfig`] if not given.
-        train_dataset: rows with a `prompt` (text or messages); further columns go to the reward functions. A
-            `datasets.Dataset`, an `IterableDataset` (with `max_steps`), or a plain list of dicts.
+        train_dataset: rows with a `prompt` (text or messages) and, for a vision-language model, its `image` or
+            `images`; further columns go to the reward functions. A `datasets.Dataset`, an `IterableDataset` (with
+            `max_steps`), or a plain list of dicts.
         eval_dataset: the same, or a dict of several.
-        processing_class: the tokenizer; loaded by the model's name if not given.
+        processing_class: the tokenizer, or a vision model's processor; loaded by the model's name if not given.
         reward_processing_classes: tokenizers of reward models, in the order of `reward_funcs`.
         callbacks, optimizers: as in `transformers.Trainer`.
         quantization_config: how to quantize a model that is loaded by name.
@@ -106,6 +109,7 @@ class RLOOTrainer(UpdateLoop):
         set_seed(args.seed)
         chat = is_chat(train_dataset)
         policy = assemble.load(model, processing_class, args, quantization_config, peft_config, chat=chat)
+        assemble.check_images(policy, image_column(train_dataset, eval_dataset), args)
         super().__init__(
             model=policy.model,
             args=args,
@@ -234,12 +238,20 @@ class RLOOTrainer(UpdateLoop):
             columns={name: [row.get(name) for row in inputs] for name in names},
             trainer_state=self.state,
             log_extra=self._log_extra,
-            log_metric=lambda name, value: self.metrics.add(self._mode, name, float(value)),
+            log_metric=self._log_metric,
             check_metric=self._check_metric,
         )
 
     def _log_extra(self, column: str, values: list[Any]) -> None:
         self._logs["extra"][column].extend(values)
+
+    def _log_metric(self, name: str, value: float) -> None:
+        if not name.startswith(TOTALS):
+            self.metrics.add(self._mode, name, float(value))
+            return
+        # Calls of a rollout come in the order of its prompts, not of time: the largest total is the latest.
+        so_far = self.metrics.values[self._mode].get(name, [])
+        self.metrics.set(self._mode, name, max([float(value), *map(float, so_far)]))
 
     def _check_metric(self, name: str, value: float) -> None:
         if name in BUILT_IN or name.startswith(BUILT_IN_PREFIXES):
@@ -279,7 +291,8 @@ class RLOOTrainer(UpdateLoop):
         """Generate for the evaluation prompts and report rewards, lengths and KL as `eval_*`."""
         before, self._eval_prefix = self._eval_prefix, metric_key_prefix
         try:
-            return super().evaluate(eval_dataset, ignore_keys, metric_key_prefix)
+            with self._rewards_open():
+                return super().evaluate(eval_dataset, ignore_keys, metric_key_prefix)
         finally:
             self._eval_prefix = before
 
@@ -289,7 +302,8 @@ class RLOOTrainer(UpdateLoop):
         """Generate for test prompts and report rewards, lengths and KL as `test_*`."""
         before, self._eval_prefix = self._eval_prefix, metric_key_prefix
         try:
-            output = super().predict(test_dataset, ignore_keys, metric_key_prefix)
+            with self._rewards_open():
+                output = super().predict(test_dataset, ignore_keys, metric_key_prefix)
             output.metrics.update({f"{metric_key_prefix}_{k}": v for k, v in self.metrics.flush("eval").items()})
             return output
         finally:
@@ -300,7 +314,8 @@ class RLOOTrainer(UpdateLoop):
     ) -> tuple[Tensor, None, None]:
         """Generate and score a batch of prompts; the same prompts get the same noise in every evaluation."""
         count = self.args.num_generations_eval or self.args.num_generations
-        seed = derive_seed(self.args.seed, "eval", self.args.process_index, [str(row["prompt"]) for row in inputs])
+        texts = [str(without_images(row["prompt"])) for row in inputs]
+        seed = derive_seed(self.args.seed, "eval", self.args.process_index, texts)
         rollout = self.collector.collect(inputs, count, seed=seed, mode="eval")
         loss = self.learner.evaluate(model, rollout)
         self._note_first_use([rollout])

@@ -14,7 +14,7 @@ from transformers import AttentionInterface
 
 from rloom.generation.native.geometry import Layer
 from rloom.generation.native.rows import Rows
-from rloom.models.attention import attend_packed, running
+from rloom.models.attention import attend_packed, attention_of, running
 from rloom.types import PackedRow
 
 NAME = "rloom_native"
@@ -74,7 +74,7 @@ def decoding(cache: Cache, rows: Rows, *, order: tuple[int, ...] = (), opaque: b
 @contextmanager
 def native_attention(model: Any) -> Iterator[None]:
     """Let `model` attend as the engine does meanwhile."""
-    before = model.config._attn_implementation
+    before = attention_of(model.config)
     model.set_attn_implementation(NAME)
     try:
         yield

@@ -2,8 +2,9 @@
 
 A message is four bytes of length and JSON. What JSON does not know is tagged: `{"tuple": […]}`, `{"dict": [[k, v],
 …]}`. An object that is no plain data stays where it is: its owner sends a number, and the other side gets a
-[`Remote`], whose calls, attributes and operators go back to the owner. Two things never do: `==` and `hash`. An
-object that says it is equal to everything is therefore equal to nothing but itself.
+[`Remote`], whose calls, attributes and items go back to the owner. What a test judges by never does: an object of the
+program in a comparison, in arithmetic or as a truth value is refused (see [`Judged`]), since it would be the program
+that decides what comes out, and it would see what was expected.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import json
 import operator
 import os
 import struct
+from collections import namedtuple
 from collections.abc import Callable
 from types import ModuleType
 from typing import Any
@@ -21,8 +23,21 @@ from typing import Any
 MAX_DEPTH = 100
 MAX_MESSAGE = 4 * 2**20
 EXACT = 2**53
-REBUILT = {("decimal", "Decimal"): str, ("fractions", "Fraction"): str, ("collections", "deque"): list}
-"""Types beyond the built-in ones that travel by value, and what they are rebuilt from."""
+REBUILT: dict[tuple[str, str], Callable[[Any], list[Any]]] = {
+    ("decimal", "Decimal"): lambda d: [str(d)],
+    ("fractions", "Fraction"): lambda f: [str(f)],
+    ("collections", "deque"): lambda d: [list(d)],
+    ("builtins", "range"): lambda r: [r.start, r.stop, r.step],
+    ("datetime", "date"): lambda d: [d.year, d.month, d.day],
+    ("datetime", "timedelta"): lambda t: [t.days, t.seconds, t.microseconds],
+    ("datetime", "datetime"): lambda d: [d.isoformat()],
+    ("datetime", "time"): lambda t: [t.isoformat()],
+}
+"""Types beyond the built-in ones that travel by value, and the arguments that they are rebuilt from."""
+FROM_TEXT = {("datetime", "datetime"), ("datetime", "time")}
+PLAIN_TYPES = (bool, int, float, complex, str, bytes, bytearray, list, tuple, dict, set, frozenset, range, object, type)
+MAX_NUMBER = 2**18
+"""Hexadecimal digits of a whole number that is believed."""
 
 
 class WireError(Exception):
@@ -86,6 +101,9 @@ def encode(value: Any, keep: Callable[[Any], Any], depth: int = 0) -> Any:
         return each(value)
     if isinstance(value, dict):
         return {"dict": [each(pair) for pair in value.items()]}
+    fields = getattr(kind, "_fields", None)
+    if isinstance(value, tuple) and type(fields) is tuple and len(fields) == len(value):
+        return {"named": [kind.__name__, list(fields), each(value)]}
     for tag, plain in (("tuple", tuple), ("set", set), ("frozenset", frozenset)):
         if isinstance(value, plain):
             return {tag: each(value)}
@@ -120,6 +138,7 @@ def decode(data: Any, find: Callable[[str, Any], Any], depth: int = 0) -> Any:
         if tag in ("theirs", "mine"):
             return find(tag, body)
         if tag == "int":
+            assert len(body) <= MAX_NUMBER
             return int(body, 16)
         if tag in ("bytes", "bytearray"):
             return (bytes if tag == "bytes" else bytearray).fromhex(body)
@@ -128,17 +147,33 @@ def decode(data: Any, find: Callable[[str, Any], Any], depth: int = 0) -> Any:
         if tag == "dict":
             return {decode(k, find, depth + 1): decode(v, find, depth + 1) for k, v in body}
         if tag == "type":
-            found = getattr(builtins, body)
-            assert isinstance(found, type)
-            return found
+            return plain_type(body)
+        if tag == "named":
+            name, fields, values = body
+            assert len(fields) <= 100  # that they are names, namedtuple checks
+            return namedtuple(name, fields)(*(decode(v, find, depth + 1) for v in values))
         if tag == "rebuilt":
             module, name, parts = body
             assert (module, name) in REBUILT
-            return getattr(importlib.import_module(module), name)(decode(parts, find, depth + 1))
+            kind = getattr(importlib.import_module(module), name)  # only now: starting a sandbox should be quick
+            make = kind.fromisoformat if (module, name) in FROM_TEXT else kind
+            return make(*(decode(part, find, depth + 1) for part in parts))
         made: Any = {"tuple": tuple, "set": set, "frozenset": frozenset}[tag]
         return made(decode(d, find, depth + 1) for d in body)
     except (AssertionError, ArithmeticError, AttributeError, KeyError, TypeError, ValueError) as error:
         raise WireError(f"not a value: {error!r}") from None
+
+
+def plain_type(name: Any) -> type:
+    """A type by name: of plain data, or an exception that a program may raise. SystemExit and the like are neither.
+
+    >>> plain_type("str"), plain_type("KeyError")
+    (<class 'str'>, <class 'KeyError'>)
+    """
+    found = getattr(builtins, name)
+    assert isinstance(found, type)
+    assert found in PLAIN_TYPES or issubclass(found, Exception)
+    return found
 
 
 OPERATIONS: dict[str, Callable[..., Any]] = {
@@ -173,6 +208,25 @@ class Remote:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self._rloom_peer.ask("call", self, args, kwargs)
 
+    def __enter__(self) -> Any:
+        return self._rloom_peer.ask("__enter__", self, (), {})
+
+    def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
+        """Never swallows the exception, which may be a failed test."""
+        self._rloom_peer.ask("__exit__", self, (None if error is None else describe(error),), {})
+
+
+def _leave(target: Any, description: Any) -> None:
+    """`__exit__`, told of an exception of the same name."""
+    if description is None:
+        target.__exit__(None, None, None)
+    else:
+        error = nearest_exception(description, {})
+        target.__exit__(type(error), error, None)
+
+
+OPERATIONS |= {"__enter__": lambda target: target.__enter__(), "__exit__": _leave}
+
 
 def _forwarded(name: str) -> Callable[..., Any]:
     def method(self: Remote, *args: Any) -> Any:
@@ -182,15 +236,73 @@ def _forwarded(name: str) -> Callable[..., Any]:
 
 
 for _name in OPERATIONS:
-    if _name.startswith("__"):
+    if _name.startswith("__") and _name not in vars(Remote):
         setattr(Remote, _name, _forwarded(_name))
+
+
+USABLE = {"__len__", "__iter__", "__next__", "__reversed__", "__str__", "__repr__", "__getitem__", "__setitem__",
+          "__delitem__", "__enter__", "__exit__"}  # fmt: skip
+"""What tests may do with an object of the program: what it yields is judged when it is plain data."""
+
+
+class Judged(Remote):
+    """An object of the program, as the tests have it. It may be used (called, looked into, gone through), but whatever
+    a test may judge by must be plain data: an object would decide the comparison itself."""
+
+    __slots__ = ()
+
+    def _rloom_refuse(self, name: str) -> Any:
+        raise self._rloom_peer.refusal(self, name)
+
+    def __eq__(self, other: object) -> bool:
+        return self is other if other is None or isinstance(other, Judged) else self._rloom_refuse("==")
+
+    def __ne__(self, other: object) -> bool:
+        return self is not other if other is None or isinstance(other, Judged) else self._rloom_refuse("!=")
+
+    def __hash__(self) -> int:
+        return self._rloom_refuse("hash()")
+
+
+def _refused(name: str) -> Callable[..., Any]:
+    def method(self: Judged, *args: Any) -> Any:
+        return self._rloom_refuse(name)
+
+    return method
+
+
+def _between_objects(name: str) -> Callable[..., Any]:
+    """`+`, `-`, `*` of two objects of the program make another one; of an object and data, nothing that is believed."""
+
+    def method(self: Judged, other: Any) -> Any:
+        result = self._rloom_peer.ask(name, self, (other,), {}) if isinstance(other, Judged) else None
+        return result if isinstance(result, Judged) else self._rloom_refuse(name)
+
+    return method
+
+
+FURTHER = ("rtruediv", "rfloordiv", "rmod", "rpow", "complex", "pos", "invert", "trunc", "floor", "ceil", "divmod",
+           "rdivmod", "format")  # fmt: skip
+for _name in (*OPERATIONS, *(f"__{name}__" for name in FURTHER)):
+    if _name.startswith("__") and _name not in USABLE:
+        setattr(Judged, _name, _refused(_name))
+for _name in ("__add__", "__sub__", "__mul__"):
+    setattr(Judged, _name, _between_objects(_name))
 
 
 class Peer:
     """One end of the pipes. `allow(operation, object, arguments)` says what the other side may do with what is ours."""
 
-    def __init__(self, read_fd: int, write_fd: int, allow: Callable[[str, Any, tuple[Any, ...]], bool]) -> None:
-        self.read_fd, self.write_fd, self.allow = read_fd, write_fd, allow
+    def __init__(
+        self,
+        read_fd: int,
+        write_fd: int,
+        allow: Callable[[str, Any, tuple[Any, ...]], bool],
+        stand_in: type[Remote] = Remote,
+    ) -> None:
+        self.read_fd, self.write_fd, self.allow, self.stand_in = read_fd, write_fd, allow, stand_in
+        self.asked = 0
+        self.trouble = ""  # why what the other side did cannot count, even where a test caught the exception
         self.objects: list[Any] = []
         self.numbers: dict[int, int] = {}
         self.remotes: dict[int, Remote] = {}
@@ -212,7 +324,7 @@ class Peer:
         if not isinstance(number, int) or isinstance(number, bool) or number < 0:
             raise WireError("not the number of an object")
         if whose == "mine":
-            return self.remotes.setdefault(number, Remote(self, number))
+            return self.remotes.setdefault(number, self.stand_in(self, number))
         if number >= len(self.objects):
             raise WireError("no such object")
         return self.objects[number]
@@ -225,10 +337,24 @@ class Peer:
         """Decoded, names resolved."""
         return decode(data, self.find)
 
+    def refusal(self, target: Remote, what: str) -> TypeError:
+        """Why an object of the other side is not used for what only data is good for."""
+        message = f"the program returned an object of its own, not plain data, and a test used it for {what}"
+        self.trouble = self.trouble or message
+        return TypeError(message)
+
     def ask(self, operation: str, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Have the other side do something with an object of its own, serving what it asks meanwhile."""
+        try:
+            return self._ask(operation, target, args, kwargs)
+        except (WireError, BrokenPipeError) as error:
+            self.trouble = self.trouble or f"the program is gone: {error}"
+            raise WireError(str(error)) from None
+
+    def _ask(self, operation: str, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         request = {"do": operation, "with": self.pack(target), "args": [self.pack(a) for a in args],
                    "kwargs": {k: self.pack(v) for k, v in kwargs.items()}}  # fmt: skip
+        self.asked += 1
         send(self.write_fd, request)
         while True:
             answer = receive(self.read_fd)
@@ -237,11 +363,19 @@ class Peer:
             if "do" in answer:
                 self.serve(answer)
                 continue
-            for index, changed in answer.get("changed", {}).items():
-                restore(args[int(index)], self.unpack(changed))
+            self._write_back(answer, args, kwargs)
             if "error" in answer:
-                raise self.exception(answer["error"])
+                raise nearest_exception(answer["error"], self.exceptions)
             return self.unpack(answer.get("value"))
+
+    def _write_back(self, answer: dict[str, Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """What the call did to lists and dicts that it was given, by position or by name."""
+        places = {str(place): value for place, value in [*enumerate(args), *kwargs.items()]}
+        changed = answer.get("changed", {})
+        if not isinstance(changed, dict) or not places.keys() >= changed.keys():
+            raise WireError("not an answer")
+        for place, value in changed.items():
+            restore(places[place], self.unpack(value))
 
     def serve(self, request: dict[str, Any]) -> None:
         """Do what the other side asks; answer with the value or exception, and the arguments that were changed."""
@@ -254,8 +388,7 @@ class Peer:
                 raise PermissionError(f"{request['do']} is not allowed here")
             value = OPERATIONS[request["do"]](target, *args, **kwargs)
             answer["value"] = self.pack(value)
-            after = {str(i): self.pack(a) for i, a in enumerate(args) if isinstance(a, (list, dict, set))}
-            answer["changed"] = {i: a for i, a in after.items() if a != request["args"][int(i)]}
+            answer["changed"] = self._changed(request, args, kwargs)
         except WireError:
             raise
         except BaseException as error:  # sys.exit in a program is a failed call, not the end of the tests
@@ -265,17 +398,31 @@ class Peer:
         except ValueError as error:  # too large
             send(self.write_fd, {"error": describe(error)})
 
-    def exception(self, description: Any) -> Exception:
-        """The nearest exception that this side knows; never one that ends a process."""
+    def _changed(self, request: dict[str, Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+        before = {str(place): data for place, data in [*enumerate(request["args"]), *request["kwargs"].items()]}
+        after = {
+            str(place): self.pack(value)
+            for place, value in [*enumerate(args), *kwargs.items()]
+            if isinstance(value, (list, dict, set))
+        }
+        return {place: data for place, data in after.items() if data != before[place]}
+
+
+def nearest_exception(description: Any, known: dict[str, type[Exception]]) -> Exception:
+    """The nearest exception that this side knows; never one that ends a process."""
+    try:
         names, message = description
-        for name in names:
-            kind = self.exceptions.get(name) or getattr(builtins, str(name), None)
-            if isinstance(kind, type) and issubclass(kind, Exception):
-                try:
-                    return kind(str(message))
-                except TypeError:  # UnicodeDecodeError and the like want more
-                    continue
-        return RuntimeError(f"{names[:1]}: {message}")
+        names, message = [str(name) for name in names], str(message)
+    except (TypeError, ValueError):
+        raise WireError("not an exception") from None
+    for name in names:
+        kind = known.get(name) or getattr(builtins, name, None)
+        if isinstance(kind, type) and issubclass(kind, Exception):
+            try:
+                return kind(message)
+            except TypeError:  # UnicodeDecodeError and the like want more
+                continue
+    return RuntimeError(f"{names[:1]}: {message}")
 
 
 def describe(error: BaseException) -> list[Any]:

@@ -1,0 +1,158 @@
+"""Images of prompts: which a row has, where they stand among its messages, and as what they reach a processor."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from rloom.errors import DataError
+
+IMAGE_COLUMNS = ("image", "images")
+"""Columns of a data set that hold a prompt's image, or the list of its images."""
+
+SOURCES = ("image", "image_url", "url", "path", "base64")
+"""Keys of a message's part under which an image, or where to find it, may stand."""
+
+Messages = list[dict[str, Any]]
+
+
+def images_of(row: Mapping[str, Any]) -> list[Any]:
+    """The images in a row's columns, in order.
+
+    >>> images_of({"prompt": "a", "images": ["one.png", "two.png"]}), images_of({"prompt": "a", "image": None})
+    (['one.png', 'two.png'], [])
+    """
+    one, several = row.get("image"), row.get("images")
+    if one is not None and several is not None:
+        raise DataError("a row has an 'image' and 'images' too: put all of them, in order, into 'images'")
+    if isinstance(one, (list, tuple)):
+        raise DataError("the column 'image' holds a list: call it 'images', or give one image in each row")
+    if several is not None and not isinstance(several, (list, tuple)):
+        raise DataError(f"the column 'images' holds lists of images, not {type(several).__name__}; call it 'image'")
+    return list(several or []) if one is None else [one]
+
+
+def with_images(messages: Messages, images: list[Any]) -> Messages:
+    """The messages in parts (text, images), each image in its place; the given ones stay as they are.
+
+    Images fill the parts of type "image" that hold none. Where no message has parts, they stand before the text of the
+    first message of the user.
+
+    >>> with_images([{"role": "user", "content": "What is it?"}], ["cat.png"])[0]["content"]
+    [{'type': 'image', 'image': 'cat.png'}, {'type': 'text', 'text': 'What is it?'}]
+    """
+    plain = all(isinstance(message.get("content"), (str, type(None))) for message in messages)
+    result = [_in_parts(message) for message in messages]
+    if images and plain:
+        first = next((message for message in result if message["role"] == "user"), None)
+        if first is None:
+            raise DataError("a prompt has images, and no message of the user's that they could stand in")
+        first["content"] = [{"type": "image"} for _ in images] + first["content"]
+    places = [part for part in _image_parts(result) if "image" not in part]
+    if len(places) != len(images):
+        raise DataError(
+            f"a prompt has {len(images)} images, and its messages have {len(places)} places for them: give one part "
+            "{'type': 'image'} for each image, or give the contents as plain text"
+        )
+    for place, image in zip(places, images, strict=True):
+        place["image"] = image
+    return result
+
+
+def images_in(messages: Messages) -> list[Any]:
+    """The images that stand in messages made by [`with_images`]."""
+    return [part["image"] for part in _image_parts(messages)]
+
+
+def _in_parts(message: Mapping[str, Any]) -> dict[str, Any]:
+    content = message.get("content")
+    if content is None:  # a call of a tool has none
+        return dict(message)
+    if isinstance(content, str):
+        return {**message, "content": [{"type": "text", "text": content}]}
+    return {**message, "content": [_part(part) for part in content]}
+
+
+def _part(part: Mapping[str, Any]) -> dict[str, Any]:
+    """One part, without the keys that `datasets` fills with None: templates ask whether a key is there."""
+    known = {key: value for key, value in part.items() if value is not None}
+    kind = known.get("type", "image" if "image" in known else "text")
+    if kind in ("image", "image_url"):
+        source = next((known[key] for key in SOURCES if key in known), None)
+        if isinstance(source, Mapping) and "url" in source:  # as OpenAI writes it
+            source = source["url"]
+        return {"type": "image"} if source is None else {"type": "image", "image": source}
+    if kind != "text":
+        raise DataError(f"a message has a part of type {kind!r}: rloom trains on text and images")
+    return {**known, "type": "text"}
+
+
+def _image_parts(messages: Messages) -> Iterator[dict[str, Any]]:
+    for message in messages:
+        for part in message.get("content") or ():
+            if part["type"] == "image":
+                yield part
+
+
+def as_picture(value: Any) -> Any:
+    """An image in RGB, of whatever stands for it: an image, an array, bytes, a path, an address, a data set's dict."""
+    try:
+        from PIL import Image
+        from transformers.image_utils import load_image
+    except ImportError as error:
+        raise ImportError("images need the package Pillow: pip install 'rloom[vision]'") from error
+    if isinstance(value, Mapping):  # an image that `datasets` was told not to decode
+        value = value.get("bytes") or value.get("path")
+    if isinstance(value, bytes):
+        value = Image.open(io.BytesIO(value))
+    elif isinstance(value, (str, Path)):
+        value = load_image(str(value))
+    elif not isinstance(value, Image.Image) and (isinstance(value, Tensor) or hasattr(value, "__array_interface__")):
+        value = Image.fromarray(_pixels(value))
+    if not isinstance(value, Image.Image):
+        raise DataError(f"an image is a PIL image, an array, bytes, a path or an address, not {type(value).__name__}")
+    return value if value.mode == "RGB" else value.convert("RGB")
+
+
+def _pixels(value: Any) -> Any:
+    """An array as Pillow takes it: (height, width) or (height, width, channels), in bytes."""
+    import numpy
+
+    array = numpy.asarray(value)
+    if array.ndim == 3 and array.shape[0] in (1, 3, 4) and array.shape[-1] not in (1, 3, 4):
+        array = array.transpose(1, 2, 0)  # as torch keeps images
+    if array.dtype != numpy.uint8 or array.ndim not in (2, 3):
+        raise DataError(
+            f"an image is an array of shape {array.shape} and type {array.dtype}: give it as uint8 from 0 to 255, "
+            "(height, width, channels)"
+        )
+    return array.squeeze(-1) if array.ndim == 3 and array.shape[-1] == 1 else array
+
+
+def has_places(prompt: Any) -> bool:
+    """Whether a prompt has places for images among its messages, filled or not."""
+    return not isinstance(prompt, str) and any(
+        len(words["content"]) < len(message["content"])
+        for message, words in zip(prompt, without_images(prompt), strict=True)
+        if isinstance(message.get("content"), list)
+    )
+
+
+def without_images(prompt: Any) -> Any:
+    """A prompt's words alone: what can be printed, and is the same in every run.
+
+    >>> without_images([{"role": "user", "content": [{"type": "image", "image": object()}, {"type": "text"}]}])
+    [{'role': 'user', 'content': [{'type': 'text'}]}]
+    """
+    if isinstance(prompt, str):
+        return prompt
+    return [
+        {**message, "content": [p for p in message["content"] if p.get("type") not in ("image", "image_url")]}
+        if isinstance(message.get("content"), list)
+        else message
+        for message in prompt
+    ]

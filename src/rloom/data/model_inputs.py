@@ -1,0 +1,78 @@
+"""What a model is given beside token ids: the tensors of a prompt's images, and how those of several rows go together.
+
+A processor is called for one prompt at a time, so that its tensors hold that prompt's images and nothing else. Rows are
+then joined along the first dimension: that is images, patches or prompts, whatever the architecture counts there, and
+each finds its own by the order of the placeholders among the tokens. Other dimensions are padded.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+PER_TOKEN = ("token_type_ids", "mm_token_type_ids")
+"""Inputs with an entry for each token of the prompt, 0 for text."""
+
+PADDING = {"image_position_ids": -1}
+"""What marks an entry that is not there, where that is not 0."""
+
+Inputs = Mapping[str, Tensor]
+
+
+def join(rows: Sequence[Inputs], left: int, right: int) -> dict[str, Tensor]:
+    """The inputs of several rows as those of a batch: prompts padded on the left to `left`, then `right` more tokens.
+
+    >>> a = {"pixel_values": torch.ones(2, 3), "token_type_ids": torch.tensor([[1, 1]])}
+    >>> b = {"pixel_values": torch.ones(1, 4), "token_type_ids": torch.tensor([[1]])}
+    >>> joined = join([a, b], left=3, right=1)
+    >>> joined["pixel_values"].shape, joined["token_type_ids"].tolist()
+    (torch.Size([3, 4]), [[0, 1, 1, 0], [0, 0, 1, 0]])
+    """
+    joined: dict[str, Tensor] = {}
+    for name in dict.fromkeys(name for row in rows for name in row):
+        if name in PER_TOKEN:
+            joined[name] = _along_tokens([row.get(name) for row in rows], left, right)
+        else:
+            joined[name] = _one_after_another([row[name] for row in rows if name in row], PADDING.get(name, 0))
+    return joined
+
+
+def _along_tokens(values: Sequence[Tensor | None], left: int, right: int) -> Tensor:
+    table = torch.zeros(len(values), left + right, dtype=torch.long)
+    for line, value in enumerate(values):
+        if value is not None:
+            table[line, left - value.shape[-1] : left] = value[0]
+    return table
+
+
+def _one_after_another(values: Sequence[Tensor], fill: int) -> Tensor:
+    shape = [max(sizes) for sizes in zip(*(value.shape[1:] for value in values), strict=True)]
+    return torch.cat([_grown(value, shape, fill) for value in values])
+
+
+def _grown(value: Tensor, shape: list[int], fill: int) -> Tensor:
+    if list(value.shape[1:]) == shape:
+        return value
+    grown = value.new_full((value.shape[0], *shape), fill)
+    grown[tuple(slice(size) for size in value.shape)] = value
+    return grown
+
+
+def fitted_to(model: nn.Module, inputs: Inputs) -> dict[str, Tensor]:
+    """The inputs on the model's device, images in the model's precision."""
+    device = next(model.parameters()).device
+    dtype = getattr(model, "dtype", torch.float32)
+    return {
+        name: value.to(device, dtype if value.is_floating_point() else None, non_blocking=True)
+        for name, value in inputs.items()
+    }
+
+
+def placeholder_ids(config: Any) -> tuple[int, ...]:
+    """Tokens that stand for images (and videos) in a prompt. Sampled, they would ask for images that are not there."""
+    names = ("image_token_id", "image_token_index", "video_token_id", "video_token_index", "audio_token_id")
+    found = [getattr(config, name, None) for name in names]
+    return tuple(sorted({token for token in found if isinstance(token, int)}))

@@ -1,0 +1,38 @@
+"""Weights of a checkpoint that bear other names, or another layout, than the model's own.
+
+`save_pretrained` writes many vision-language models and mixtures of experts as their publishers did, and
+`from_pretrained` knows the way back; the Trainer, when it resumes, does not: it warns of missing keys and goes on with
+the weights it began with.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from safetensors import safe_open
+from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
+
+
+def are_renamed(folder: str | Path, model: Any) -> bool:
+    """Whether the checkpoint in `folder` has weights that `model` does not know by name."""
+    names = _names(Path(folder))
+    return not names <= set(model.state_dict())
+
+
+def load_renamed(folder: str | Path, model: Any) -> None:
+    """Put the checkpoint's weights into the model, by way of `from_pretrained`."""
+    saved = type(model).from_pretrained(folder, dtype=model.dtype)
+    model.load_state_dict(saved.state_dict())
+
+
+def _names(folder: Path) -> set[str]:
+    """Of whole models; a checkpoint of an adapter has none."""
+    index, single = folder / SAFE_WEIGHTS_INDEX_NAME, folder / SAFE_WEIGHTS_NAME
+    if index.exists():
+        return set(json.loads(index.read_text())["weight_map"])
+    if not single.exists():
+        return set()
+    with safe_open(single, framework="pt") as file:
+        return set(file.keys())
