@@ -234,7 +234,7 @@ def test_rewards_see_the_images(config):
     by_text = {row["prompt"][0]["content"]: row["images"] for row in rows}
     for prompt, images in seen:
         *parts, text = prompt[0]["content"]
-        assert images is by_text[text["text"]]
+        assert images == by_text[text["text"]]
         assert [part["image"] for part in parts] == images
 
 
