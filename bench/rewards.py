@@ -78,10 +78,10 @@ def code_batch(count: int, first: int) -> RewardBatch:
     return batch_of([PROGRAM % i for i in numbers], {"tests": tests})
 
 
-def batch_of(texts: list[str], columns: dict[str, list[Any]]) -> RewardBatch:
-    """Groups of eight."""
+def batch_of(texts: list[str], columns: dict[str, list[Any]], first: int = 0) -> RewardBatch:
+    """Groups of eight, counted from `first`."""
     return RewardBatch(
-        prompts=[f"p{i // 8}" for i in range(len(texts))],
+        prompts=[f"p{first + i // 8}" for i in range(len(texts))],
         completions=texts,
         completion_ids=[[1, 2, 3]] * len(texts),
         columns=columns,
@@ -166,7 +166,7 @@ def overlap(repeats: int, *, groups: int = 16, total: float = 2.0) -> None:
 def step(rewards: RewardSet, prompts: list[Prompt], total: float) -> None:
     """What the collector does: add each group as it comes, then ask for all scores."""
     for position, group in enumerate(SleepingEngine(total).generate(prompts, 8, seed=0)):
-        rewards.add(position, batch_of([c.text for c in group.completions], {}))
+        rewards.add(position, batch_of([c.text for c in group.completions], {}, position))
     rewards.score(batch_of(["x"] * (8 * len(prompts)), {}))
 
 
