@@ -128,8 +128,11 @@ def forwards_replaced(layers: list[tuple[nn.Module, Any]]) -> Iterator[None]:
 
 
 def _compile_options() -> dict[str, Any]:
-    """One form for rows of all lengths: mixed-order reductions would have rows above and below 4,096 tokens compiled
-    apart, and an update that has both, as most do, took a third longer and more memory than either alone."""
+    """One form for rows of all lengths: mixed-order reductions have rows above and below 4,096 tokens compiled apart.
+
+    Updates with both were slower and larger on an H200 than updates with either. That this is why is a guess, which has
+    not been tried there since (bench/RESULTS.md).
+    """
     import torch._inductor.config as inductor_config  # only who compiles pays for it
 
     known = hasattr(inductor_config.triton, "mix_order_reduction")

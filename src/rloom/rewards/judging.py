@@ -122,6 +122,12 @@ def judge(
     asker = Asker(service, request, Cache(cache) if cache is not None else None, concurrency, prices)
     points = Pointwise(asker, rubric, scale) if mode == "pointwise" else Pairwise(asker, rubric, swap)
 
+    return _reward_of(points, asker, concurrency)
+
+
+def _reward_of(points: Any, asker: Asker, concurrency: int) -> Callable[..., list[float | None]]:
+    """A reward function that asks, and logs what the asking has cost so far."""
+
     def judge_reward(
         prompts: list[Any], completions: list[Any], log_metric: Any = None, **kwargs: Any
     ) -> list[float | None]:

@@ -52,6 +52,9 @@ class NativeEngine:
         self.max_sequences, self.compiled = max_sequences, compiled
         if sampling.stop_strings and tokenizer is None:
             raise EngineError("stop_strings need a tokenizer")
+        self.filtered = Sampler(
+            sampling
+        ).filters  # whether what is drawn from is another distribution than the plain one
         self.runner: Runner | None = None
         self._seen: tuple[Any, ...] | None = None  # the weights that the runner was made for
         self.requeued = 0
@@ -209,12 +212,11 @@ class NativeEngine:
 
     def _completion(self, sequence: Sequence) -> Completion:
         assert sequence.stop_reason is not None
-        filtered = Sampler(self.sampling).filters
         return Completion(
             token_ids=sequence.tokens,
             stop_reason=sequence.stop_reason,
             logprobs=[numbers[0] for numbers in sequence.stats],
-            drawn_logprobs=[numbers[1] for numbers in sequence.stats] if filtered else None,
+            drawn_logprobs=[numbers[1] for numbers in sequence.stats] if self.filtered else None,
             entropies=[numbers[2] for numbers in sequence.stats],
         )
 

@@ -76,7 +76,7 @@ class Runner:
     def ready(self) -> Iterator[None]:
         """The model as the engine runs it: its attention, no dropout, no gradients."""
         in_training = [module for module in self.modules if module.training]
-        for module in in_training:  # a fifth of the time of `eval` and `train`, which walk the model anew
+        for module in in_training:  # `eval` and `train` would walk the model anew at every hand-over
             module.training = False
         try:
             with torch.no_grad(), native_attention(self.base):

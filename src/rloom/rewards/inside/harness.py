@@ -13,13 +13,12 @@ import ast
 import builtins
 import functools
 import importlib
-import os
 import sys
 import types
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from rloom.rewards.inside.program import limit
+from rloom.rewards.inside.program import begin
 from rloom.rewards.inside.wire import Judged, Peer, WireError, receive, send
 
 if TYPE_CHECKING:
@@ -40,11 +39,7 @@ def may(operation: str, target: Any, args: tuple[Any, ...]) -> bool:
 
 def main(payload: dict[str, Any]) -> None:
     """Run the tests and report each on the verdict's pipe, which no other process holds."""
-    limit(payload["limits"])
-    nowhere = os.open(os.devnull, os.O_RDWR)
-    for fd in (0, 1, 2):
-        os.dup2(nowhere, fd)
-    os.write(payload["ready_fd"], b"r")
+    begin(payload)
     peer = Peer(payload["read_fd"], payload["write_fd"], allow=may, stand_in=Judged)
     verdict = payload["verdict_fd"]
     try:

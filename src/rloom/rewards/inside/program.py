@@ -24,13 +24,18 @@ def limit(limits: dict[str, int]) -> None:
         resource.setrlimit(number, (bound, bound))
 
 
-def main(payload: dict[str, Any]) -> None:
-    """Run the program as a module whose functions are called, or once per text on its standard input."""
+def begin(payload: dict[str, Any]) -> None:
+    """What every process in a sandbox does first: bounds, no way to speak but its pipes, and word that it is there."""
     limit(payload["limits"])
     nowhere = os.open(os.devnull, os.O_RDWR)
     for fd in (0, 1, 2):
         os.dup2(nowhere, fd)
     os.write(payload["ready_fd"], b"r")
+
+
+def main(payload: dict[str, Any]) -> None:
+    """Run the program as a module whose functions are called, or once per text on its standard input."""
+    begin(payload)
     if "inputs" in payload:
         answer_inputs(payload)
     else:
