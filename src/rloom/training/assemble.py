@@ -8,16 +8,14 @@ from dataclasses import dataclass
 from typing import Any
 
 from torch import nn
-from torch.utils.data import DataLoader
 from transformers import ProcessorMixin
 
 from rloom.config import RLOOConfig
 from rloom.data import datasets
 from rloom.data.batching import Batcher
 from rloom.data.images import IMAGE_COLUMNS
-from rloom.data.loader import Stream, as_is, map_style_loader, stream_loader
 from rloom.data.model_inputs import placeholder_ids
-from rloom.data.plan import PlanSampler, Schedule
+from rloom.data.plan import PlanSampler
 from rloom.data.prompts import PromptEncoder
 from rloom.data.vision import is_vision
 from rloom.errors import ConfigError, UnknownOptionError, did_you_mean
@@ -34,6 +32,7 @@ from rloom.rewards.base import unique_names
 from rloom.rewards.build import as_list, build_reward, check_rewards, is_url, load_reward_model, reward_tokenizer
 from rloom.rewards.collection import RewardSet
 from rloom.rewards.compose import Composition, Term, as_terms
+from rloom.training import loaders
 from rloom.training.budget import TokenBudget
 from rloom.training.credit import Credit, Shaper
 from rloom.training.learner import Learner
@@ -159,7 +158,9 @@ def check_data(train: Any, evaluation: Any, args: Any) -> tuple[Any, Any]:
             logger.warning("an iterable data set is read by one process: dataloader_num_workers is set to 0")
             args.dataloader_num_workers = 0
     else:
-        PlanSampler(schedule(args), len(train), shuffle=False, seed=0)  # refuses a data set that fills no rollout
+        PlanSampler(
+            loaders.schedule(args), len(train), shuffle=False, seed=0
+        )  # refuses a data set that fills no rollout
     return train, evaluation
 
 
@@ -433,54 +434,3 @@ def _hint_dropout(model: nn.Module, args: Any) -> None:
             "the model has dropout: with several updates per rollout its noise enters the ratio to the old policy and "
             "gets clipped; disable_dropout=True is the better choice"
         )
-
-
-# -- loaders
-
-
-def schedule(args: Any) -> Schedule:
-    """How this run's rollouts are cut into updates."""
-    prompts = args.generation_batch_size // args.num_generations // args.world_size
-    return Schedule(
-        prompts=prompts,
-        parts=args.steps_per_generation,
-        passes=args.num_iterations,
-        parts_per_update=args.gradient_accumulation_steps,
-        world_size=args.world_size,
-        rank=args.process_index,
-    )
-
-
-def train_loader(dataset: Any, args: Any, plan: Schedule) -> DataLoader:
-    """Loader whose batches are updates."""
-    if datasets.is_iterable(dataset):
-        if args.shuffle_dataset and hasattr(dataset, "shuffle"):
-            dataset = dataset.shuffle(seed=args.seed)
-        return stream_loader(dataset, plan)
-    seed = args.seed if args.data_seed is None else args.data_seed
-    sampler = PlanSampler(plan, len(dataset), shuffle=bool(args.shuffle_dataset), seed=seed)
-    if sampler.num_left_out:
-        logger.warning(
-            "%d of the %d prompts do not fill a rollout and sit out each epoch%s",
-            sampler.num_left_out,
-            len(dataset),
-            " (others each time)" if args.shuffle_dataset else "",
-        )
-    return map_style_loader(dataset, sampler, **_loader_options(args))
-
-
-def eval_loader(dataset: Any, args: Any) -> DataLoader:
-    """Loader whose batches are lists of rows."""
-    prompts = max(1, args.eval_batch_size // (args.num_generations_eval or args.num_generations))
-    options = _loader_options(args)
-    if datasets.is_iterable(dataset):
-        dataset, options = Stream(dataset), {}
-    return DataLoader(dataset, batch_size=prompts, collate_fn=as_is, **options)
-
-
-def _loader_options(args: Any) -> dict[str, Any]:
-    return {
-        "num_workers": args.dataloader_num_workers,
-        "persistent_workers": args.dataloader_persistent_workers,
-        "prefetch_factor": args.dataloader_prefetch_factor,
-    }

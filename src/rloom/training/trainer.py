@@ -32,7 +32,7 @@ from rloom.observe.metrics import BUILT_IN, BUILT_IN_PREFIXES
 from rloom.rewards.base import RewardBatch
 from rloom.rewards.judging import TOTALS
 from rloom.seeds import derive_seed
-from rloom.training import assemble
+from rloom.training import assemble, loaders
 from rloom.training.advice import advise
 from rloom.training.callbacks import FitBudget, SampleTable, SyncReference
 from rloom.training.loop import UpdateLoop
@@ -128,7 +128,7 @@ class RLOOTrainer(UpdateLoop):
         self.credit, self.shaper = parts.credit, parts.shaper
         self.reference = parts.reference
         self.metrics, self.completion_log = parts.metrics, parts.completion_log
-        self.schedule = assemble.schedule(args)
+        self.schedule = loaders.schedule(args)
         self.buffer = RolloutBuffer(self._make_rollout, self.schedule.parts * self.schedule.passes)
         self._eval_prefix: str | None = None  # while evaluating: what metric names begin with
         self._publish(policy, functions, parts)
@@ -267,7 +267,7 @@ class RLOOTrainer(UpdateLoop):
 
     def get_train_dataloader(self) -> DataLoader:
         """Batches are updates: the prompts of the rollouts that an update trains on, and which parts of them."""
-        return assemble.train_loader(self.train_dataset, self.args, self.schedule)
+        return loaders.train_loader(self.train_dataset, self.args, self.schedule)
 
     def get_eval_dataloader(self, eval_dataset: Any = None) -> DataLoader:
         """Batches of prompts, so many that their completions fill `per_device_eval_batch_size`."""
@@ -277,11 +277,11 @@ class RLOOTrainer(UpdateLoop):
             eval_dataset = self.eval_dataset[eval_dataset]
         if eval_dataset is None:
             eval_dataset = self.eval_dataset
-        return assemble.eval_loader(check_dataset(eval_dataset, "eval_dataset"), self.args)
+        return loaders.eval_loader(check_dataset(eval_dataset, "eval_dataset"), self.args)
 
     def get_test_dataloader(self, test_dataset: Any) -> DataLoader:
         """As for evaluation."""
-        return assemble.eval_loader(check_dataset(test_dataset, "test_dataset"), self.args)
+        return loaders.eval_loader(check_dataset(test_dataset, "test_dataset"), self.args)
 
     # -- evaluation
 
