@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 
 import pytest
 import torch
 from torch import nn
 
-from rloom.models.precision import MasterWeights, SplitAdamW, accumulate_in_float32, join, split
+from rloom.models.precision import MasterWeights, SplitAdamW, accumulate_in_float32, added_as_they_come, join, split
 
 
 def test_split_and_join_lose_nothing():
@@ -167,3 +168,51 @@ def test_eight_bit_adamw_moves_the_weights_as_in_float32():
     moved = sum((m - s.float()).square().sum() for m, s in zip(masters, start, strict=True)).sqrt()
     expected = sum((p - s).square().sum() for p, s in zip(exact.parameters(), first, strict=True)).sqrt()
     assert abs(moved / expected - 1) < 0.25
+
+
+class Tied(nn.Module):
+    """A head whose weight is the embedding's, and a weight that nothing uses."""
+
+    def __init__(self):
+        super().__init__()
+        self.embedding, self.inner = nn.Embedding(11, 8), nn.Linear(8, 8)
+        self.head = nn.Linear(8, 11, bias=False)
+        self.head.weight = self.embedding.weight
+        self.idle = nn.Parameter(torch.zeros(3))
+
+    def get_output_embeddings(self):
+        return self.head
+
+    def forward(self, ids):
+        return self.head(self.inner(self.embedding(ids))).float().logsumexp(-1).sum()
+
+
+def gradients(added_in_place, fail=False):
+    torch.manual_seed(0)
+    model = Tied().bfloat16()
+    accumulate_in_float32(model.parameters())
+    context = added_as_they_come(model) if added_in_place else contextlib.nullcontext(lambda: None)
+    with context as widen:
+        for seed in range(3):
+            model(torch.randint(11, (5,), generator=torch.Generator().manual_seed(seed))).backward()
+            if fail:
+                raise torch.OutOfMemoryError
+            widen()
+    return {name: p.grad for name, p in model.named_parameters()}, model
+
+
+def test_gradients_that_are_added_as_they_come_are_the_same_to_the_bit():
+    ours, model = gradients(True)
+    plain, _ = gradients(False)
+    assert ours.pop("idle") is None
+    assert plain.pop("idle") is None
+    for name, gradient in plain.items():
+        assert gradient.dtype == torch.float32
+        assert torch.equal(ours[name], gradient)
+    assert {p.grad_dtype for p in model.parameters()} == {torch.float32}
+
+
+def test_an_update_that_fails_leaves_no_half_precision_gradient():
+    with pytest.raises(torch.OutOfMemoryError):
+        gradients(True, fail=True)
+    gradients(True)

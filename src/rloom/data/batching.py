@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
+from torch import Tensor
 
 from rloom.data.model_inputs import join
 from rloom.data.packing import pack, runs_of_groups
-from rloom.types import MicroBatch, Rollout
+from rloom.data.transfer import flat_tokens, upload
+from rloom.types import MicroBatch, PackedRow, Rollout
 
 
 class Batcher:
@@ -57,22 +59,19 @@ class Batcher:
     def make(self, rollout: Rollout, rows: Sequence[int], device: torch.device) -> MicroBatch:
         """The rows as tensors."""
         lengths = [len(rollout.completion_ids[row]) for row in rows]
-        packs = self._packs(rollout, rows)
-        width = _round_up(max(lengths), None if packs else self.multiple)
-        mask = torch.zeros(len(rows), width)
-        for line, length in enumerate(lengths):
-            mask[line, :length] = 1
+        packed = pack(rollout, rows, device) if self._packs(rollout, rows) else None
+        width = _round_up(max(lengths), None if packed else self.multiple)
+        mask = torch.arange(width) < torch.tensor(lengths).unsqueeze(1)
         batch = MicroBatch(
             rollout=rollout,
             rows=list(rows),
             lengths=lengths,
-            flat=mask.flatten().nonzero().squeeze(-1).to(device, non_blocking=True),
-            completion_mask=mask.to(device, non_blocking=True),
-            targets=_flat_tokens([rollout.completion_ids[row] for row in rows]).to(device, non_blocking=True),
+            flat=upload(mask.flatten().nonzero().squeeze(-1), device),
+            completion_mask=upload(mask.float(), device),
+            targets=_targets(packed) if packed else upload(_completion_tokens(rollout, rows), device),
+            packed=packed,
         )
-        if packs:
-            batch.packed = pack(rollout, rows, device)
-        else:
+        if packed is None:
             self._pad(batch, width, device)
         return batch
 
@@ -87,9 +86,9 @@ class Batcher:
             input_ids[line, left - len(prompt) : left] = torch.tensor(prompt)
             input_ids[line, left : left + len(completion)] = torch.tensor(completion)
             mask[line, left - len(prompt) : left + len(completion)] = 1
-        batch.input_ids = input_ids.to(device, non_blocking=True)
-        batch.attention_mask = mask.to(device, non_blocking=True)
-        batch.position_ids = (mask.cumsum(-1) - 1).clamp(min=0).to(device, non_blocking=True)
+        batch.input_ids = upload(input_ids, device)
+        batch.attention_mask = upload(mask, device)
+        batch.position_ids = upload((mask.cumsum(-1) - 1).clamp(min=0), device)
         batch.prompt_inputs = join([batch.rollout.prompt_inputs[row] for row in batch.rows], left, right)
 
 
@@ -98,8 +97,13 @@ def has_images(rollout: Rollout, rows: Sequence[int]) -> bool:
     return any(rollout.prompt_inputs[row] for row in rows)
 
 
-def _flat_tokens(completions: list[list[int]]) -> torch.Tensor:
-    return torch.tensor([token for completion in completions for token in completion])
+def _completion_tokens(rollout: Rollout, rows: Sequence[int]) -> Tensor:
+    return flat_tokens([rollout.completion_ids[row] for row in rows])
+
+
+def _targets(row: PackedRow) -> Tensor:
+    """A packed row ends with all completions, one after the other."""
+    return row.input_ids[0, row.num_prompt_tokens :]
 
 
 def _round_up(width: int, multiple: int | None) -> int:

@@ -12,7 +12,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
+from torch import Tensor
 
+from rloom.data.transfer import flat_tokens, upload
 from rloom.types import Block, PackedRow, Rollout
 
 
@@ -41,27 +43,41 @@ def pack(rollout: Rollout, rows: Sequence[int], device: torch.device) -> PackedR
     """Pack rows of a rollout; neighbouring rows of one group share their prompt."""
     runs = runs_of_groups(rows, rollout.groups.tolist())
     prompts = [rollout.prompt_ids[rows[run[0]]] for run in runs]
-    completions = [rollout.completion_ids[row] for row in rows]
-    ids = [token for prompt in prompts for token in prompt]
-    positions = [position for prompt in prompts for position in range(len(prompt))]
-    num_prompt_tokens = len(ids)
-    source: list[int] = []
-    blocks: list[Block] = []
-    start = 0
-    for prompt, run in zip(prompts, runs, strict=True):
-        lengths = tuple(len(completions[member]) for member in run)
-        blocks.append(Block(start=start, prompt=len(prompt), first=len(ids), completions=lengths))
-        start += len(prompt)
-        for member in run:
-            begin, length = len(ids), len(completions[member])
-            ids += completions[member]
-            positions += range(len(prompt), len(prompt) + length)
-            source += [start - 1, *range(begin, begin + length - 1)]  # the first is predicted by the prompt's last
-    tokens = torch.tensor([ids, positions]).to(device, non_blocking=True)
+    completions = [[rollout.completion_ids[rows[member]] for member in run] for run in runs]
+    ids = flat_tokens([*prompts, *(completion for run in completions for completion in run)])
+    blocks = _blocks([len(prompt) for prompt in prompts], [[len(c) for c in run] for run in completions])
+    positions, source = _positions(blocks)
+    count = len(ids)
+    tokens = upload(torch.cat([ids, positions, source]), device)
     return PackedRow(
-        blocks=tuple(blocks),
-        num_prompt_tokens=num_prompt_tokens,
-        input_ids=tokens[:1],
-        position_ids=tokens[1:],
-        source=torch.tensor(source).to(device, non_blocking=True),
+        blocks=blocks,
+        num_prompt_tokens=count - len(source),
+        input_ids=tokens[None, :count],
+        position_ids=tokens[None, count : 2 * count],
+        source=tokens[2 * count :],
     )
+
+
+def _blocks(prompts: list[int], completions: list[list[int]]) -> tuple[Block, ...]:
+    """Where prompts and completions of these lengths stand."""
+    blocks: list[Block] = []
+    start, first = 0, sum(prompts)
+    for prompt, lengths in zip(prompts, completions, strict=True):
+        blocks.append(Block(start=start, prompt=prompt, first=first, completions=tuple(lengths)))
+        start, first = start + prompt, first + sum(lengths)
+    return tuple(blocks)
+
+
+def _positions(blocks: tuple[Block, ...]) -> tuple[Tensor, Tensor]:
+    """The position of each token, and where the hidden state is that predicts each token of a completion."""
+    spans = [(block.prompt, 0) for block in blocks]  # tokens, and the position of the first
+    spans += [(length, block.prompt) for block in blocks for length in block.completions]
+    lengths, firsts = torch.tensor(spans).unbind(1)
+    begins = lengths.cumsum(0) - lengths
+    total, num_prompt_tokens = int(lengths.sum()), sum(block.prompt for block in blocks)
+    positions = torch.arange(total) - (begins - firsts).repeat_interleave(lengths)
+    source = torch.arange(num_prompt_tokens - 1, total - 1)  # the one before it;
+    last = torch.tensor([block.start + block.prompt - 1 for block in blocks for _ in block.completions])
+    begins, lengths = begins[len(blocks) :], lengths[len(blocks) :]
+    source[begins[lengths > 0] - num_prompt_tokens] = last[lengths > 0]  # but a first is predicted by its prompt's last
+    return positions, source

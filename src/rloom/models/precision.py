@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -194,6 +195,37 @@ def accumulate_in_float32(params: Iterable[Tensor]) -> None:
     for p in params:
         if p.dtype == torch.bfloat16 and p.requires_grad and p.is_leaf:
             p.grad_dtype = torch.float32
+
+
+@contextmanager
+def added_as_they_come(model: Any) -> Iterator[Callable[[], None]]:
+    """Meanwhile bfloat16 gradients are added to float32 ones as they come. Autograd would cast each to float32 first:
+    a pass over memory more. Yields a function to call after each backward, which widens those that came first.
+
+    The head's own gradient comes in float32 (`head.py`), and may be added to the embedding's before: left as it is.
+    """
+    head = model.get_output_embeddings()
+    params = [p for p in model.parameters() if _widened(p) and p is not getattr(head, "weight", None)]
+
+    def widen() -> None:
+        for p in params:
+            if p.grad is not None and p.grad.dtype == torch.bfloat16:
+                p.grad = p.grad.float()
+
+    for p in params:
+        p.grad_dtype = None
+    try:
+        yield widen
+        widen()
+    finally:
+        for p in params:
+            if p.grad is not None and p.grad.dtype == torch.bfloat16:
+                p.grad = None  # of an update that failed, and is begun again
+            p.grad_dtype = torch.float32
+
+
+def _widened(p: Tensor) -> bool:
+    return p.dtype == torch.bfloat16 and p.requires_grad and p.is_leaf and p.grad_dtype == torch.float32
 
 
 def keeps_the_bits(cls: Any, options: dict[str, Any], model: nn.Module) -> tuple[Any, dict[str, Any]]:

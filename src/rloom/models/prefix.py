@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from rloom.data.transfer import upload
 from rloom.types import PackedRow
 
 WIDEST = 256  # dimensions of a head that the kernels' tiles hold
@@ -27,20 +28,21 @@ class Tiles:
 
     @classmethod
     def of(cls, row: PackedRow, device: torch.device, size: int) -> Tiles:
-        entries: list[tuple[int, ...]] = []
+        prompts: list[tuple[int, ...]] = []
+        others: list[tuple[int, ...]] = []
         for block in row.blocks:
             after_end = block.first + sum(block.completions)
             own = block.start
             for start in range(own, own + block.prompt, size):
-                entries.append((start, own + block.prompt, own, own, 0, block.first, after_end))
+                prompts.append((start, own + block.prompt, own, own, 0, block.first, after_end))
             first = block.first
             for length in block.completions:
                 for start in range(first, first + length, size):
-                    entries.append((start, first + length, first, own, block.prompt, 0, 0))
+                    others.append((start, first + length, first, own, block.prompt, 0, 0))
                 first += length
         return cls(
             size=size,
-            table=torch.tensor(entries, dtype=torch.int32).to(device, non_blocking=True),
+            table=upload(torch.tensor([*prompts, *others], dtype=torch.int32), device),
             positions=row.position_ids[0].to(torch.int32),
             longest=max(block.prompt + max(block.completions, default=0) for block in row.blocks),
         )
@@ -94,7 +96,7 @@ def prefix_forward(
     out = torch.empty((count, heads, v.shape[-1]), dtype=q.dtype, device=q.device)
     lse = torch.empty((heads, count), dtype=torch.float32, device=q.device)
     inner, warps, stages = launch(max(q.shape[-1], v.shape[-1])).forward
-    kernels.forward[(len(tiles.table), heads)](
+    kernels.forward[(heads, len(tiles.table))](
         q, k, v, q if sinks is None else sinks, out, lse, tiles.table, *_strides(q, k, v), count, *_numbers(options),
         **_constants(q, k, v, tiles, options), BN=inner, SINKS=sinks is not None, num_warps=warps, num_stages=stages,
     )  # fmt: skip
@@ -123,7 +125,7 @@ def prefix_grads(
     each = q.dtype if repeat == 1 else torch.float32  # one per query head, summed below
     dk = torch.empty((count, heads, k.shape[-1]), dtype=each, device=q.device)
     dv = torch.empty((count, heads, v.shape[-1]), dtype=each, device=q.device)
-    grid, constants = (len(tiles.table), heads), _constants(q, k, v, tiles, options)
+    grid, constants = (heads, len(tiles.table)), _constants(q, k, v, tiles, options)
     inner, warps, stages = how.queries
     kernels.backward_queries[grid](
         grad, q, k, v, out, lse, dq, delta, tiles.table, *_strides(q, k, v), count, *_numbers(options), **constants,

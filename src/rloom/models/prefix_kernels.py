@@ -7,6 +7,10 @@ query tile so has two stretches of keys: the prompt (all of it) and its own segm
 of queries: its own segment and the completions after it. Keys' gradients are summed over those in one program: no
 atomics, the same bits each time.
 
+The table begins with the prompts. Their tiles have by far the most queries, so that the keys' kernel goes from its top
+down; the others go from its bottom up, since late tokens see the most keys. What is light comes last: no program of
+many steps is left over when the others are done. Heads are the grid's first axis, so that this holds for all of them.
+
 Positions (for windows) count from the prompt's first token.
 """
 
@@ -75,8 +79,8 @@ def forward(  # type: ignore[no-untyped-def]
     TILE: tl.constexpr, BN: tl.constexpr, BY_WINDOW: tl.constexpr, CAPPED: tl.constexpr, SINKS: tl.constexpr,
 ):  # fmt: skip
     """Output (T, H, E) and log-sum-exp (H, T) of one tile of queries and one head."""
-    entry = table + tl.program_id(0) * FIELDS
-    head = tl.program_id(1)
+    entry = table + (tl.num_programs(1) - 1 - tl.program_id(1)) * FIELDS
+    head = tl.program_id(0)
     start, end, own = tl.load(entry), tl.load(entry + 1), tl.load(entry + 2)
     prompt, length = tl.load(entry + 3), tl.load(entry + 4)
     rows = start + tl.arange(0, TILE)
@@ -140,8 +144,8 @@ def backward_queries(  # type: ignore[no-untyped-def]
     TILE: tl.constexpr, BN: tl.constexpr, BY_WINDOW: tl.constexpr, CAPPED: tl.constexpr,
 ):  # fmt: skip
     """dq (T, H, D) of one tile of queries, and delta = Σ grad·out (H, T), which the keys' kernel needs."""
-    entry = table + tl.program_id(0) * FIELDS
-    head = tl.program_id(1)
+    entry = table + (tl.num_programs(1) - 1 - tl.program_id(1)) * FIELDS
+    head = tl.program_id(0)
     start, end, own = tl.load(entry), tl.load(entry + 1), tl.load(entry + 2)
     prompt, length = tl.load(entry + 3), tl.load(entry + 4)
     rows = start + tl.arange(0, TILE)
@@ -196,8 +200,8 @@ def backward_keys(  # type: ignore[no-untyped-def]
 ):  # fmt: skip
     """dk (T, H, D) and dv (T, H, E) of one tile of keys, from one query head: its segment's queries, then those of the
     completions that follow."""
-    entry = table + tl.program_id(0) * FIELDS
-    head = tl.program_id(1)
+    entry = table + tl.program_id(1) * FIELDS
+    head = tl.program_id(0)
     start, end, own = tl.load(entry), tl.load(entry + 1), tl.load(entry + 2)
     length, after, after_end = tl.load(entry + 4), tl.load(entry + 5), tl.load(entry + 6)
     at = start + tl.arange(0, TILE)

@@ -20,9 +20,11 @@ from torch import Tensor
 
 from rloom.algo import aggregate, policy_loss, token_kl
 from rloom.data.batching import Batcher
+from rloom.data.transfer import upload
 from rloom.models.attention import CompiledLayers, own_attention, packed_attention, running
 from rloom.models.head import exact_kl_chunks
 from rloom.models.logprobs import Forward, TokenStats
+from rloom.models.precision import added_as_they_come
 from rloom.models.reference import FrozenReference, Reference
 from rloom.observe.metrics import Metrics
 from rloom.observe.older import rollout_metrics
@@ -175,7 +177,7 @@ class Learner:
             )
         ]
         total = torch.zeros((), device=self._device)
-        with self._attention():
+        with self._attention(), added_as_they_come(self.policy) as widen:
             for index, (rollout, rows, one_forward) in enumerate(plans):
                 batch = self.batcher.make(rollout, rows, self._device)
                 batch.first = any(rollout.policy_logprobs[row] is None for row in rows)
@@ -183,6 +185,7 @@ class Learner:
                 with _running(batch):
                     loss = compute_loss(model, batch)
                     backward(loss, index == len(plans) - 1)
+                widen()
                 total += loss.detach()
         if not plans:  # nothing to learn from; the optimizer still wants to see gradients
             backward(sum((p.sum() * 0.0 for p in self.policy.parameters() if p.requires_grad), total), True)
@@ -351,8 +354,8 @@ class Learner:
         score, kl, mask = rollout.score[index], None, None
         if self.credit.needs_kl:
             kl, mask = _stack([rollout.kl[row] for row in rows])
-            score = score.to(kl.device, non_blocking=True)
-            groups = groups.to(kl.device, non_blocking=True)
+            score = upload(score, kl.device)
+            groups = upload(groups, kl.device)
         values = self.credit.advantages(score, groups, kl, mask, update=update)
         for row, value in zip(rows, values.unbind(0), strict=True):
             rollout.advantages[row] = value if value.dim() == 0 else value[: len(rollout.completion_ids[row])]
@@ -360,7 +363,7 @@ class Learner:
     def _advantages(self, batch: MicroBatch) -> Tensor:
         values = [batch.rollout.advantages[row] for row in batch.rows]
         if values[0].dim() == 0:  # type: ignore[union-attr]
-            return torch.stack(values).to(self._device, non_blocking=True)  # type: ignore[arg-type]
+            return upload(torch.stack(values), self._device)  # type: ignore[arg-type]
         return self._gather(batch.rollout.advantages, batch)
 
     def _untrained_loss(self, share: Share) -> Tensor | float:
@@ -399,7 +402,7 @@ class Learner:
     def _gather(self, column: list[Tensor | None], batch: MicroBatch) -> Tensor:
         """Rows' kept values as one padded table, (B, C)."""
         flat = torch.cat([column[row] for row in batch.rows])  # type: ignore[misc]
-        return batch.to_table(flat.to(self._device, non_blocking=True))
+        return batch.to_table(upload(flat, self._device))
 
 
 def merge(shares: Sequence[Share]) -> list[Share]:
@@ -425,11 +428,8 @@ def _stack(rows: list[Tensor | None]) -> tuple[Tensor, Tensor]:
     known = [row for row in rows if row is not None]
     device = known[0].device if known else torch.device("cpu")
     lengths = [0 if row is None else len(row) for row in rows]
-    mask = torch.zeros(len(rows), max([*lengths, 1]))
-    for line, length in enumerate(lengths):
-        mask[line, :length] = 1
-    flat = mask.flatten().nonzero().squeeze(-1).to(device, non_blocking=True)
-    mask = mask.to(device, non_blocking=True)
+    there = torch.arange(max([*lengths, 1])) < torch.tensor(lengths).unsqueeze(1)
+    flat, mask = upload(there.flatten().nonzero().squeeze(-1), device), upload(there.float(), device)
     values = torch.zeros(mask.numel(), device=device)
     return (values.index_copy(0, flat, torch.cat(known)) if known else values).view(mask.shape), mask
 
