@@ -127,15 +127,16 @@ def test_bfloat16_gradients_accumulate_in_float32():
     assert float(weight.detach().float().mean()) == pytest.approx(0.995, abs=0.002)
 
 
+@pytest.mark.parametrize("keep", [False, True])
 @pytest.mark.parametrize("softcap", [None, 5.0])
-def test_head_kernels_against_float64(softcap):
+def test_head_kernels_against_float64(softcap, keep):
     from rloom.models.head import LogitTransform, run_head
 
     torch.manual_seed(0)
     head = torch.nn.Linear(64, 9001, bias=False).cuda()
     hidden, targets = torch.randn(37, 64, device="cuda", requires_grad=True), torch.randint(9001, (37,), device="cuda")
     t = LogitTransform(scale=0.5, softcap=softcap, temperature=0.8)
-    out = run_head(head, head.forward, hidden, targets, t)
+    out = run_head(head, head.forward, hidden, targets, t, keep=keep)
     weights = torch.randn(37, device="cuda")
     (out.logprobs * weights).sum().backward()
     h, w = hidden.detach().double().requires_grad_(), head.weight.detach().double().requires_grad_()
@@ -186,3 +187,43 @@ def test_compiled_layers_agree():
     for name, gradient in grads.items():
         mine = model.get_parameter(name).grad.float()
         assert float((mine - gradient).abs().mean() / (gradient.abs().mean() + 1e-6)) < 0.2, name
+
+
+def test_nothing_waits_inside_an_update(tmp_path, tokenizer):
+    """Reference pass, micro-batches, advantages: no synchronisation, and no copy from memory that is not pinned."""
+    from torch.profiler import ProfilerActivity, profile
+
+    from rloom import FakeEngine, RLOOConfig, RLOOTrainer
+
+    config = RLOOConfig(
+        output_dir=str(tmp_path), per_device_train_batch_size=16, num_generations=4, max_completion_length=20,
+        beta=0.1, max_steps=4, report_to="none", save_strategy="no", disable_tqdm=True, bf16=True,
+        max_tokens_per_micro_batch=120,
+    )  # fmt: skip
+    model = tf.AutoModelForCausalLM.from_config(CONFIGS["qwen2"](), dtype=torch.bfloat16)
+    trainer = RLOOTrainer(
+        model, lambda completions, **kwargs: [float(len(c)) for c in completions], config,
+        [{"prompt": f"prompt {i}"} for i in range(16)], processing_class=tokenizer,
+        engine=FakeEngine(lambda prompt, k, seed: [5 + k, 6, 7 + k] * (k + 1), eos_token_ids=[0]),
+    )  # fmt: skip
+    copies = []
+    for name in ("prepare", "accumulate"):
+        plain = getattr(trainer.learner, name)
+
+        def strict(*args, plain=plain, **kwargs):
+            if trainer.state.global_step < 2:  # kernels are compiled, the budget is found
+                return plain(*args, **kwargs)
+            with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as seen:
+                torch.cuda.set_sync_debug_mode("error")
+                try:
+                    result = plain(*args, **kwargs)
+                finally:
+                    torch.cuda.set_sync_debug_mode("default")
+                torch.cuda.synchronize()
+            copies.extend(event.key for event in seen.key_averages() if "Memcpy" in event.key)
+            return result
+
+        setattr(trainer.learner, name, strict)
+    trainer.train()
+    assert any("HtoD" in key for key in copies)
+    assert not any("Pageable" in key or "DtoH" in key for key in copies), copies

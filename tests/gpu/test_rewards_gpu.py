@@ -14,7 +14,7 @@ pytestmark = [
 ]
 
 
-def test_workers_start_after_cuda_is_in_use():
+def test_a_closure_runs_in_workers_after_cuda_is_in_use():
     torch.ones(8, device="cuda").sum().item()
     offset = 1
 
@@ -22,9 +22,20 @@ def test_workers_start_after_cuda_is_in_use():
     def closure(completions):
         return [float(len(completions[0]) + offset)]
 
-    rewards = RewardSet([FunctionReward(closure), FunctionReward(math_accuracy)], None)
-    batch = RewardBatch(
-        prompts=["p"] * 2, completions=[r"\boxed{2}", "3"], completion_ids=[[1]] * 2, columns={"solution": ["2", "2"]}
-    )
-    assert rewards.score(batch).tolist() == [[10.0, 1.0], [2.0, 0.0]]
-    rewards.close()
+    assert scored(closure, ["four", "5"]) == [[5.0], [2.0]]
+
+
+def test_math_verify_runs_in_workers_after_cuda_is_in_use():
+    pytest.importorskip("math_verify", reason="needs math-verify")
+    torch.ones(8, device="cuda").sum().item()
+    assert scored(math_accuracy, [r"\boxed{2}", "3"], solution=["2", "2"]) == [[1.0], [0.0]]
+
+
+def scored(function, completions, **columns):
+    rewards = RewardSet([FunctionReward(function)], None)
+    count = len(completions)
+    batch = RewardBatch(prompts=["p"] * count, completions=completions, completion_ids=[[1]] * count, columns=columns)
+    try:
+        return rewards.score(batch).tolist()
+    finally:
+        rewards.close()

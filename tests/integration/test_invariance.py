@@ -85,6 +85,7 @@ SPLITS = [
     {"per_device_train_batch_size": 24, "max_tokens_per_micro_batch": 90},  # a group or two
     {"per_device_train_batch_size": 24, "max_tokens_per_micro_batch": 20},  # less than a group: two passes
     {"per_device_train_batch_size": 24, "max_tokens_per_micro_batch": 1},  # every completion on its own
+    {"per_device_train_batch_size": 24, "keep_logits": True},
     {"per_device_train_batch_size": 24, "packing": False},
     {"per_device_train_batch_size": 24, "packing": False, "max_tokens_per_micro_batch": 120},
 ]

@@ -29,16 +29,16 @@ def reference(hidden, weight, bias, targets, t: LogitTransform):
     return logp.gather(-1, targets[:, None]).squeeze(-1), entropy
 
 
-@pytest.mark.parametrize("chunk", [3, 1000])
+@pytest.mark.parametrize("chunk", [3, 1000, "kept"])
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("name", TRANSFORMS)
 def test_linear_head(name, bias, chunk, monkeypatch):
-    monkeypatch.setattr(module, "rows_at_a_time", lambda num_logits: chunk)
+    monkeypatch.setattr(module, "rows_at_a_time", lambda num_logits: 3 if chunk == "kept" else chunk)
     torch.manual_seed(0)
     head = nn.Linear(16, 50, bias=bias)
     hidden, targets = torch.randn(11, 16, requires_grad=True), torch.randint(50, (11,))
     upstream = torch.randn(11)
-    out = run_head(head, head.forward, hidden, targets, TRANSFORMS[name])
+    out = run_head(head, head.forward, hidden, targets, TRANSFORMS[name], keep=chunk == "kept")
     (out.logprobs * upstream).sum().backward()
     exact = [x.detach().double().requires_grad_() for x in (hidden, *head.parameters())]
     logp, entropy = reference(exact[0], exact[1], exact[2] if bias else None, targets, TRANSFORMS[name])
@@ -63,11 +63,31 @@ class Wrapped(nn.Module):
         return self.inner(x) + self.up(self.low(x))
 
 
-def test_any_other_head_goes_through_its_module(monkeypatch):
+def test_kept_logits_serve_one_backward_and_are_made_again_for_the_next():
+    torch.manual_seed(0)
+    head, hidden, targets = nn.Linear(16, 50), torch.randn(9, 16), torch.randint(50, (9,))
+    out = run_head(head, head.forward, hidden, targets, LogitTransform(), keep=True)
+    (first,) = torch.autograd.grad(out.logprobs.sum(), head.weight, retain_graph=True)
+    (second,) = torch.autograd.grad(out.logprobs.sum(), head.weight)
+    torch.testing.assert_close(first, second)
+
+
+def test_nothing_is_kept_where_no_backward_follows(monkeypatch):
+    sizes = []
+    monkeypatch.setattr(module, "rows_at_a_time", lambda num_logits: 4)
+    monkeypatch.setattr(module, "row_stats", lambda z, *args: sizes.append(len(z)) or [torch.zeros(len(z))] * 3)
+    head = nn.Linear(16, 50)
+    with torch.no_grad():
+        run_head(head, head.forward, torch.randn(9, 16), torch.zeros(9, dtype=int), LogitTransform(), keep=True)
+    assert sizes == [4, 4, 1]
+
+
+@pytest.mark.parametrize("keep", [False, True])
+def test_any_other_head_goes_through_its_module(keep, monkeypatch):
     monkeypatch.setattr(module, "rows_at_a_time", lambda num_logits: 4)
     torch.manual_seed(0)
     head, hidden, targets = Wrapped(), torch.randn(9, 16, requires_grad=True), torch.randint(50, (9,))
-    out = run_head(head, head.forward, hidden, targets, LogitTransform(temperature=0.8))
+    out = run_head(head, head.forward, hidden, targets, LogitTransform(temperature=0.8), keep=keep)
     out.logprobs.sum().backward()
     grads = [p.grad.clone() for p in head.parameters()]
     head.zero_grad()

@@ -13,6 +13,7 @@ gathered there and nowhere else, and whatever stands between decoder and head in
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -68,9 +69,18 @@ class HeadOutput:
 
 
 def run_head(
-    head: nn.Module, forward: Callable[..., Tensor], hidden: Tensor, targets: Tensor, transform: LogitTransform
+    head: nn.Module,
+    forward: Callable[..., Tensor],
+    hidden: Tensor,
+    targets: Tensor,
+    transform: LogitTransform,
+    *,
+    keep: bool = False,
 ) -> HeadOutput:
-    """Log-probabilities and entropies of `targets` (N,) from hidden states (N, H)."""
+    """Log-probabilities and entropies of `targets` (N,) from hidden states (N, H).
+
+    `keep`: keep the logits for the backward after all: faster, in more memory.
+    """
 
     def logits(part: Tensor) -> Tensor:
         return transform.apply(forward(part))
@@ -80,9 +90,10 @@ def run_head(
         if torch.is_autocast_enabled(hidden.device.type):
             dtype = torch.get_autocast_dtype(hidden.device.type)
         bias = None if head.bias is None else head.bias.to(dtype)
-        logprobs, entropy = _LinearHead.apply(hidden.to(dtype), head.weight.to(dtype), bias, targets, transform)
+        keep = keep and torch.is_grad_enabled()
+        logprobs, entropy = _LinearHead.apply(hidden.to(dtype), head.weight.to(dtype), bias, targets, transform, keep)
     else:  # an adapter on the head, a quantized head: recomputed through the module itself
-        logprobs, entropy = _through_module(logits, hidden, targets, _num_logits(head))
+        logprobs, entropy = _through_module(logits, hidden, targets, _num_logits(head), keep)
     return HeadOutput(logprobs=logprobs, entropy=entropy, hidden=hidden, logits=logits)
 
 
@@ -111,7 +122,7 @@ def exact_kl_chunks(policy: HeadOutput, reference: HeadOutput, num_logits: int) 
 
 
 def _through_module(
-    logits: Callable[[Tensor], Tensor], hidden: Tensor, targets: Tensor, num_logits: int
+    logits: Callable[[Tensor], Tensor], hidden: Tensor, targets: Tensor, num_logits: int, keep: bool
 ) -> tuple[Tensor, Tensor]:
     def stats(part: Tensor, wanted: Tensor) -> tuple[Tensor, Tensor]:
         z = logits(part)
@@ -122,7 +133,8 @@ def _through_module(
 
     size = rows_at_a_time(num_logits)
     pairs = zip(hidden.split(size), targets.split(size), strict=True)
-    parts = [checkpoint(stats, part, wanted, use_reentrant=False) for part, wanted in pairs]
+    run = stats if keep else functools.partial(checkpoint, stats, use_reentrant=False)
+    parts = [run(part, wanted) for part, wanted in pairs]
     return torch.cat([p[0] for p in parts]), torch.cat([p[1] for p in parts]).detach()
 
 
@@ -131,17 +143,24 @@ class _LinearHead(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, transform: LogitTransform
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        targets: Tensor,
+        transform: LogitTransform,
+        keep: bool,
     ) -> tuple[Tensor, Tensor]:
         logprobs = torch.empty(len(hidden), dtype=torch.float32, device=hidden.device)
         entropy, normalizer = torch.empty_like(logprobs), torch.empty_like(logprobs)
-        size = rows_at_a_time(weight.shape[0])
+        size = max(1, len(hidden)) if keep else rows_at_a_time(weight.shape[0])
         for start in range(0, len(hidden), size):
             part = slice(start, start + size)
             logits = F.linear(hidden[part], weight, bias)
             logprobs[part], entropy[part], normalizer[part] = row_stats(logits, targets[part], transform)
         ctx.save_for_backward(hidden, weight, bias, targets, normalizer)
         ctx.transform, ctx.grad_dtype = transform, _gradient_dtype(weight)
+        ctx.logits = logits if keep and len(hidden) else None
         ctx.mark_non_differentiable(entropy)
         return logprobs, entropy
 
@@ -152,10 +171,11 @@ class _LinearHead(torch.autograd.Function):
         grad_hidden = torch.empty_like(hidden) if need_hidden else None
         grad_weight = torch.zeros_like(weight, dtype=torch.float32) if need_weight else None
         grad_bias = torch.zeros_like(bias, dtype=torch.float32) if need_bias else None
-        size = rows_at_a_time(weight.shape[0])
+        kept, ctx.logits = ctx.logits, None  # their gradient is written over them: they serve once
+        size = rows_at_a_time(weight.shape[0]) if kept is None else len(hidden)
         for start in range(0, len(hidden), size):
             part = slice(start, start + size)
-            logits = F.linear(hidden[part], weight, bias)
+            logits = F.linear(hidden[part], weight, bias) if kept is None else kept
             dz = row_grads(logits, targets[part], normalizer[part], grad[part], ctx.transform)
             if grad_hidden is not None:
                 grad_hidden[part] = dz @ weight
@@ -163,7 +183,7 @@ class _LinearHead(torch.autograd.Function):
                 _add_product(grad_weight, dz, hidden[part])
             if grad_bias is not None:
                 grad_bias += dz.float().sum(0)
-        return grad_hidden, _as(grad_weight, ctx.grad_dtype), _as(grad_bias, ctx.grad_dtype), None, None
+        return grad_hidden, _as(grad_weight, ctx.grad_dtype), _as(grad_bias, ctx.grad_dtype), None, None, None
 
 
 def row_stats(logits: Tensor, targets: Tensor, transform: LogitTransform) -> tuple[Tensor, Tensor, Tensor]:
@@ -212,7 +232,7 @@ def _add_product(total: Tensor, dz: Tensor, hidden: Tensor) -> None:
 
 @contextmanager
 def captured_head(
-    model: Any, source: Tensor | None, targets: Tensor, transform: LogitTransform
+    model: Any, source: Tensor | None, targets: Tensor, transform: LogitTransform, *, keep: bool = False
 ) -> Iterator[list[HeadOutput]]:
     """While this lasts, the model's head computes [`HeadOutput`]s of `targets` instead of logits.
 
@@ -226,7 +246,7 @@ def captured_head(
     def instead(hidden: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         flat = hidden.flatten(0, -2)
         wanted = flat if source is None else flat[source]
-        outputs.append(run_head(head, forward, wanted, targets, transform))
+        outputs.append(run_head(head, forward, wanted, targets, transform, keep=keep))
         return hidden[..., :1]
 
     head.forward = instead

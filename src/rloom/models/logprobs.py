@@ -31,7 +31,8 @@ class TokenStats:
 class Forward:
     """How to run one model on micro-batches. Reads the model's habits once."""
 
-    def __init__(self, model: Any, temperature: float) -> None:
+    def __init__(self, model: Any, temperature: float, *, keep_logits: bool = False) -> None:
+        self.keep_logits = keep_logits
         self.base = model.get_base_model() if is_peft_model(model) else model
         self.accepts = frozenset(inspect.signature(self.base.forward).parameters)
         self.counts_positions = any(
@@ -46,7 +47,7 @@ class Forward:
             inputs["use_cache"] = False
         if with_aux_loss:
             inputs["output_router_logits"] = True
-        with captured_head(self.base, source, batch.targets, self.transform) as outputs:
+        with captured_head(self.base, source, batch.targets, self.transform, keep=self.keep_logits) as outputs:
             result = model(**inputs)
         (head,) = outputs
         return TokenStats(

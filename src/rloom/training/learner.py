@@ -58,7 +58,7 @@ class Learner:
         self.config, self.policy, self.reference = config, policy, reference
         self.credit, self.metrics, self.aux_loss_weight = credit, metrics, aux_loss_weight
         self.batcher, self.budget = batcher, budget
-        self.forward = Forward(policy, config.temperature)
+        self.forward = Forward(policy, config.temperature, keep_logits=config.keep_logits)
         self.reference_forward = self.forward
         if isinstance(reference, FrozenReference):
             self.reference_forward = Forward(reference.model, config.temperature)
