@@ -62,7 +62,7 @@ def test_paged_attention_is_dense_attention(heads, widths, window, softcap, sink
         cache.keep(0, k, v, row)
     rows = {True: Rows.empty(count + 2, torch.tensor([-1]), 9, with_seen=False)}  # two rows do nothing
     rows[False] = Rows.empty(count, torch.tensor([-1]), 9, with_seen=False)
-    paged.tables = make_tables(geometry, count + 2, 3, 130, limit, CPU)
+    paged.tables = make_tables(geometry, count + 2, count + 1, 3, 130, limit, CPU)
     for is_paged, cache in ((True, paged), (False, dense)):
         rows[is_paged].load(sequences, limit, 1)
         cache.arrange(sequences, rows[is_paged], 1)

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Listing
 from typing import Any
 
+import numpy as np
 import psutil
 import torch
 
@@ -16,7 +17,7 @@ from rloom.generation.base import Sampling, is_end
 from rloom.generation.native.noise import key_of
 from rloom.generation.native.pages import Pages
 from rloom.generation.native.proof import why_not_native
-from rloom.generation.native.rows import Rows
+from rloom.generation.native.rows import Rows, not_finite
 from rloom.generation.native.runner import Runner
 from rloom.generation.native.sampler import Sampler
 from rloom.generation.native.scheduler import Scheduler, Sequence, SharedPrompt
@@ -176,10 +177,11 @@ class NativeEngine:
                 seen[line, torch.tensor(prompt.token_ids, device=device)] = True
             seen = seen[which]
         drawn = runner.draw(logits[which], keys, torch.zeros_like(keys), seen)
-        tokens, stats = drawn.tokens.tolist(), drawn.stats().tolist()
-        _check_finite(stats)
-        for (_, sequence), token, numbers in zip(sequences, tokens, stats, strict=True):
-            sequence.extend([token], [numbers])
+        tokens, stats = drawn.tokens.tolist(), drawn.stats().cpu().numpy()
+        if np.isnan(stats[:, 0]).any():
+            raise not_finite()
+        for line, (_, sequence) in enumerate(sequences):
+            sequence.extend([tokens[line]], stats[line : line + 1])
             sequence.stop_reason = is_end(sequence.tokens, self.sampling, self.tokenizer)
             if sequence.stop_reason is None:
                 scheduler.start(sequence)
@@ -189,12 +191,11 @@ class NativeEngine:
     def _take(self, rows: Rows, steps: int, scheduler: Scheduler, end: Callable[..., None]) -> None:
         """Read what was drawn, and let go of who has ended."""
         going: list[Sequence] = []
-        for sequence, (tokens, stats) in zip(scheduler.running, rows.read(steps), strict=False):
-            _check_finite(stats)
+        for sequence, tokens, stats in zip(scheduler.running, *rows.read(steps), strict=False):
             if self.sampling.stop_strings:
                 self._append_one_by_one(sequence, tokens, stats)
             else:  # the device has stopped at end tokens and at the limit: the last token says which
-                sequence.extend(tokens, stats)
+                sequence.extend(tokens, stats[: len(tokens)])
                 sequence.stop_reason = is_end(sequence.tokens, self.sampling, self.tokenizer)
             if sequence.stop_reason is None:
                 going.append(sequence)
@@ -202,22 +203,23 @@ class NativeEngine:
                 end(sequence, scheduler)
         scheduler.running = going
 
-    def _append_one_by_one(self, sequence: Sequence, tokens: list[int], stats: list[list[float]]) -> None:
+    def _append_one_by_one(self, sequence: Sequence, tokens: list[int], stats: np.ndarray) -> None:
         """A stop string may be complete before the last of them."""
-        for token, numbers in zip(tokens, stats, strict=True):
-            sequence.extend([token], [numbers])
+        for index, token in enumerate(tokens):
+            sequence.extend([token], stats[index : index + 1])
             sequence.stop_reason = is_end(sequence.tokens, self.sampling, self.tokenizer)
             if sequence.stop_reason is not None:
                 break
 
     def _completion(self, sequence: Sequence) -> Completion:
         assert sequence.stop_reason is not None
+        logprobs, drawn_logprobs, entropies = np.concatenate(sequence.stats).T.tolist()
         return Completion(
             token_ids=sequence.tokens,
             stop_reason=sequence.stop_reason,
-            logprobs=[numbers[0] for numbers in sequence.stats],
-            drawn_logprobs=[numbers[1] for numbers in sequence.stats] if self.filtered else None,
-            entropies=[numbers[2] for numbers in sequence.stats],
+            logprobs=logprobs,
+            drawn_logprobs=drawn_logprobs if self.filtered else None,
+            entropies=entropies,
         )
 
 
@@ -233,14 +235,6 @@ def _share(
         one.sequences += group
         groups.append(group)
     return list(shared.values()), groups
-
-
-def _check_finite(stats: list[list[float]]) -> None:
-    if any(numbers[0] != numbers[0] for numbers in stats):
-        raise EngineError(
-            "the model's logits are not finite (NaN or infinity): its weights are broken. Look at the last updates: a "
-            "learning rate that is too high, float16 without loss scaling"
-        )
 
 
 def _fingerprint(model: Any) -> tuple[Any, ...]:

@@ -135,23 +135,28 @@ class PagedCache:
         return out
 
 
+def rows_at_once(geometry: Geometry, largest_group: int) -> int:
+    """Rows that one program takes to a stretch of their prompt."""
+    repeat = max(layer.query_heads // layer.heads for layer in geometry.layers)
+    return max(1, min(QUERIES_AT_ONCE // repeat, largest_group))
+
+
 def make_tables(
     geometry: Geometry,
     count: int,
-    largest_group: int,
+    groups: int,
+    most: int,
     max_prompt: int,
     max_new_tokens: int,
     device: torch.device,
     others: list[Tables] | None = None,
 ) -> Tables:
-    """Buffers for `count` rows, and groups, prompts and completions up to these sizes.
+    """Buffers for `count` rows in `groups` of at most `most`, and prompts and completions up to these sizes.
 
     `others`: tables of which one is in use at a time; their room for partial sums is shared.
     """
-    repeat = max(layer.query_heads // layer.heads for layer in geometry.layers)
     heads = max(layer.query_heads for layer in geometry.layers)
     width = max(layer.value_width for layer in geometry.layers)
-    most = max(1, min(QUERIES_AT_ONCE // repeat, largest_group, count))
     on_prompt = min(STRETCHES, -(-max_prompt // STRETCH))
     on_own = min(STRETCHES, -(-max_new_tokens // STRETCH))
     short: dict[str, Any] = {"dtype": torch.int32, "device": device}
@@ -159,9 +164,9 @@ def make_tables(
     large = [other.sums for other in others or [] if len(other.sums) >= lines]
     return Tables(
         own=torch.zeros((count, -(-max_new_tokens // PAGE)), **short),
-        members=torch.full((count, most), -1, **short),  # at worst every row has a prompt of its own
-        lengths=torch.zeros(count, **short),
-        prompts=torch.zeros((count, -(-max_prompt // PAGE)), **short),
+        members=torch.full((groups, most), -1, **short),
+        lengths=torch.zeros(groups, **short),
+        prompts=torch.zeros((groups, -(-max_prompt // PAGE)), **short),
         sums=large[0][:lines] if large else torch.empty((lines, width), dtype=torch.float32, device=device),
         tops=torch.zeros((lines, 2), dtype=torch.float32, device=device),
         on_prompt=on_prompt,

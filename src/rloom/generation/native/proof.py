@@ -100,7 +100,7 @@ def _decoded(runner: Runner, prompts: list[list[int]], completions: list[list[li
                 scheduler.start(sequence)
         scheduler.fill(STEPS)
         found = [[first[s.group]] for s in scheduler.running]
-        bucket = runner._bucket(4)
+        bucket = runner._bucket(scheduler.running)
         if bucket.tables is not None:
             cache.tables = bucket.tables
         for step in range(STEPS):

@@ -18,8 +18,8 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from rloom.generation.native.attention import decoding, native_attention, prefilling
 from rloom.generation.native.dense import DenseCache
 from rloom.generation.native.geometry import Geometry
-from rloom.generation.native.paged import PAGE, PagedCache, Tables, fits_kernels, make_tables
-from rloom.generation.native.rows import CHUNK, Rows
+from rloom.generation.native.paged import PAGE, PagedCache, Tables, fits_kernels, make_tables, rows_at_once
+from rloom.generation.native.rows import CHUNK, Rows, groups_of
 from rloom.generation.native.sampler import Drawn, Sampler
 from rloom.generation.native.scheduler import Sequence
 from rloom.models.attention import forwards_replaced
@@ -63,7 +63,7 @@ class Runner:
         self.vocabulary = int(self.base.get_output_embeddings().weight.shape[0])
         self.compiled = compiled and self.device.type == "cuda"
         self.max_prompt = self.largest_group = 0  # that buffers are made for
-        self.buckets: dict[int, Bucket] = {}
+        self.buckets: dict[tuple[int, int], Bucket] = {}  # by rows and groups
         self.geometry: Geometry | None = None
         self.addresses: Tensor | None = None
         self.layers: list[tuple[nn.Module, Any]] = []
@@ -158,7 +158,7 @@ class Runner:
 
     def decode(self, sequences: list[Sequence], cache: Any, steps: int, expected: int) -> Rows:
         """Draw up to `steps` more tokens for each sequence. `expected`: steps that are likely still to come."""
-        bucket = self._bucket(len(sequences))
+        bucket = self._bucket(sequences)
         if isinstance(cache, PagedCache):
             cache.tables = bucket.tables
         bucket.rows.load(sequences, self.max_new_tokens, steps)
@@ -174,23 +174,26 @@ class Runner:
                 bucket.steps += 1
         return bucket.rows
 
-    def _bucket(self, count: int) -> Bucket:
-        size = count
-        if self.paged:  # a row more costs nothing there, another graph does
-            index = bisect.bisect_left(BUCKETS, count)
-            size = BUCKETS[index] if index < len(BUCKETS) else -(-count // 512) * 512
-        else:
+    def _bucket(self, sequences: list[Sequence]) -> Bucket:
+        """Buffers that hold these: for just so many rows, or the next size for which graphs are captured."""
+        assert self.geometry is not None
+        if not self.paged:
             self.buckets.clear()  # buffers of just this size are cheap, and nothing is captured
-        if size not in self.buckets:
-            assert self.geometry is not None
-            rows = Rows.empty(size, self.ends, self.vocabulary, with_seen=self.sampler.penalty != 1.0)
-            tables = None
-            if self.paged:
-                limits = (self.largest_group, self.max_prompt, self.max_new_tokens)
-                others = [bucket.tables for bucket in self.buckets.values() if bucket.tables is not None]
-                tables = make_tables(self.geometry, size, *limits, self.device, others)
-            self.buckets[size] = Bucket(rows=rows, tables=tables)
-        return self.buckets[size]
+            return self.buckets.setdefault((len(sequences), 0), Bucket(rows=self._rows(len(sequences)), tables=None))
+        size = _next_size(len(sequences))  # a row more costs nothing, another graph does
+        most = rows_at_once(self.geometry, min(self.largest_group, size))
+        groups = len(groups_of(sequences, most))
+        fitting = [key for key in self.buckets if key[0] == size and key[1] >= groups]
+        key = min(fitting, default=(size, min(size, 1 << (groups - 1).bit_length())))
+        if key not in self.buckets:
+            others = [bucket.tables for bucket in self.buckets.values() if bucket.tables is not None]
+            limits = (self.max_prompt, self.max_new_tokens)
+            tables = make_tables(self.geometry, size, key[1], most, *limits, self.device, others)
+            self.buckets[key] = Bucket(rows=self._rows(size), tables=tables)
+        return self.buckets[key]
+
+    def _rows(self, count: int) -> Rows:
+        return Rows.empty(count, self.ends, self.vocabulary, with_seen=self.sampler.penalty != 1.0)
 
     def _worth_a_graph(self, bucket: Bucket, cache: Any, expected: int) -> bool:
         """A capture costs about as much as a few steps without one."""
@@ -247,6 +250,15 @@ class Runner:
             self.layers = [(layer, torch.compile(layer.forward, dynamic=True)) for layer in found]
         with forwards_replaced(self.layers):
             yield
+
+
+def _next_size(count: int) -> int:
+    """
+    >>> _next_size(33), _next_size(1025)
+    (48, 1536)
+    """
+    index = bisect.bisect_left(BUCKETS, count)
+    return BUCKETS[index] if index < len(BUCKETS) else -(-count // 512) * 512
 
 
 def position_limit(model: Any) -> int | None:

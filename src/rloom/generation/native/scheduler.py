@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections import deque
 from dataclasses import dataclass, field
+from typing import Any
 
 from rloom.errors import EngineError
 from rloom.generation.native.pages import Pages
@@ -34,7 +35,7 @@ class Sequence:
     sample: int  # which of its completions
     key: int  # of its noise
     tokens: list[int] = field(default_factory=list)
-    stats: list[list[float]] = field(default_factory=list)  # per token: log-probability, the drawn one's, entropy
+    stats: list[Any] = field(default_factory=list)  # arrays (n, 3): log-probability, the drawn one's, entropy
     stop_reason: str | None = None
     pages: list[int] = field(default_factory=list)
 
@@ -50,12 +51,12 @@ class Sequence:
 
     def restart(self) -> None:
         """Back to the first token, which the prompt's prefill has drawn."""
-        del self.tokens[1:], self.stats[1:]
+        del self.tokens[1:], self.stats[1:]  # the first token came alone
 
-    def extend(self, tokens: list[int], stats: list[list[float]]) -> None:
-        """Tokens that were drawn, and what is remembered of them."""
+    def extend(self, tokens: list[int], stats: Any) -> None:
+        """Tokens that were drawn, and what is remembered of them, (n, 3)."""
         self.tokens += tokens
-        self.stats += stats
+        self.stats.append(stats)
 
 
 class Scheduler:
