@@ -18,6 +18,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+from accelerate import Accelerator
 from shapes import SHAPES, Shape, make_model, make_rows, make_tokenizer
 
 from rloom.generation import NativeEngine, Sampling
@@ -49,7 +50,7 @@ def clocked(run: Any) -> tuple[float, Any]:
 
 
 def run_generate(model: Any, shape: Shape, ends: tuple[int, ...]) -> dict[str, float]:
-    """As TRL does: every completion a row of its own."""
+    """As TRL does: every completion a row of its own, the forward as accelerate prepares it for `bf16=True`."""
     rows = [p.token_ids for p in prompts_of(shape) for _ in range(shape.k)]
     ids = torch.tensor(rows, device=model.device)
     options = {"do_sample": True, "temperature": 1.0, "top_k": 0, "top_p": 1.0, "pad_token_id": 0}
@@ -60,8 +61,11 @@ def run_generate(model: Any, shape: Shape, ends: tuple[int, ...]) -> dict[str, f
     def generate(limit: int) -> Any:
         return model.generate(input_ids=ids, attention_mask=torch.ones_like(ids), max_new_tokens=limit, **options)
 
-    generate(3)
+    wrapper = Accelerator(mixed_precision="bf16" if model.dtype == torch.bfloat16 else "no")
+    wrapper.prepare_model(model, evaluation_mode=True)
+    generate(shape.completion)  # its cache grows at every step: only a second run finds memory of all those sizes
     seconds, output = clocked(lambda: generate(shape.completion))
+    wrapper.unwrap_model(model, keep_fp32_wrapper=False)
     return {"seconds": round(seconds, 3), "steps": output.shape[1] - ids.shape[1]}
 
 
@@ -90,8 +94,6 @@ def run_ours(
     for seed in range(1, repeat + 1):
         seconds, groups = clocked(lambda seed=seed: list(engine.generate(prompts, shape.k, seed=seed)))
         times.append(seconds)
-    if with_profile:
-        profile(engine, prompts, shape)
     lengths = [len(c.token_ids) for group in groups for c in group.completions]
     result = {
         "seconds": round(min(times), 3),
@@ -106,6 +108,8 @@ def run_ours(
         tokens = shape.groups * shape.prompt + sum(lengths)
         result["kv_gib"] = round(tokens * engine.runner.geometry.bytes_per_token / 2**30, 2)
         result |= steps(engine, prompts, shape, lengths, min(times))
+    if with_profile:
+        profile(engine, prompts, shape)
     return result
 
 
@@ -136,16 +140,21 @@ def compare(
     theirs = None
     what = {"shape": name, "P": shape.prompt, "C": shape.completion, "K": shape.k, "N": shape.completions}
     what["ragged"] = ragged
+    if not ours_alone:
+        theirs = run_generate(model, shape, ends)
+        print("RESULT", json.dumps({**what, "peer": "generate", **theirs}), flush=True)
+        clean()
     for one in compiled:
         ours = run_ours(model, shape, ends, one, with_profile=with_profile)
-        if theirs is None and not ours_alone:
-            theirs = run_generate(model, shape, ends)
-            print("RESULT", json.dumps({**what, "peer": "generate", **theirs}), flush=True)
         ours["tokens_per_second"] = round(ours["tokens"] / ours["seconds"])
         if theirs is not None:
             ours["ratio"] = round(theirs["seconds"] / ours["seconds"], 2)
         print("RESULT", json.dumps({**what, "peer": "rloom", "compiled": one, **ours}), flush=True)
     del model
+    clean()
+
+
+def clean() -> None:
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()

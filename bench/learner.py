@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import gc
+import itertools
 import json
 import statistics
 import tempfile
@@ -145,17 +146,28 @@ def clean() -> None:
         torch.cuda.empty_cache()
 
 
-def compare(name: str, steps: int, per_device: int, budgets: list[int], ours_alone: bool, compiled: bool) -> None:
+def draw_completions(shape: Shape, steps: int) -> None:
+    """Before the clock runs: both peers look them up."""
+    for row in make_rows(shape, steps):
+        for sample in range(shape.k):
+            completion(shape, row["prompt"], sample)
+
+
+def compare(
+    name: str, steps: int, per_device: int, budgets: list[int], ours_alone: bool, compiled: bool, keep: list[bool]
+) -> None:
     shape, cuda = SHAPES[name], torch.cuda.is_available()
+    draw_completions(shape, steps)
     dtype = torch.bfloat16 if cuda else torch.float32
     theirs = None
     if not ours_alone:
         theirs = run_trl(shape, steps, per_device, dtype)
         report(name, "trl", shape, theirs)
         clean()
-    for budget in budgets or [None]:
-        ours = run_rloom(shape, steps, dtype, max_tokens_per_micro_batch=budget or None, compile_layers=compiled)
-        ours["compiled"] = compiled
+    for budget, kept in itertools.product(budgets or [None], keep):
+        options = {"max_tokens_per_micro_batch": budget or None, "compile_layers": compiled, "keep_logits": kept}
+        ours = run_rloom(shape, steps, dtype, **options)
+        ours |= {"compiled": compiled, "keep_logits": kept}
         more: dict[str, Any] = {"floor_share": round(floor_seconds(shape) / ours["seconds"], 3)} if cuda else {}
         if theirs is not None:
             more["ratio"] = round(theirs["seconds"] / ours["seconds"], 2)
@@ -194,11 +206,13 @@ def main() -> None:
     )
     parser.add_argument("--ours", action="store_true", help="leave TRL out")
     parser.add_argument("--compile", action="store_true", help="compile_layers=True for ours")
+    parser.add_argument("--keep", type=int, nargs="*", default=[0], help="keep_logits for ours: 0, 1 or both")
     parser.add_argument("--growth", action="store_true")
     parser.add_argument("--long", action="store_true", help="8 completions of 8k tokens, with checkpointing")
     arguments = parser.parse_args()
     for name in arguments.shapes:
-        compare(name, arguments.steps, arguments.per_device, arguments.budget, arguments.ours, arguments.compile)
+        keep = [bool(kept) for kept in arguments.keep]
+        compare(name, arguments.steps, arguments.per_device, arguments.budget, arguments.ours, arguments.compile, keep)
     if arguments.long:
         shape = SHAPES["long"]
         report("long", "rloom", shape, run_rloom(shape, 4, torch.bfloat16, gradient_checkpointing=True))

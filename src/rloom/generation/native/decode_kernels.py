@@ -19,6 +19,23 @@ from rloom.models.prefix_kernels import LOG2E, capped, fold
 
 
 @triton.jit
+def keep_prompts(  # type: ignore[no-untyped-def]
+    key, value, where, k, v, k_h, k_t, v_h, v_t,
+    KV: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, E: tl.constexpr, BE: tl.constexpr, BH: tl.constexpr,
+):  # fmt: skip
+    """One token of a prefill: its keys (H, T, D) and values (H, T, E), all heads, into line `where` of the pages."""
+    t = tl.program_id(0).to(tl.int64)
+    line = tl.load(where + t)
+    h, d, e = tl.arange(0, BH)[:, None], tl.arange(0, BD)[None, :], tl.arange(0, BE)[None, :]
+    there = (h < KV) & (d < D)
+    new = tl.load(key + h * k_h + t * k_t + d, mask=there, other=0.0)
+    tl.store(k + (line * KV + h) * D + d, new.to(k.dtype.element_ty), mask=there)
+    there = (h < KV) & (e < E)
+    new = tl.load(value + h * v_h + t * v_t + e, mask=there, other=0.0)
+    tl.store(v + (line * KV + h) * E + e, new.to(v.dtype.element_ty), mask=there)
+
+
+@triton.jit
 def _stretch(  # type: ignore[no-untyped-def]
     queries, k, v, table, first, last, offset, position, scale, cap, window, kv, top, total, acc,
     KV: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, E: tl.constexpr, BE: tl.constexpr, PAGE: tl.constexpr,

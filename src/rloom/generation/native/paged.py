@@ -19,6 +19,7 @@ PAGE = 64
 QUERIES_AT_ONCE = 64  # rows times repeated heads that one program takes to a prompt
 STRETCHES = 8  # into which a prompt or a completion is cut, at most
 STRETCH = 64  # tokens that are worth a program of their own
+LAUNCHES = {128: (64, 4, 2), 256: (32, 4, 2)}  # heads up to a width: tokens folded in at a time, warps, stages
 
 
 @dataclass(slots=True, eq=False)
@@ -73,8 +74,17 @@ class PagedCache:
 
     def keep(self, layer: int, key: Tensor, value: Tensor, row: PackedRow) -> None:
         """A layer's keys and values (1, H, T, D) of the prompts."""
-        for pool, new in zip(self.layers[layer], (key, value), strict=True):
-            pool.view(-1, *pool.shape[2:])[self.where] = new[0].transpose(0, 1).to(pool.dtype)
+        from rloom.generation.native.decode_kernels import keep_prompts
+
+        assert self.where is not None
+        pages_k, pages_v = self.layers[layer]
+        key, value = (x[0] if x.stride(-1) == 1 else x[0].contiguous() for x in (key, value))
+        heads, count, width = key.shape
+        size = value.shape[-1]
+        keep_prompts[(count,)](
+            key, value, self.where, pages_k, pages_v, *key.stride()[:2], *value.stride()[:2], KV=heads, D=width,
+            BD=_power(width), E=size, BE=_power(size), BH=1 << (heads - 1).bit_length(), num_warps=4,
+        )  # fmt: skip
 
     # -- decode
 
@@ -117,14 +127,15 @@ class PagedCache:
         repeat = heads // shared
         query, key, value = (x if x.stride(-1) == 1 else x.contiguous() for x in (query, key, value))
         constants = {"D": width, "BD": _power(width), "E": size, "BE": _power(size)}
+        fold, warps, stages = next(how for limit, how in LAUNCHES.items() if max(width, size) <= limit)
         kernels.attend_parts[(groups * tables.on_prompt + count * tables.on_own, shared)](
             query, key, value, self.addresses, layer, tables.sums, tables.tops, rows.positions, rows.cached, tables.own,
             tables.members, tables.lengths, tables.prompts, groups, query.stride(0), query.stride(1), key.stride(0),
             key.stride(1), value.stride(0), value.stride(1), tables.own.shape[1], tables.prompts.shape[1],
             options["scale"], options["softcap"] or 1.0, options["window"] or 0,
             HEADS=heads, KV=shared, REPEAT=repeat, MOST=most, ROWS=_power(most * repeat), OWN_ROWS=_power(repeat),
-            PAGE=PAGE, BN=64 if max(width, size) <= 128 else 32, ON_PROMPT=tables.on_prompt, ON_OWN=tables.on_own,
-            BY_WINDOW=bool(options["window"]), CAPPED=bool(options["softcap"]), **constants, num_warps=4, num_stages=2,
+            PAGE=PAGE, BN=fold, ON_PROMPT=tables.on_prompt, ON_OWN=tables.on_own, BY_WINDOW=bool(options["window"]),
+            CAPPED=bool(options["softcap"]), **constants, num_warps=warps, num_stages=stages,
         )  # fmt: skip
         out = torch.empty((count, 1, heads, size), dtype=query.dtype, device=query.device)
         sinks = options["sinks"]
