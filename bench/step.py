@@ -54,7 +54,7 @@ def run_trl(shape: Shape, steps: int, per_device: int, dtype: torch.dtype) -> di
         )
         rows = Dataset.from_list(make_rows(shape, steps))
         trainer = RLOOTrainer(folder, reward, config, rows, processing_class=tokenizer, callbacks=[clock])
-        trainer.generation_config.eos_token_id = ends_of(shape)
+        trainer.generation_config.eos_token_id = trainer.eos_token_ids = ends_of(shape)
         return measure(trainer, clock)
 
 
@@ -82,12 +82,14 @@ def main() -> None:
     parser.add_argument("--per-device", type=int, default=16, help="TRL's micro-batch, in completions")
     parser.add_argument("--budget", type=int, default=None, help="max_tokens_per_micro_batch")
     parser.add_argument("--compile", action="store_true", help="compile_layers and compile_generation")
+    parser.add_argument("--keep", action="store_true", help="keep_logits")
     arguments = parser.parse_args()
     dtype = torch.bfloat16 if torch.cuda.is_available() else torch.float32
     for name in arguments.shapes:
         shape = SHAPES[name]
         changes = {"max_tokens_per_micro_batch": arguments.budget, "compile_generation": arguments.compile}
-        ours = run_rloom(shape, arguments.steps, dtype, compile_layers=arguments.compile, **changes)
+        changes |= {"compile_layers": arguments.compile, "keep_logits": arguments.keep}
+        ours = run_rloom(shape, arguments.steps, dtype, **changes)
         report(name, "rloom", shape, ours)
         gc.collect()
         if torch.cuda.is_available():

@@ -22,9 +22,18 @@ def upload(tensor: Tensor, device: torch.device) -> Tensor:
 
 
 def flat_tokens(rows: Sequence[Iterable[int]]) -> Tensor:
-    """Lists of token ids as one tensor; ten times as fast as `torch.tensor` of the joined list.
+    """Lists of token ids as one tensor; several times as fast as `torch.tensor` of the joined list.
 
     >>> flat_tokens([[1, 2], [], [3]])
     tensor([1, 2, 3])
     """
     return torch.from_numpy(np.fromiter(chain.from_iterable(rows), dtype=np.int64))
+
+
+def flat_numbers(rows: Sequence[Iterable[float]]) -> Tensor:
+    """The same for lists of numbers.
+
+    >>> flat_numbers([[0.5], [1.0, 2.0]])
+    tensor([0.5000, 1.0000, 2.0000])
+    """
+    return torch.from_numpy(np.fromiter(chain.from_iterable(rows), dtype=np.float32))

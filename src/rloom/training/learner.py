@@ -20,7 +20,7 @@ from torch import Tensor
 
 from rloom.algo import aggregate, policy_loss, token_kl
 from rloom.data.batching import Batcher
-from rloom.data.transfer import upload
+from rloom.data.transfer import flat_numbers, upload
 from rloom.models.attention import CompiledLayers, own_attention, packed_attention, running
 from rloom.models.head import exact_kl_chunks
 from rloom.models.logprobs import Forward, TokenStats
@@ -257,7 +257,7 @@ class Learner:
         if sampled is None or not rows:
             return
         policy = torch.cat([rollout.policy_logprobs[row] for row in rows]).float()  # type: ignore[misc]
-        engine = torch.tensor([p for row in rows for p in sampled[row]], device=policy.device)
+        engine = upload(flat_numbers([sampled[row] for row in rows]), policy.device)
         difference = (policy - engine).abs()
         self.metrics.add(mode, "mismatch/mean", difference.mean())
         self.metrics.add(mode, "mismatch/max", difference.max())

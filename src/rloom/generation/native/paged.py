@@ -18,7 +18,7 @@ from rloom.types import PackedRow
 PAGE = 64
 QUERIES_AT_ONCE = 64  # rows times repeated heads that one program takes to a prompt
 STRETCHES = 8  # into which a prompt or a completion is cut, at most
-STRETCH = 64  # tokens that are worth a program of their own
+STRETCH = 128  # tokens that are worth a program of their own
 LAUNCHES = {128: (64, 4, 2), 256: (32, 4, 2)}  # heads up to a width: tokens folded in at a time, warps, stages
 
 
