@@ -10,15 +10,18 @@ that decides what comes out, and it would see what was expected.
 from __future__ import annotations
 
 import builtins
-import importlib
-import json
 import operator
 import os
 import struct
-from collections import namedtuple
-from collections.abc import Callable
 from types import ModuleType
-from typing import Any
+
+from rloom.rewards.inside.light_json import dumps, loads
+
+# Every program waits for these imports: what is rarely needed, or only said about types, is not among them.
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from typing import Any
 
 MAX_DEPTH = 100
 MAX_MESSAGE = 4 * 2**20
@@ -58,7 +61,7 @@ def read_exactly(fd: int, size: int, read: Callable[[int, int], bytes] = os.read
 
 def send(fd: int, message: Any, write: Callable[[int, Any], int] = os.write) -> None:
     """One message."""
-    body = json.dumps(message).encode()
+    body = dumps(message).encode()
     if len(body) > MAX_MESSAGE:
         raise ValueError(f"a message of {len(body)} bytes; {MAX_MESSAGE} are allowed")
     data = memoryview(struct.pack(">I", len(body)) + body)
@@ -72,7 +75,7 @@ def receive(fd: int, read: Callable[[int, int], bytes] = os.read) -> Any:
     if size > MAX_MESSAGE:
         raise WireError(f"a message of {size} bytes; {MAX_MESSAGE} are allowed")
     try:
-        return json.loads(read_exactly(fd, size, read))
+        return loads(read_exactly(fd, size, read).decode())
     except (ValueError, RecursionError) as error:
         raise WireError(f"not a message: {error}") from None
 
@@ -149,13 +152,15 @@ def decode(data: Any, find: Callable[[str, Any], Any], depth: int = 0) -> Any:
         if tag == "type":
             return plain_type(body)
         if tag == "named":
+            from collections import namedtuple
+
             name, fields, values = body
             assert len(fields) <= 100  # that they are names, namedtuple checks
             return namedtuple(name, fields)(*(decode(v, find, depth + 1) for v in values))
         if tag == "rebuilt":
             module, name, parts = body
             assert (module, name) in REBUILT
-            kind = getattr(importlib.import_module(module), name)  # only now: starting a sandbox should be quick
+            kind = getattr(__import__(module), name)
             make = kind.fromisoformat if (module, name) in FROM_TEXT else kind
             return make(*(decode(part, find, depth + 1) for part in parts))
         made: Any = {"tuple": tuple, "set": set, "frozenset": frozenset}[tag]
