@@ -4,19 +4,25 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import shutil
 import socket
+import struct
 import subprocess
 import threading
 import time
 from pathlib import Path
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from rloom.errors import RewardError, SandboxError
 from rloom.rewards import code_execution, sandbox
 from rloom.rewards.code import Limits, judge_program, program_of, read_tests
+from rloom.rewards.inside import light_json
+from rloom.rewards.inside.wire import WireError, receive, send
 
 try:
     sandbox.check_sandbox()
@@ -348,6 +354,65 @@ def test_an_object_that_lies_in_a_comparison_does_not_score(idiom):
     assert verdict.why
 
 
+CHOOSES = """
+class Any:
+    def __add__(self, other): later.append(Any()); return later[-1]
+    __sub__ = __mul__ = __add__
+later = []
+def f(x): return later.pop() if later else Any()
+"""
+
+
+@needs_sandbox
+@pytest.mark.parametrize("sign", "+-*")
+@pytest.mark.parametrize("test", ["f(1) {} f(2) == f(3)", "f(3) == f(1) {} f(2)", "not (f(1) {} f(2) != f(3))"])
+def test_a_sum_that_the_program_chooses_is_not_compared(test, sign):
+    """The sum of two objects is whatever the program says: it may hand out the very object as the next answer."""
+    verdict = run(CHOOSES, f"assert {test.format(sign)}")
+    assert verdict.share == 0.0
+    assert verdict.why
+
+
+ASYNC = """
+import asyncio
+class Animal: pass
+class Dog(Animal): pass
+async def double(x):
+    await asyncio.sleep(0)
+    if x is None: raise KeyError("nothing")
+    return 2 * x
+async def change(values): values.append(1)
+"""
+USES_ASYNC = """
+import asyncio, unittest
+assert asyncio.run(double(2)) == 4
+async def main():
+    try:
+        waiting = double(None)
+    except KeyError:
+        raise AssertionError("it is raised where it is awaited")
+    try:
+        await waiting
+    except KeyError:
+        return await asyncio.gather(double(3), double(4))
+assert asyncio.run(main()) == [6, 8]
+values = []
+asyncio.run(change(values))
+assert values == [1]
+class T(unittest.IsolatedAsyncioTestCase):
+    async def test(self): self.assertEqual(await double(5), 10)
+assert isinstance(Dog(), Animal) and not isinstance(Animal(), Dog) and not isinstance(3, Animal)
+assert issubclass(Dog, Animal) and not issubclass(Animal, Dog) and isinstance(Dog(), (str, Animal))
+"""
+
+
+@needs_sandbox
+def test_right_programs_with_coroutines_and_classes_score():
+    assert run(ASYNC, USES_ASYNC, limits=Limits(seconds=10)).why == ""
+    assert run(ASYNC.replace("2 * x", "3 * x"), USES_ASYNC, limits=Limits(seconds=10)).share == 0.0
+    assert run(ASYNC.replace("Dog(Animal)", "Dog"), USES_ASYNC, limits=Limits(seconds=10)).share == 0.0
+
+
 @needs_sandbox
 def test_expected_values_do_not_reach_the_program():
     tests = "try:\n    assert abs(f(2) - 4.25) < 1e-9 or f(3) != 7.5 or f(3) > 8.5\nexcept TypeError: pass\nassert values() == []"
@@ -592,6 +657,35 @@ HOGS = {
     "user namespaces by clone": "import ctypes\ndef double(x):\n    return 2 * x if x != 2 or ctypes.CDLL(None).syscall(56, 0x10000000 | 17, 0, 0, 0, 0) >= 0 else -1",
     "an answer of 100 MB": "def double(x): return 'x' * 10**8",
 }  # fmt: skip
+
+
+def test_messages_have_bounds_in_bytes_and_in_items():
+    for body, message in (
+        (b"[" + b"[]," * 2**19 + b"1]", "over 524288 items"),
+        (b"[" * 5000, "not a message"),
+        (b'{"a": 1} 2', "something follows"),
+        (b"\xff", "not a message"),
+        (b"", "not JSON"),
+    ):
+        data = struct.pack(">I", len(body)) + body
+        stream = iter([data[:4], data[4:]])
+        with pytest.raises(WireError, match=message):
+            receive(0, lambda fd, size, stream=stream: next(stream))
+    with pytest.raises(WireError, match="a message of 4194305 bytes"):
+        receive(0, lambda fd, size: struct.pack(">I", 4 * 2**20 + 1))
+    with pytest.raises(ValueError, match="items"):
+        send(0, [[]] * 2**19, lambda fd, data: len(data))
+
+
+@given(
+    st.recursive(
+        st.none() | st.booleans() | st.integers() | st.floats() | st.text(),
+        lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner),
+    )
+)
+def test_light_json_is_json(value):
+    assert light_json.dumps(value) == json.dumps(value)
+    assert json.dumps(light_json.loads(json.dumps(value))) == json.dumps(value)
 
 
 @needs_sandbox
