@@ -697,6 +697,17 @@ def test_limits(hog):
 
 
 @needs_sandbox
+@pytest.mark.parametrize("hog", ["memory", "processes", "disk", "a loop in C", "a signal handler"])
+def test_limits_with_tests_of_the_other_kinds(hog):
+    began = time.monotonic()
+    assert run(HOGS[hog], HARNESS, limits=Limits(seconds=1.0)).share == 0.0
+    program = HOGS[hog] + "\nprint(double(int(input())))"
+    assert run(program, [{"input": "2", "output": "4"}], limits=Limits(seconds=1.0)).share == 0.0
+    assert run(RIGHT + "print(double(int(input())))", [{"input": "2", "output": "4"}]).share == 1.0
+    assert time.monotonic() - began < 30
+
+
+@needs_sandbox
 def test_gigabytes_of_output_cost_nothing():
     program = "import sys\nfor _ in range(300): sys.stdout.write('x' * 10**7); sys.stderr.write('y')\n" + RIGHT
     assert run(program, limits=Limits(seconds=20)).share == 1.0  # they go nowhere: 3 GB in no memory

@@ -232,8 +232,8 @@ def test_a_function_that_cannot_travel():
 def test_gigabytes_of_output_and_a_10_mb_completion(capfd):
     @rloom.reward(isolated=True, time_limit=60.0)
     def loud(completions):
-        for _ in range(200):
-            print("x" * 10**5)
+        for _ in range(100):
+            print("x" * 10**7)
         return [float(len(completions[0]))]
 
     with open(os.devnull, "w") as nowhere:  # what workers print goes where the trainer's errors go
