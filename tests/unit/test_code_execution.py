@@ -443,6 +443,9 @@ FRAMEWORKS = {
     "unittest, its result not looked at": UNIT + "unittest.main(exit=False)\n",
     "pytest": "def test_double():\n    assert double(2) == 4\ndef test_negative():\n    assert double(-3) == -6\n",
     "pytest, in a class": "class TestDouble:\n    def test_double(self):\n        assert double(2) == 4\n    def test_b(self):\n        assert double(-3) == -6\n",
+    "pytest, parametrized": "import pytest\n@pytest.mark.parametrize('x, y', [(2, 4), (5, 10)])\ndef test_double(x, y):\n    assert double(x) == y\n@pytest.mark.parametrize('x', [-3])\ndef test_b(x):\n    assert double(x) == 2 * x\n",
+    "pytest, fixtures": "import pytest\n@pytest.fixture\ndef two():\n    yield 2\n@pytest.fixture\ndef four(two): return two + 2\nclass TestDouble:\n    def test_double(self, two, four):\n        assert double(two) == four\ndef test_b(four):\n    assert double(1 - four) == -6\n",
+    "pytest, approx": "from pytest import approx\ndef test_a():\n    assert double(2.0) == approx(4.0000001)\ndef test_b():\n    assert [double(-3)] == approx([-6.0])\n",
     "guarded": "def main():\n    assert double(2) == 4\n    assert double(-3) == -6\nif __name__ == '__main__':\n    main()\n",
     "raises": "if double(2) != 4: raise ValueError\nif double(-3) != -6: raise ValueError\n",
 }
@@ -461,6 +464,26 @@ def test_frameworks_tests_are_run(framework):
         assert "AssertionError: 7 != " in run("def double(x): return 7", tests).why
     half = 0.0 if framework == "raises" else 0.5
     assert run("def double(x): return abs(2 * x)", tests, partial=True).share == half
+
+
+RAISES = "import pytest\ndef test_it():\n    with pytest.raises(ValueError, match='below') as caught:\n        root(-1)\n    assert str(caught.value) == 'below 0'\n"
+
+
+@needs_sandbox
+def test_what_tests_expect_to_be_raised():
+    assert run("def root(x): raise ValueError('below 0')", RAISES).why == ""
+    for wrong in (
+        "def root(x): return 0",
+        "def root(x): raise ValueError('no')",
+        "def root(x): raise KeyError('below 0')",
+        "import os\ndef root(x): os._exit(0)",
+    ):
+        assert run(wrong, RAISES).share == 0.0, wrong
+    assert "monkeypatch" in run(RIGHT, "import pytest\ndef test_a(monkeypatch): assert double(2) == 4").why
+    assert "skip" in run(RIGHT, "import pytest\npytest.skip('no')\nassert double(2) == 4").why
+    liar = LIAR.replace("def f(", "def double(")
+    assert run(liar, "import pytest\ndef test_a(): assert pytest.approx(4) == double(2)").share == 0.0
+    assert run(liar, "import pytest\ndef test_a(): assert double(2) == pytest.approx(4)").share == 0.0
 
 
 NOTHING = {

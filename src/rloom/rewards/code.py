@@ -426,11 +426,12 @@ def _by_harness(program: str, tests: Tests, limits: Limits, partial: bool, packa
     """Run the tests in a sandbox of their own, whose verdict alone counts."""
     payload = {"tests": tests.sources, "setup": tests.setup, "entry_point": tests.entry_point, "partial": partial,
                "row": encode(tests.row, _refuse), "program": program if tests.row is not None else ""}  # fmt: skip
+    role = "tests with pytest" if any("pytest" in text for text in (*tests.sources, tests.setup)) else "tests"
     with _pipes("ask", "answer", "verdict") as fds:
         ours = {"read_fd": fds["answer_read"], "write_fd": fds["ask_write"], "verdict_fd": fds["verdict_write"]}
         theirs = {"read_fd": fds["ask_read"], "write_fd": fds["answer_write"]}
         with (
-            Sandboxed("harness", payload, limits, fds=ours, site_packages=packages) as harness,
+            Sandboxed(role, payload, limits, fds=ours, site_packages=packages) as harness,
             Sandboxed("program", {"program": program}, limits, fds=theirs, site_packages=packages) as sandbox,
         ):
             for name in ("ask_read", "ask_write", "answer_read", "answer_write", "verdict_write"):

@@ -43,7 +43,9 @@ sys.stdout.buffer.write(marshal.dumps(compile(sys.stdin.buffer.read(), sys.argv[
 """
 ANY_VERSION = 2
 """Of marshal's format, as every Python reads it: the one in the sandbox may not be the one out here."""
-ROLES = {"program": ("light_json", "wire", "program"), "harness": ("light_json", "wire", "program", "harness")}
+PROGRAM = ("light_json", "wire", "program")
+ROLES = {"program": PROGRAM, "tests": (*PROGRAM, "harness"), "tests with pytest": (*PROGRAM, "like_pytest", "harness")}
+"""What runs in a sandbox, and the modules of ours that it needs there; the last has its `main`."""
 MISSING = (
     "running model-written code needs bubblewrap, which was not found. Install it (Debian, Ubuntu: `apt-get install "
     "bubblewrap`; Fedora: `dnf install bubblewrap`; Arch: `pacman -S bubblewrap`). Nothing is run without it."
@@ -173,7 +175,7 @@ def command(limits: Limits, site_packages: Sequence[str] = (), *, filter_fd: int
 
 
 class Sandboxed:
-    """One sandbox with a role ("program" or "harness") in it, ready to begin. Leaving the context kills all of it."""
+    """One sandbox with a role ("program", "tests") in it, ready to begin. Leaving the context kills all of it."""
 
     def __init__(
         self,
