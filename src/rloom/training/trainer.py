@@ -168,7 +168,7 @@ class RLOOTrainer(UpdateLoop):
         self.store.forget()  # what an update left that failed
         shares = self.buffer.take(inputs)
         loss = self.learner.accumulate(model, shares, compute_loss=self.compute_loss, backward=self._backward)
-        self._note_first_use([share.rollout for share in shares], step=self.state.global_step + 1)
+        self._note_first_use([share.rollout for share in shares])
         if self.args.torch_empty_cache_steps and self.state.global_step % self.args.torch_empty_cache_steps == 0:
             clear_device_cache()
         self.metrics.add("train", "step_time", time.perf_counter() - began)
@@ -321,7 +321,7 @@ class RLOOTrainer(UpdateLoop):
         self.store.forget()
         rollout = self.collector.collect(inputs, count, seed=seed, mode="eval")
         loss = self.learner.evaluate(model, rollout)
-        self._note_first_use([rollout], step=self.state.global_step)
+        self._note_first_use([rollout])
         return loss.detach(), None, None
 
     # -- logs
@@ -336,7 +336,7 @@ class RLOOTrainer(UpdateLoop):
         if self.args.log_completions and self.accelerator.is_main_process:
             self.completion_log.show(self.state.global_step, self.args)
 
-    def _note_first_use(self, rollouts: list[Rollout], *, step: int) -> None:
+    def _note_first_use(self, rollouts: list[Rollout]) -> None:
         """KL and advantages are known with the first update of a rollout: they join log and store then."""
         for rollout in {id(r): r for r in rollouts}.values():
             if not rollout.logged:
@@ -352,7 +352,8 @@ class RLOOTrainer(UpdateLoop):
                 self.learner.record_kl(rollout, self._mode)
                 self.learner.record_older(rollout, self._mode)
                 self.learner.record_mismatch(rollout, self._mode)
-        self.store.write(step, self._eval_prefix or "train")
+        done = self.state.global_step  # the update under way is counted when it is over
+        self.store.write(done + 1 if self._mode == "train" else done, self._eval_prefix or "train")
 
     def _count_tokens(self, new: int) -> int:
         self.state.num_input_tokens_seen += new
