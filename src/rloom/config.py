@@ -265,6 +265,9 @@ class RLOOConfig(OlderNames, TrainingArguments, metaclass=_Remembering):
     log_older_metrics: bool = _option(
         False, "Log the metrics of older documents too: objective/…, policy/…, loss/…, val/…, eps, episode, lr."
     )
+    store_completions: bool = _option(
+        True, "Keep prompts and completions in the run's store (output_dir/_rollouts); scores are kept there anyway."
+    )
     log_completions: bool = _option(False, "Print a table of completions at each log; also to W&B and Trackio.")
     log_multimodal: bool = _option(True, "Include images in those tables.")
     num_completions_to_print: int | None = _option(None, "Rows of the printed table; unset: all.")

@@ -10,6 +10,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from rloom.observe import read_store
+
 SCRIPT = Path(__file__).with_name("resume_run.py")
 
 
@@ -84,6 +86,9 @@ def test_killed_and_resumed_is_the_same_run(kind, kills, tmp_path):
         assert_same(last_checkpoint(tmp_path / "whole"), last_checkpoint(output))
         history = [json.loads((folder / "history.json").read_text()) for folder in (tmp_path / "whole", output)]
         assert_equal(history[0], history[1], "log history")
+        stores = [read_store(folder) for folder in (tmp_path / "whole", output)]
+        assert stores[0]
+        assert stores[0] == stores[1]
 
 
 def test_resuming_a_finished_run_changes_nothing(tmp_path):

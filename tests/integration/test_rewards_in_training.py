@@ -13,6 +13,7 @@ import torch
 import rloom
 from rloom import FakeEngine, RLOOTrainer
 from rloom.errors import ConfigError, EngineError, RewardError
+from rloom.observe import read_store
 from rloom.rewards import get_repetition_penalty_reward, think_format_reward
 from tests.conftest import LETTERS, make_model, make_tokenizer
 from tests.services import serving
@@ -41,11 +42,11 @@ def script(prompt, sample, seed):
     return tokens("abcdefgh"[: 1 + sample] + "12"[sample % 2])
 
 
-def trainer_of(config, reward, *, engine=None, rows=ROWS, **options):
+def trainer_of(config, reward, *, engine=None, rows=ROWS, eval_rows=None, **options):
     args = config(
         **({"max_steps": 2, "per_device_train_batch_size": 8, "num_generations": 4, "shuffle_dataset": False} | options)
     )
-    return RLOOTrainer(make_model(), reward, args, rows, processing_class=make_tokenizer(),
+    return RLOOTrainer(make_model(), reward, args, rows, eval_rows, processing_class=make_tokenizer(),
                        engine=engine or FakeEngine(script, eos_token_ids=[2]))  # fmt: skip
 
 
@@ -348,3 +349,57 @@ def test_a_judges_totals_are_totals(config):
         log = trainer.state.log_history[0]
         assert log["judge/calls"] == len(calls) == 16
         assert log["judge/prompt_tokens"] == 160
+
+
+def test_every_value_is_in_the_store(config):
+    """Raw values, whatever weights, gates and clips make of them; why there is none; what each completion was."""
+
+    @rloom.reward(isolated=True, time_limit=0.5)
+    def hangs(completions):
+        while completions[0] == "a1":
+            pass
+        return [0.1]
+
+    def fails(completions, n, log_extra, **kwargs):
+        log_extra("n", n)
+        return ["three" if c == "ab2" else None if c == "abc1" else 3.0 for c in completions]
+
+    parts = [rloom.term(hangs, weight=2.0), rloom.term(fails, clip=(0.0, 1.0)), length]
+    options = {"on_reward_error": "none", "eval_strategy": "steps", "eval_steps": 1}
+    trainer = trainer_of(config, parts, rows=ROWS[:2], eval_rows=ROWS[2:4], **options)
+    trainer.train()
+    rows = read_store(trainer.args.output_dir)
+    assert [(r["step"], r["mode"]) for r in rows] == [
+        (step, mode) for step in (1, 2) for mode in ("train", "eval") for _ in range(8)
+    ]
+    first, second, third, fourth = rows[:4]
+    assert [r["completion"] for r in rows[:4]] == ["a1", "ab2", "abc1", "abcd2"]
+    assert first["scores"] == {"hangs": None, "fails": 3.0, "length": 2.0}
+    assert first["failures"] == {"hangs": "timeouts: TimeoutError: "}
+    assert second["scores"]["fails"] is None
+    assert "'three'" in second["failures"]["fails"]
+    assert third["scores"]["fails"] is None
+    assert third["failures"] == {}
+    assert fourth["scores"] == {"hangs": 0.1, "fails": 3.0, "length": 5.0}
+    assert fourth["reward"] == pytest.approx(2 * 0.1 + 1.0 + 5.0)
+    assert [r["group"] for r in rows[:8]] == [0] * 4 + [1] * 4
+    assert [r["extra"]["n"] for r in rows[:8]] == [0] * 4 + [1] * 4
+    assert (first["prompt"], first["stop_reason"], first["num_tokens"]) == ("ab", "eos", 3)
+    rewards = [r["reward"] for r in rows[:4]]
+    for index, r in enumerate(rows[:4]):
+        others = rewards[:index] + rewards[index + 1 :]
+        assert r["advantage"] == pytest.approx(r["reward"] - sum(others) / 3, abs=1e-5)
+
+
+def test_groups_that_were_replaced_are_in_the_store_without_an_advantage(config):
+    def by_row(completions, n, **kwargs):
+        return [float(len(c)) if k % 2 else 1.0 for c, k in zip(completions, n, strict=True)]
+
+    trainer = trainer_of(config, by_row, rows=ROWS, dynamic_sampling=3, max_steps=1)
+    trainer.train()
+    rows = read_store(trainer.args.output_dir)
+    replaced = [r for r in rows if r["advantage"] is None]
+    assert len(rows) - len(replaced) == 8
+    assert replaced
+    assert all(r["scores"]["by_row"] == 1.0 for r in replaced)
+    assert any(r["advantage"] for r in rows)

@@ -4,19 +4,25 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import shutil
 import socket
+import struct
 import subprocess
 import threading
 import time
 from pathlib import Path
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from rloom.errors import RewardError, SandboxError
 from rloom.rewards import code_execution, sandbox
 from rloom.rewards.code import Limits, judge_program, program_of, read_tests
+from rloom.rewards.inside import light_json
+from rloom.rewards.inside.wire import WireError, receive, send
 
 try:
     sandbox.check_sandbox()
@@ -348,6 +354,65 @@ def test_an_object_that_lies_in_a_comparison_does_not_score(idiom):
     assert verdict.why
 
 
+CHOOSES = """
+class Any:
+    def __add__(self, other): later.append(Any()); return later[-1]
+    __sub__ = __mul__ = __add__
+later = []
+def f(x): return later.pop() if later else Any()
+"""
+
+
+@needs_sandbox
+@pytest.mark.parametrize("sign", "+-*")
+@pytest.mark.parametrize("test", ["f(1) {} f(2) == f(3)", "f(3) == f(1) {} f(2)", "not (f(1) {} f(2) != f(3))"])
+def test_a_sum_that_the_program_chooses_is_not_compared(test, sign):
+    """The sum of two objects is whatever the program says: it may hand out the very object as the next answer."""
+    verdict = run(CHOOSES, f"assert {test.format(sign)}")
+    assert verdict.share == 0.0
+    assert verdict.why
+
+
+ASYNC = """
+import asyncio
+class Animal: pass
+class Dog(Animal): pass
+async def double(x):
+    await asyncio.sleep(0)
+    if x is None: raise KeyError("nothing")
+    return 2 * x
+async def change(values): values.append(1)
+"""
+USES_ASYNC = """
+import asyncio, unittest
+assert asyncio.run(double(2)) == 4
+async def main():
+    try:
+        waiting = double(None)
+    except KeyError:
+        raise AssertionError("it is raised where it is awaited")
+    try:
+        await waiting
+    except KeyError:
+        return await asyncio.gather(double(3), double(4))
+assert asyncio.run(main()) == [6, 8]
+values = []
+asyncio.run(change(values))
+assert values == [1]
+class T(unittest.IsolatedAsyncioTestCase):
+    async def test(self): self.assertEqual(await double(5), 10)
+assert isinstance(Dog(), Animal) and not isinstance(Animal(), Dog) and not isinstance(3, Animal)
+assert issubclass(Dog, Animal) and not issubclass(Animal, Dog) and isinstance(Dog(), (str, Animal))
+"""
+
+
+@needs_sandbox
+def test_right_programs_with_coroutines_and_classes_score():
+    assert run(ASYNC, USES_ASYNC, limits=Limits(seconds=10)).why == ""
+    assert run(ASYNC.replace("2 * x", "3 * x"), USES_ASYNC, limits=Limits(seconds=10)).share == 0.0
+    assert run(ASYNC.replace("Dog(Animal)", "Dog"), USES_ASYNC, limits=Limits(seconds=10)).share == 0.0
+
+
 @needs_sandbox
 def test_expected_values_do_not_reach_the_program():
     tests = "try:\n    assert abs(f(2) - 4.25) < 1e-9 or f(3) != 7.5 or f(3) > 8.5\nexcept TypeError: pass\nassert values() == []"
@@ -378,6 +443,9 @@ FRAMEWORKS = {
     "unittest, its result not looked at": UNIT + "unittest.main(exit=False)\n",
     "pytest": "def test_double():\n    assert double(2) == 4\ndef test_negative():\n    assert double(-3) == -6\n",
     "pytest, in a class": "class TestDouble:\n    def test_double(self):\n        assert double(2) == 4\n    def test_b(self):\n        assert double(-3) == -6\n",
+    "pytest, parametrized": "import pytest\n@pytest.mark.parametrize('x, y', [(2, 4), (5, 10)])\ndef test_double(x, y):\n    assert double(x) == y\n@pytest.mark.parametrize('x', [-3])\ndef test_b(x):\n    assert double(x) == 2 * x\n",
+    "pytest, fixtures": "import pytest\n@pytest.fixture\ndef two():\n    yield 2\n@pytest.fixture\ndef four(two): return two + 2\nclass TestDouble:\n    def test_double(self, two, four):\n        assert double(two) == four\ndef test_b(four):\n    assert double(1 - four) == -6\n",
+    "pytest, approx": "from pytest import approx\ndef test_a():\n    assert double(2.0) == approx(4.0000001)\ndef test_b():\n    assert [double(-3)] == approx([-6.0])\n",
     "guarded": "def main():\n    assert double(2) == 4\n    assert double(-3) == -6\nif __name__ == '__main__':\n    main()\n",
     "raises": "if double(2) != 4: raise ValueError\nif double(-3) != -6: raise ValueError\n",
 }
@@ -396,6 +464,26 @@ def test_frameworks_tests_are_run(framework):
         assert "AssertionError: 7 != " in run("def double(x): return 7", tests).why
     half = 0.0 if framework == "raises" else 0.5
     assert run("def double(x): return abs(2 * x)", tests, partial=True).share == half
+
+
+RAISES = "import pytest\ndef test_it():\n    with pytest.raises(ValueError, match='below') as caught:\n        root(-1)\n    assert str(caught.value) == 'below 0'\n"
+
+
+@needs_sandbox
+def test_what_tests_expect_to_be_raised():
+    assert run("def root(x): raise ValueError('below 0')", RAISES).why == ""
+    for wrong in (
+        "def root(x): return 0",
+        "def root(x): raise ValueError('no')",
+        "def root(x): raise KeyError('below 0')",
+        "import os\ndef root(x): os._exit(0)",
+    ):
+        assert run(wrong, RAISES).share == 0.0, wrong
+    assert "monkeypatch" in run(RIGHT, "import pytest\ndef test_a(monkeypatch): assert double(2) == 4").why
+    assert "skip" in run(RIGHT, "import pytest\npytest.skip('no')\nassert double(2) == 4").why
+    liar = LIAR.replace("def f(", "def double(")
+    assert run(liar, "import pytest\ndef test_a(): assert pytest.approx(4) == double(2)").share == 0.0
+    assert run(liar, "import pytest\ndef test_a(): assert double(2) == pytest.approx(4)").share == 0.0
 
 
 NOTHING = {
@@ -594,11 +682,51 @@ HOGS = {
 }  # fmt: skip
 
 
+def test_messages_have_bounds_in_bytes_and_in_items():
+    for body, message in (
+        (b"[" + b"[]," * 2**19 + b"1]", "over 524288 items"),
+        (b"[" * 5000, "not a message"),
+        (b'{"a": 1} 2', "something follows"),
+        (b"\xff", "not a message"),
+        (b"", "not JSON"),
+    ):
+        data = struct.pack(">I", len(body)) + body
+        stream = iter([data[:4], data[4:]])
+        with pytest.raises(WireError, match=message):
+            receive(0, lambda fd, size, stream=stream: next(stream))
+    with pytest.raises(WireError, match="a message of 4194305 bytes"):
+        receive(0, lambda fd, size: struct.pack(">I", 4 * 2**20 + 1))
+    with pytest.raises(ValueError, match="items"):
+        send(0, [[]] * 2**19, lambda fd, data: len(data))
+
+
+@given(
+    st.recursive(
+        st.none() | st.booleans() | st.integers() | st.floats() | st.text(),
+        lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner),
+    )
+)
+def test_light_json_is_json(value):
+    assert light_json.dumps(value) == json.dumps(value)
+    assert json.dumps(light_json.loads(json.dumps(value))) == json.dumps(value)
+
+
 @needs_sandbox
 @pytest.mark.parametrize("hog", HOGS)
 def test_limits(hog):
     began = time.monotonic()
     assert run(HOGS[hog], limits=Limits(seconds=1.0)).share == 0.0
+    assert time.monotonic() - began < 30
+
+
+@needs_sandbox
+@pytest.mark.parametrize("hog", ["memory", "processes", "disk", "a loop in C", "a signal handler"])
+def test_limits_with_tests_of_the_other_kinds(hog):
+    began = time.monotonic()
+    assert run(HOGS[hog], HARNESS, limits=Limits(seconds=1.0)).share == 0.0
+    program = HOGS[hog] + "\nprint(double(int(input())))"
+    assert run(program, [{"input": "2", "output": "4"}], limits=Limits(seconds=1.0)).share == 0.0
+    assert run(RIGHT + "print(double(int(input())))", [{"input": "2", "output": "4"}]).share == 1.0
     assert time.monotonic() - began < 30
 
 

@@ -232,8 +232,8 @@ def test_a_function_that_cannot_travel():
 def test_gigabytes_of_output_and_a_10_mb_completion(capfd):
     @rloom.reward(isolated=True, time_limit=60.0)
     def loud(completions):
-        for _ in range(200):
-            print("x" * 10**5)
+        for _ in range(100):
+            print("x" * 10**7)
         return [float(len(completions[0]))]
 
     with open(os.devnull, "w") as nowhere:  # what workers print goes where the trainer's errors go
@@ -477,6 +477,50 @@ def test_an_answer_that_cannot_be_sent_costs_its_own_sample():
             report = dict(rewards.report)
             assert report["rewards/answers/errors"] == 20
             assert "rewards/answers/timeouts" not in report
+    finally:
+        rewards.close()
+
+
+TROUBLE = {
+    "hangs": ("while True: pass", "timeouts"),
+    "dies": ("import os; os._exit(3)", "crashes"),
+    "breaks its pipe": ("import os, sys; os.close(int(sys.argv[2]))", "crashes"),
+}
+
+
+@pytest.mark.parametrize("what", TROUBLE)
+def test_trouble_among_quick_samples_costs_its_own_sample(what):
+    """Quick samples travel together, and so do their answers; who is to blame is found out all the same."""
+    code, kind = TROUBLE[what]
+
+    def quick(completions, answer, bad):
+        if answer[0] in bad[0]:
+            exec(code)
+        return [float(answer[0])]
+
+    rewards = RewardSet([FunctionReward(rloom.reward(quick, isolated=True, time_limit=0.5))], None, workers=1)
+    try:
+        for bad in [], [17, 23]:  # in the second round it is known to be quick
+            data = batch(64, columns={"answer": list(range(64)), "bad": [bad] * 64})
+            expected = [nan if i in bad else float(i) for i in range(64)]
+            assert same(rewards.score(data)[:, 0], expected)
+            assert dict(rewards.report).get(f"rewards/quick/{kind}", 0) == len(bad)
+    finally:
+        rewards.close()
+
+
+def test_the_time_limit_is_each_samples_own():
+    """Samples that turn out slower than they were take longer together than the limit for one."""
+
+    def slower(completions, seconds):
+        time.sleep(seconds[0])
+        return [1.0]
+
+    rewards = RewardSet([FunctionReward(rloom.reward(slower, isolated=True, time_limit=0.5))], None, workers=1)
+    try:
+        for seconds in 0.0, 0.2:
+            result = rewards.score(batch(32, columns={"seconds": [seconds] * 8 + [0.0] * 24}))
+            assert result.flatten().tolist() == [1.0] * 32
     finally:
         rewards.close()
 

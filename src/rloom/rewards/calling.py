@@ -156,17 +156,22 @@ class Caller:
     def _in_workers(self, batch: RewardBatch, rows: list[int]) -> list[Piece]:
         assert self._key is not None
         futures: list[Future[Any]] = []
-        for first in range(0, len(rows), 32):  # the first are being scored while the others are made ready
-            samples = [self._portable(batch.take([row])) for row in rows[first : first + 32]]
+        per_sample, shared = self._portable(batch)
+        for first in range(0, len(rows), 64):  # the first are being scored while the others are made ready
+            samples = [
+                {name: [values[row]] for name, values in per_sample.items()} | shared
+                for row in rows[first : first + 64]
+            ]
             futures += self.pool.submit(self._key, samples, self.time_limit)
         return [Piece(rows=[row], future=f, read=self._from_worker) for row, f in zip(rows, futures, strict=True)]
 
-    def _portable(self, sample: RewardBatch) -> dict[str, Any]:
-        """A sample's arguments, as they can travel to a worker."""
-        arguments = self.reward.arguments(sample)  # type: ignore[attr-defined]
+    def _portable(self, batch: RewardBatch) -> tuple[dict[str, Any], dict[str, Any]]:
+        """Arguments as they can travel to a worker: those with a value per sample, and those that all samples share."""
+        arguments = self.reward.arguments(batch)  # type: ignore[attr-defined]
+        shared: dict[str, Any] = {name: None for name in ("log_extra", "log_metric") if name in arguments}
         if "trainer_state" in arguments:
-            arguments["trainer_state"] = _snapshot(arguments["trainer_state"])
-        return {name: None if name in ("log_extra", "log_metric") else value for name, value in arguments.items()}
+            shared["trainer_state"] = _snapshot(arguments["trainer_state"])
+        return {name: values for name, values in arguments.items() if name not in shared}, shared
 
     def _from_worker(self, done: Future[dict[str, Any]]) -> Answer:
         error = done.exception()

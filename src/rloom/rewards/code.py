@@ -8,9 +8,11 @@ the expected values never come near the program, and nothing that it says about 
 from __future__ import annotations
 
 import ast
+import functools
 import logging
 import os
 import re
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -29,6 +31,8 @@ CHECKS_NOTHING = (
     "these tests check nothing: no assert, no unittest test and no call of the program is reached in them. A function "
     "`check(candidate)` needs the column 'entry_point'"
 )
+AHEAD_BYTES = 2**14
+"""Of calls that are sent before the answers to earlier ones are read; a pipe holds more, so nobody waits for room."""
 FENCE = re.compile(r"^[ \t]*(`{3,}|~{3,})[^\n`]*\n(.*?)(?:^[ \t]*\1[ \t]*$|\Z)", re.DOTALL | re.MULTILINE)
 
 
@@ -85,7 +89,7 @@ def code_execution(
     """
     limits = Limits(seconds=time_limit, memory_mb=memory_mb, disk_mb=disk_mb, processes=processes, output_kb=output_kb)
     if harness is not None:
-        _parsed(harness, "the harness")
+        _statements(harness, "the harness")
     check_sandbox()
 
     def code_execution_reward(
@@ -172,9 +176,8 @@ def read_tests(row: dict[str, Any], harness: str | None = None) -> Tests | None:
     if not all(isinstance(source, str) for source in sources):
         raise RewardError(f"tests are a text, a list of texts, or inputs and outputs, not {_safe_repr(tests)}")
     setup = _setup(row)
-    _parsed(setup, f"the tests' setup {setup!r:.100}")
-    parsed = [_parsed(source, f"the tests {source!r:.100}") for source in sources]
-    if not any(tree.body for tree in parsed):
+    _statements(setup, f"the tests' setup {setup!r:.100}")
+    if not sum(_statements(source, f"the tests {source!r:.100}") for source in sources):
         raise RewardError(f"{CHECKS_NOTHING}: {sources!r:.100}")
     return Tests(sources=sources, setup=setup, entry_point=_entry_point(row))
 
@@ -221,9 +224,11 @@ def _case(case: dict[str, Any]) -> tuple[str, str]:
     return case["input"], case["output"]
 
 
-def _parsed(source: str, what: str) -> ast.Module:
+@functools.lru_cache(maxsize=4096)
+def _statements(source: str, what: str) -> int:
+    """How many there are in a test program, which must be one."""
     try:
-        return ast.parse(source)
+        return len(ast.parse(source).body)
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
         raise RewardError(f"{what} are no Python program: {error or type(error).__name__}") from None
 
@@ -281,6 +286,7 @@ class Call:
     expected: Any
 
 
+@functools.lru_cache(maxsize=4096)  # the completions of a group have their tests in common
 def simple_call(source: str) -> Call | None:
     """`assert f(1, 2) == 3` as a call, if the test is of that form and all values are literals.
 
@@ -339,11 +345,19 @@ def _by_calls(program: str, calls: list[Call], limits: Limits, partial: bool, pa
 
 
 def _asked(calls: list[Call], names: dict[str, Any], fds: dict[str, int], left: TimeLeft, partial: bool) -> Verdict:
-    passed, why = 0, ""
-    for call in calls:
-        failure = ""
+    """Make the calls and compare the answers. Some are sent ahead, so that the program need not wait for the next."""
+    passed, why, sent = 0, "", 0
+    ahead: deque[int] = deque()  # sizes of requests that are not answered yet
+    for number, call in enumerate(calls):
+        failure = _uncallable(call, names)
         try:
-            failure = _failure(call, names, fds, left)
+            while sent < len(calls) and (sent <= number or sum(ahead) < AHEAD_BYTES):
+                if not _uncallable(calls[sent], names):
+                    ahead.append(send(fds["ask_write"], _request(calls[sent], names), left.write))
+                sent += 1
+            if not failure:
+                failure = _failure(call, receive(fds["answer_read"], left.read))
+                ahead.popleft()
         except (TimeoutError, WireError, BrokenPipeError) as error:
             why = why or f"{call.function}: {type(error).__name__}: {error or 'out of time'}"
             break  # what follows cannot pass either
@@ -354,17 +368,22 @@ def _asked(calls: list[Call], names: dict[str, Any], fds: dict[str, int], left: 
     return Verdict(share=passed / len(calls), why=why)
 
 
-def _failure(call: Call, names: dict[str, Any], fds: dict[str, int], left: TimeLeft) -> str:
-    """Why a call did not return what it should; empty if it did."""
+def _uncallable(call: Call, names: dict[str, Any]) -> str:
+    """Why a call cannot be made at all; empty if it can."""
     if call.function not in names:
         return f"the program does not define {call.function}"
     target = names[call.function]
-    if not isinstance(target, dict) or "mine" not in target:
-        return f"{call.function} is no function"
-    request = {"do": "call", "with": {"theirs": target["mine"]}, "args": [encode(a, _refuse) for a in call.args],
-               "kwargs": {k: encode(v, _refuse) for k, v in call.kwargs.items()}}  # fmt: skip
-    send(fds["ask_write"], request, left.write)
-    answer = receive(fds["answer_read"], left.read)
+    return "" if isinstance(target, dict) and "mine" in target else f"{call.function} is no function"
+
+
+def _request(call: Call, names: dict[str, Any]) -> dict[str, Any]:
+    return {"do": "call", "with": {"theirs": names[call.function]["mine"]},
+            "args": [encode(a, _refuse) for a in call.args],
+            "kwargs": {k: encode(v, _refuse) for k, v in call.kwargs.items()}}  # fmt: skip
+
+
+def _failure(call: Call, answer: Any) -> str:
+    """Why an answer is not what it should be; empty if it is."""
     if not isinstance(answer, dict) or "error" in answer:
         return f"{call.function} raised {shown(answer)}"
     if equals(answer.get("value"), call.expected):
@@ -407,11 +426,12 @@ def _by_harness(program: str, tests: Tests, limits: Limits, partial: bool, packa
     """Run the tests in a sandbox of their own, whose verdict alone counts."""
     payload = {"tests": tests.sources, "setup": tests.setup, "entry_point": tests.entry_point, "partial": partial,
                "row": encode(tests.row, _refuse), "program": program if tests.row is not None else ""}  # fmt: skip
+    role = "tests with pytest" if any("pytest" in text for text in (*tests.sources, tests.setup)) else "tests"
     with _pipes("ask", "answer", "verdict") as fds:
         ours = {"read_fd": fds["answer_read"], "write_fd": fds["ask_write"], "verdict_fd": fds["verdict_write"]}
         theirs = {"read_fd": fds["ask_read"], "write_fd": fds["answer_write"]}
         with (
-            Sandboxed("harness", payload, limits, fds=ours, site_packages=packages) as harness,
+            Sandboxed(role, payload, limits, fds=ours, site_packages=packages) as harness,
             Sandboxed("program", {"program": program}, limits, fds=theirs, site_packages=packages) as sandbox,
         ):
             for name in ("ask_read", "ask_write", "answer_read", "answer_write", "verdict_write"):

@@ -21,6 +21,8 @@ from rloom.rewards.isolation import WorkerPool
 
 logger = logging.getLogger(__name__)
 
+REASON = 500
+"""So much of an exception's message is kept for each sample; the whole is in the log, or in what is raised."""
 Part = tuple[int, RewardBatch, list[list[Piece]]]
 """A group's position, its completions, and for each reward the calls that are under way for it."""
 
@@ -72,6 +74,7 @@ class RewardSet:
         ]
         self.report: list[tuple[str, float]] = []  # metrics of the latest `score`
         self.failed: Tensor | None = None  # (N, F), of the latest `score`: where there is none because a call failed
+        self.reasons: dict[int, dict[str, str]] = {}  # of the latest `score`: row → reward → why it has no own value
         self._parts: list[Part] = []
         self._unseen: list[tuple[int, Piece, RewardBatch]] = []  # calls under way, whose failure should be seen early
 
@@ -115,7 +118,7 @@ class RewardSet:
         if not _are_of(parts, batch):  # nothing, or something else, was added before
             _cancel(parts)
             parts = []
-        self.report = []
+        self.report, self.reasons = [], {}
         self.failed = torch.zeros(len(batch), len(self.callers), dtype=torch.bool)
         # What runs elsewhere is started first, so that it goes on while plain functions run here.
         order = sorted(range(len(self.callers)), key=lambda index: self._runs_here(self.callers[index]))
@@ -214,6 +217,8 @@ class RewardSet:
         name = self.names[index]
         if self.failed is not None and len(self.failed) == len(batch):
             self.failed[rows, index] = True
+            for row in rows:
+                self.reasons.setdefault(row, {})[name] = f"{kind}: {type(error).__name__}: {_message(error):.{REASON}}"
         if kind == "errors" and self.on_error == "raise":
             if len(rows) < len(batch):
                 error.add_note(f"sample {rows[0]}: its prompt begins {str(batch.prompts[rows[0]])[:100]!r}")

@@ -110,7 +110,7 @@ def _part(fields: dict[str, Any], columns: dict[str, Any], part: slice) -> dict[
 
 
 def _scores(service: JsonService, payload: dict[str, Any]) -> list[Any]:
-    answer = service.post(payload)
+    answer = service.safe(service.post(payload))
     scores = answer.get("scores", answer.get("rewards")) if isinstance(answer, dict) else answer
     if not isinstance(scores, list):
         raise RewardError(

@@ -8,13 +8,16 @@ from __future__ import annotations
 
 import contextlib
 import json
+import mmap
 import os
 import pickle
 import signal
 import struct
 import subprocess
 import sys
+import tempfile
 import threading
+import time
 import weakref
 from collections import deque
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -29,6 +32,8 @@ WORKER = Path(__file__).with_name("worker.py")
 LOAD_SECONDS = 300.0
 AT_ONCE_SECONDS, MAX_AT_ONCE = 0.05, 32
 """Samples that take so long together, and so many at most, are handed to a worker at once."""
+PROGRESS = struct.Struct("Qd")
+"""How many samples of a message a worker has begun, and when (monotonic clock) the latest."""
 
 
 class WorkerGone(Exception):
@@ -62,6 +67,7 @@ class WorkerPool:
         self.seconds: list[float] = []  # that a sample of each function takes, about
         self.restarts = 0
         self._tasks: deque[Task] = deque()
+        self._closing = False
         self._lock = threading.Lock()
         self._threads: ThreadPoolExecutor | None = None
         self._local = threading.local()
@@ -111,20 +117,34 @@ class WorkerPool:
             return taken
 
     def _run(self, tasks: list[Task]) -> None:
-        """Have one worker do some samples; after one that hangs or dies, another goes on with the rest."""
+        """Have one worker do some samples; after one that hangs or dies, another goes on with the rest, one by one."""
+        at_once = len(tasks)
         while tasks:
-            worker = None
-            try:
-                worker = self._worker(tasks[0].key)
-                worker.ask({"key": tasks[0].key, "samples": [task.arguments for task in tasks]}, tasks[0].time_limit)
-                while tasks:
-                    answer = worker.answer(tasks[0].time_limit)
+            left = tasks[:at_once]
+            error = self._answered(left)
+            del tasks[: min(at_once, len(tasks)) - len(left)]
+            if error is not None:
+                blamed = 0 if at_once == 1 or self._closing else _blamed(error)
+                if blamed is not None:
+                    tasks.pop(min(blamed, len(tasks) - 1)).answer.set_exception(error)
+                at_once = 1
+
+    def _answered(self, tasks: list[Task]) -> Exception | None:
+        """Have a worker do some samples. Those that it answered are taken off the list; says why there are others."""
+        worker = None
+        try:
+            worker = self._worker(tasks[0].key)
+            worker.ask({"key": tasks[0].key, "samples": [task.arguments for task in tasks]}, tasks[0].time_limit)
+            while tasks:
+                answers = worker.answers(tasks[0].time_limit)
+                for answer in answers[: len(tasks)]:
                     self._note(tasks[0].key, answer)
                     tasks.pop(0).answer.set_result(answer)
-            except Exception as error:
-                if worker is not None and not isinstance(error, RewardError):
-                    worker.kill()
-                tasks.pop(0).answer.set_exception(error)
+        except Exception as error:
+            if worker is not None and not isinstance(error, RewardError):
+                worker.kill()
+            return error
+        return None
 
     def _note(self, key: int, answer: dict[str, Any]) -> None:
         seconds = answer.get("seconds", 0.0)
@@ -150,6 +170,7 @@ class WorkerPool:
 
     def close(self) -> None:
         """End all workers, also those in the middle of something."""
+        self._closing = True
         with self._lock:
             tasks, self._tasks = self._tasks, deque()
         for task in tasks:
@@ -163,6 +184,7 @@ class WorkerPool:
         for worker in list(self._workers):
             worker.kill()
         self._local = threading.local()
+        self._closing = False
 
     def __enter__(self) -> WorkerPool:
         return self
@@ -171,31 +193,49 @@ class WorkerPool:
         self.close()
 
 
+def _blamed(error: Exception) -> int | None:
+    """Which of several samples made a worker hang or die, counted from the first that has no answer; None: not known.
+
+    The answers of quick samples come several at a time. Of a hang the worker's own count says which it is; whoever
+    broke the worker may be any of those whose answers are missing, and breaks it again when they are done one by one.
+    """
+    lost = getattr(error, "lost", 0)
+    return None if isinstance(error, WorkerGone) and lost else lost
+
+
 class Worker:
-    """One worker process and the pipes to it."""
+    """One worker process, the pipes to it, and a few bytes of shared memory in which it says how far it is."""
 
     def __init__(self) -> None:
         request_read, self.request = os.pipe()
-        self.answers, answer_write = os.pipe()
+        self.answers_fd, answer_write = os.pipe()
         os.set_blocking(self.request, False)
-        self.process = subprocess.Popen(
-            [sys.executable, "-P", str(WORKER), str(request_read), str(answer_write)],
-            pass_fds=(request_read, answer_write),
+        with tempfile.TemporaryFile() as shared:
+            shared.truncate(PROGRESS.size)
+            self.progress = mmap.mmap(shared.fileno(), PROGRESS.size)
+            self.process = self._start(request_read, answer_write, shared.fileno())
+        os.close(request_read)
+        os.close(answer_write)
+        self.loaded: set[int] = set()
+        self.received = bytearray()
+        self.answered = 0  # samples of the present message
+        self._close = weakref.finalize(self, _close_all, self.request, self.answers_fd, self.process)
+
+    @staticmethod
+    def _start(*fds: int) -> subprocess.Popen[bytes]:
+        return subprocess.Popen(
+            [sys.executable, "-P", str(WORKER), *map(str, fds)],
+            pass_fds=fds,
             stdin=subprocess.DEVNULL,
             stdout=sys.stderr.fileno() if _has_fileno(sys.stderr) else subprocess.DEVNULL,
             env={"OMP_NUM_THREADS": "1", **os.environ},
             start_new_session=True,  # so that what it starts can be killed with it
         )
-        os.close(request_read)
-        os.close(answer_write)
-        self.loaded: set[int] = set()
-        self.received = bytearray()
-        self._close = weakref.finalize(self, _close_all, self.request, self.answers, self.process)
 
     def load(self, key: int, function: bytes) -> None:
         """Give it a function; what that imports is not the sample's time."""
         self.ask({"key": key, "function": function, "path": sys.path}, LOAD_SECONDS)
-        answer = self.answer(LOAD_SECONDS)
+        (answer,) = self.answers(LOAD_SECONDS)
         if "error" in answer:
             raise RewardError(f"a worker process cannot load a reward function: {answer['error'][2]}")
         self.loaded.add(key)
@@ -203,6 +243,8 @@ class Worker:
     def ask(self, request: dict[str, Any], seconds: float) -> None:
         """Send a request within `seconds`."""
         left = TimeLeft(seconds)
+        self.answered = 0
+        PROGRESS.pack_into(self.progress, 0, 0, 0.0)  # it is idle, and does not write there now
         body = _pickled(request)
         data = memoryview(struct.pack(">I", len(body)) + body)
         try:
@@ -211,27 +253,47 @@ class Worker:
         except BrokenPipeError:
             raise WorkerGone(self._how()) from None
 
-    def answer(self, seconds: float) -> dict[str, Any]:
-        """The next answer within `seconds`."""
-        left = TimeLeft(seconds)
-        (size,) = struct.unpack(">I", self._read(4, left))
+    def answers(self, seconds: float) -> list[dict[str, Any]]:
+        """The next answers, one or more. `TimeoutError` where a sample takes more than `seconds`: its `lost` says how
+        many samples before it are done, whose answers had not been sent."""
         try:
-            answer = json.loads(self._read(size, left))
+            answers = json.loads(self._frame(seconds))
         except ValueError:
-            answer = None
-        if not isinstance(answer, dict):
+            answers = None
+        except (TimeoutError, WorkerGone) as error:
+            error.lost = max(0, self._begun()[0] - self.answered - 1)  # type: ignore[union-attr]
+            raise
+        if not isinstance(answers, list) or not answers or not all(isinstance(a, dict) for a in answers):
             raise WorkerGone("it answered something else")
-        return answer
+        self.answered += len(answers)
+        return answers
 
-    def _read(self, size: int, left: TimeLeft) -> bytes:
-        while len(self.received) < size:
-            part = left.read(self.answers, 2**16)
+    def _frame(self, seconds: float) -> bytes:
+        """One message; what came of it stays in `received` until it is whole."""
+        left, count = TimeLeft(seconds), self.answered
+        while True:
+            size = struct.unpack(">I", self.received[:4])[0] + 4 if len(self.received) >= 4 else 4
+            if len(self.received) >= size > 4:
+                break
+            try:
+                part = left.read(self.answers_fd, 2**18)
+            except TimeoutError:
+                begun, since = self._begun()
+                if begun <= count + 1:  # the one that was waited for all the time
+                    raise
+                left, count = TimeLeft(seconds - (time.monotonic() - since)), begun - 1
+                continue
             if not part:
                 raise WorkerGone(self._how())
             self.received += part
-        data = bytes(self.received[:size])
+        data = bytes(self.received[4:size])
         del self.received[:size]
         return data
+
+    def _begun(self) -> tuple[int, float]:
+        """How many samples of the message it has begun, and when the latest."""
+        begun: tuple[int, float] = PROGRESS.unpack_from(self.progress)
+        return begun
 
     def _how(self) -> str:
         _stop(self.process, wait=True)

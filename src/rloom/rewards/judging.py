@@ -205,9 +205,12 @@ class Asker:
             text = answer["choices"][0]["message"]["content"] or ""
             assert isinstance(text, str)
         except (KeyError, IndexError, TypeError, AssertionError):
-            raise RewardError(f"{self.service.url} answered no chat completion: {str(answer)[:200]!r}") from None
-        usage = answer.get("usage") or {}
-        self._count(calls=1, **{n: int(usage.get(n) or 0) for n in ("prompt_tokens", "completion_tokens")})
+            shown = str(self.service.safe(answer))[:200]
+            raise RewardError(f"{self.service.url} answered no chat completion: {shown!r}") from None
+        usage = answer.get("usage")
+        used = [usage.get(name) if isinstance(usage, dict) else 0 for name in ("prompt_tokens", "completion_tokens")]
+        prompt, completion = (n if isinstance(n, int) else 0 for n in used)  # services say all kinds of things there
+        self._count(calls=1, prompt_tokens=prompt, completion_tokens=completion)
         return text
 
     def _count(self, **numbers: int) -> None:

@@ -7,7 +7,7 @@ nothing is run: there is no way around it.
 from __future__ import annotations
 
 import functools
-import json
+import marshal
 import os
 import select
 import shutil
@@ -27,15 +27,25 @@ INSIDE = Path(__file__).with_name("inside")
 NOBODY = 65534
 START_SECONDS = 60.0
 BOOTSTRAP = """
-import json, sys, types
-data = json.loads(sys.stdin.buffer.read())
+import marshal, sys
+data = marshal.loads(sys.stdin.buffer.read())
+Module = type(sys)
 for name in ("rloom", "rloom.rewards", "rloom.rewards.inside"):
-    sys.modules[name] = types.ModuleType(name)
-for name, source in data["modules"]:
-    module = sys.modules["rloom.rewards.inside." + name] = types.ModuleType("rloom.rewards.inside." + name)
-    exec(compile(source, name, "exec"), module.__dict__)
+    sys.modules[name] = Module(name)
+for name, code in data["modules"]:
+    module = sys.modules["rloom.rewards.inside." + name] = Module("rloom.rewards.inside." + name)
+    exec(marshal.loads(code), module.__dict__)
 module.main(data["payload"])
 """
+COMPILE = """
+import marshal, sys
+sys.stdout.buffer.write(marshal.dumps(compile(sys.stdin.buffer.read(), sys.argv[1], "exec")))
+"""
+ANY_VERSION = 2
+"""Of marshal's format, as every Python reads it: the one in the sandbox may not be the one out here."""
+PROGRAM = ("light_json", "wire", "program")
+ROLES = {"program": PROGRAM, "tests": (*PROGRAM, "harness"), "tests with pytest": (*PROGRAM, "like_pytest", "harness")}
+"""What runs in a sandbox, and the modules of ours that it needs there; the last has its `main`."""
 MISSING = (
     "running model-written code needs bubblewrap, which was not found. Install it (Debian, Ubuntu: `apt-get install "
     "bubblewrap`; Fedora: `dnf install bubblewrap`; Arch: `pacman -S bubblewrap`). Nothing is run without it."
@@ -165,7 +175,7 @@ def command(limits: Limits, site_packages: Sequence[str] = (), *, filter_fd: int
 
 
 class Sandboxed:
-    """One sandbox with a role ("program" or "harness") in it, ready to begin. Leaving the context kills all of it."""
+    """One sandbox with a role ("program", "tests") in it, ready to begin. Leaving the context kills all of it."""
 
     def __init__(
         self,
@@ -178,9 +188,9 @@ class Sandboxed:
     ) -> None:
         self.role, self.limits = role, limits
         self.ready_fd, ready = os.pipe()
-        names = ("wire", "program") if role == "program" else ("wire", "program", "harness")
         payload = {**payload, **fds, "ready_fd": ready, "limits": limits.inside()}
-        data = json.dumps({"modules": [(name, _source(name)) for name in names], "payload": payload}).encode()
+        modules = [(name, _code(name)) for name in ROLES[role]]
+        data = marshal.dumps({"modules": modules, "payload": payload}, ANY_VERSION)
         with seccomp_fd() as fd:
             self.process = subprocess.Popen(
                 [*command(limits, site_packages, filter_fd=fd), "-c", BOOTSTRAP],
@@ -217,8 +227,14 @@ class Sandboxed:
 
 
 @functools.cache
-def _source(name: str) -> str:
-    return (INSIDE / f"{name}.py").read_text()
+def _code(name: str) -> bytes:
+    """A module of ours, compiled once by the interpreter that sandboxes use, and not anew in each of them."""
+    source = (INSIDE / f"{name}.py").read_bytes()
+    line = [interpreter()[0], "-I", "-S", "-B", "-c", COMPILE, f"{name}.py"]
+    result = subprocess.run(line, input=source, capture_output=True, timeout=60)
+    if result.returncode != 0:
+        raise SandboxError(f"the sandbox's Python does not run: {result.stderr.decode(errors='replace')[-300:]}")
+    return result.stdout
 
 
 class TimeLeft:

@@ -13,7 +13,7 @@ import threading
 import time
 import weakref
 from typing import Any
-from urllib.parse import SplitResult, unquote, urlsplit, urlunsplit
+from urllib.parse import SplitResult, parse_qsl, quote, unquote, urlsplit, urlunsplit
 
 from rloom.errors import RewardError, needs_extra
 
@@ -97,7 +97,8 @@ class JsonService:
         _check_headers(self.headers)
         self.url = redacted(parts)  # for messages; where to send has the query, which may be a key
         self._target = self.url + (f"?{parts.query}" if parts.query else "")
-        self._secrets = [s for s in (parts.query, parts.password, *map(_secret, self.headers.items())) if s]
+        self._query = parts.query
+        self._secrets = _forms([*_queried(parts), *_passwords(parts), *map(_secret, self.headers.items())])
         self.timeout, self.retries, self.backoff = timeout, retries, backoff
         self.interval = 60.0 / requests_per_minute if requests_per_minute else 0.0
         self.max_bytes, self.local = max_bytes, parts.hostname in LOOPBACK
@@ -139,7 +140,7 @@ class JsonService:
         except (TimeoutError, httpx.TimeoutException):
             raise Unavailable(f"not done after {self.timeout:g} seconds") from None
         except (httpx.HTTPError, httpx.InvalidURL) as error:
-            raise Unavailable(self._safe(f"{type(error).__name__}: {error}")) from None
+            raise Unavailable(self.safe(f"{type(error).__name__}: {error}")) from None
         return self._read(response, received)
 
     async def _asked(self, client: Any, body: bytes) -> tuple[Any, bytes]:
@@ -152,14 +153,17 @@ class JsonService:
                     raise RewardError(f"{self.url} answered more than {self.max_bytes} bytes")
         return response, bytes(received)
 
-    def _safe(self, text: str) -> str:
-        """A text that came from elsewhere, without what must not be shown."""
-        for secret in self._secrets:
-            text = text.replace(secret, "…")
-        return text
+    def safe(self, value: Any) -> Any:
+        """What came from elsewhere, without what must not be shown: a service may echo what it was sent."""
+        if isinstance(value, str):
+            return functools.reduce(lambda text, secret: text.replace(secret, "…"), self._secrets, value)
+        if isinstance(value, list):
+            return [self.safe(v) for v in value]
+        return {self.safe(k): self.safe(v) for k, v in value.items()} if isinstance(value, dict) else value
 
     def _read(self, response: Any, received: bytes) -> Any:
-        text = self._safe(received[:300].decode("utf-8", "replace").strip())
+        # Cut only after secrets are out: half of one would not be found.
+        text = self.safe(received[:10_000].decode("utf-8", "replace").strip())[:300]
         if response.status_code in AGAIN:
             raise Unavailable(f"{response.status_code} {text}", wait=_seconds(response.headers.get("Retry-After")))
         if response.status_code != 200:
@@ -167,7 +171,7 @@ class JsonService:
             raise RewardError(f"{self.url} answered {response.status_code}{hint} {text}")
         try:
             return json.loads(received)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise Unavailable(f"half an answer, or none in JSON ({error}): {text[:100]!r}") from None
 
     def _wait_for_turn(self) -> None:
@@ -190,7 +194,7 @@ class JsonService:
                     timeout=self.timeout, limits=limits, follow_redirects=False, trust_env=not self.local
                 )
                 if "?" in self._target:  # httpx logs the address of each request
-                    logging.getLogger("httpx").addFilter(_Without(self._secrets[0]))
+                    logging.getLogger("httpx").addFilter(_Without(self._query))
                 weakref.finalize(self, _close, self._client)
             return self._client
 
@@ -239,9 +243,29 @@ def _check_headers(headers: dict[str, str]) -> None:
 
 
 def _secret(header: tuple[str, str]) -> str:
-    """What of a header must not be shown."""
+    """What of a header must not be shown; whatever its name is, a long value may be a key."""
     name, value = header
-    return value.split(" ")[-1] if name.lower() in ("authorization", "x-api-key", "api-key", "cookie") else ""
+    known = name.lower() in ("authorization", "x-api-key", "api-key", "cookie")
+    return value.split(" ")[-1] if known or len(value) >= 12 else ""
+
+
+def _queried(parts: SplitResult) -> list[str]:
+    return [parts.query, *(value for _, value in parse_qsl(parts.query))]
+
+
+def _passwords(parts: SplitResult) -> list[str]:
+    return [parts.password or "", unquote(parts.password or "")]
+
+
+def _forms(secrets: list[str]) -> list[str]:
+    """Secrets as they are, and as they stand in JSON and in addresses; the longest first. A key has over 3 characters.
+
+    >>> _forms(['to"ken', "", "abc"])
+    ['to%22ken', 'to\\\\"ken', 'to"ken']
+    """
+    long = [s for s in secrets if len(s) > 3]
+    forms = {form for s in long for form in (s, json.dumps(s)[1:-1], quote(s, safe=""))}
+    return sorted(forms, key=lambda form: (-len(form), form))
 
 
 def _seconds(value: str | None) -> float:

@@ -11,6 +11,7 @@ import ctypes
 import gc
 import inspect
 import json
+import mmap
 import os
 import pickle
 import signal
@@ -21,6 +22,8 @@ import traceback
 from typing import Any
 
 PR_SET_PDEATHSIG = 1
+PROGRESS = struct.Struct("Qd")  # as in isolation.py
+TOGETHER_SECONDS = 0.02
 
 
 def read(fd: int) -> bytes | None:
@@ -37,9 +40,9 @@ def read(fd: int) -> bytes | None:
     return data[4:]
 
 
-def write(fd: int, message: Any) -> None:
-    """One message."""
-    body = json.dumps(message).encode()
+def write(fd: int, answers: list[str]) -> None:
+    """One message: several answers, each as JSON."""
+    body = f"[{','.join(answers)}]".encode()
     data = memoryview(struct.pack(">I", len(body)) + body)
     while data:
         data = data[os.write(fd, data) :]
@@ -103,13 +106,12 @@ def described(error: BaseException) -> list[str]:
         return [type(error).__name__, "", ""]
 
 
-def sendable(answer: dict[str, Any]) -> dict[str, Any]:
-    """An answer that JSON takes, or why there is none: the samples after it must not be kept waiting for it."""
+def as_json(answer: dict[str, Any]) -> str:
+    """An answer as JSON, or why there is none: the samples after it must not be kept waiting for it."""
     try:
-        json.dumps(answer)
+        return json.dumps(answer)
     except Exception as error:
-        return {"error": described(error), "seconds": answer["seconds"]}
-    return answer
+        return json.dumps({"error": described(error), "seconds": answer["seconds"]})
 
 
 async def _awaited(value: Any) -> Any:
@@ -120,19 +122,37 @@ def _text(value: Any) -> Any:
     return value if value is None or isinstance(value, (int, float, bool)) else str(value)
 
 
-def main(read_fd: int, write_fd: int) -> None:
+def score(function: Any, samples: list[dict[str, Any]], progress: mmap.mmap, write_fd: int) -> None:
+    """Call a function on each sample. Answers go back together where they are quick: who reads them needs a core too.
+
+    Before each sample the other side is told, in shared memory, which it is and when it began.
+    """
+    answers: list[str] = []
+    sent = time.monotonic()
+    for number, arguments in enumerate(samples, 1):
+        now = time.monotonic()
+        if answers and now - sent > TOGETHER_SECONDS:
+            write(write_fd, answers)
+            answers, sent = [], now
+        PROGRESS.pack_into(progress, 0, number, now)
+        answers.append(as_json(call(function, arguments)))
+    write(write_fd, answers)
+
+
+def main(read_fd: int, write_fd: int, progress_fd: int) -> None:
     """Serve until the other side hangs up, or dies."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the trainer's to handle
+    progress = mmap.mmap(progress_fd, PROGRESS.size)
+    os.close(progress_fd)
     functions: dict[int, Any] = {}
     warm: set[int] = set()
     while (message := read(read_fd)) is not None:
         try:
             request = pickle.loads(message)
             if "samples" in request:
-                for arguments in request["samples"]:
-                    write(write_fd, sendable(call(functions[request["key"]], arguments)))
+                score(functions[request["key"]], request["samples"], progress, write_fd)
                 if request["key"] not in warm:  # what it imported stays: the collector need not look at it again
                     warm.add(request["key"])
                     gc.freeze()
@@ -142,8 +162,8 @@ def main(read_fd: int, write_fd: int) -> None:
             answer: dict[str, Any] = {"loaded": True}
         except BaseException as error:
             answer = {"error": described(error), "seconds": 0.0}
-        write(write_fd, answer)
+        write(write_fd, [as_json(answer)])
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]), int(sys.argv[2]))
+    main(*map(int, sys.argv[1:4]))

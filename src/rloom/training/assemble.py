@@ -27,6 +27,7 @@ from rloom.models.proof import proves_packing
 from rloom.models.reference import Reference, make_reference
 from rloom.observe.completions import CompletionLog
 from rloom.observe.metrics import Metrics
+from rloom.observe.store import RunStore
 from rloom.older_names import note_once
 from rloom.rewards.base import unique_names
 from rloom.rewards.build import as_list, build_reward, check_rewards, is_url, load_reward_model, reward_tokenizer
@@ -68,6 +69,7 @@ class Parts:
     shaper: Shaper
     metrics: Metrics
     completion_log: CompletionLog
+    store: RunStore
     collector: Collector
     learner: Learner
 
@@ -245,6 +247,7 @@ def build(
     rewards, classes, composition = _rewards(trainer, functions, terms, reward_classes, args)
     reference = _reference(trainer, policy, reference_path, args) if args.beta != 0.0 else None
     metrics, log = Metrics(), CompletionLog(args.generation_batch_size)
+    store = RunStore(args.output_dir, texts=args.store_completions)
     credit, shaper = Credit(args), Shaper(args, rewards.weights, composition)
     learner = Learner(
         args,
@@ -267,6 +270,7 @@ def build(
         truncated=args.truncation,
         metrics=metrics,
         log=log,
+        store=store,
         count_tokens=trainer._count_tokens,
         log_images=policy.vision and args.log_multimodal,
     )
@@ -281,6 +285,7 @@ def build(
         shaper=shaper,
         metrics=metrics,
         completion_log=log,
+        store=store,
         collector=collector,
         learner=learner,
     )

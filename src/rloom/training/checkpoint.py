@@ -42,11 +42,15 @@ def load(folder: str | Path) -> tuple[dict[str, Any] | None, dict[str, Any] | No
 
 def is_whole(folder: Path) -> bool:
     """Whether a checkpoint was written to its end."""
+    return step_of(folder) is not None
+
+
+def step_of(folder: Path) -> int | None:
+    """The number of updates that a checkpoint was written after; None for one that is not whole."""
     try:
-        json.loads((folder / TRAINER_STATE_FILE).read_text())
-    except (OSError, ValueError):
-        return False
-    return True
+        return int(json.loads((folder / TRAINER_STATE_FILE).read_text())["global_step"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
 
 
 def newest_whole(output_dir: str | Path) -> Path | None:

@@ -18,6 +18,7 @@ from rloom.models.precision import keeps_the_bits
 from rloom.models.reference import Reference, without_reference_adapter
 from rloom.observe.completions import CompletionLog
 from rloom.observe.metrics import Metrics
+from rloom.observe.store import RunStore
 from rloom.rewards.collection import RewardSet
 from rloom.training import checkpoint, weights
 from rloom.training.card import model_card
@@ -42,6 +43,7 @@ class UpdateLoop(Trainer):
     rewards: RewardSet
     metrics: Metrics
     completion_log: CompletionLog
+    store: RunStore
     reference: Reference | None
     _tag_names = ("rloom", "rloo")
     _resumed: dict[str, Any] | None = None  # what a checkpoint said, until the first epoch begins
@@ -122,8 +124,17 @@ class UpdateLoop(Trainer):
                     'On a first run leave it out, or pass resume_from_checkpoint="auto"'
                 )
             resume_from_checkpoint = str(found)
+        self._open_store(resume_from_checkpoint)
         with self._rewards_open():
             return super().train(resume_from_checkpoint, *args, **kwargs)
+
+    def _open_store(self, resume_from: str | bool | None) -> None:
+        """A run that goes on in its own folder keeps its rows up to there; any other begins with none."""
+        folder = Path(resume_from) if isinstance(resume_from, str) else None
+        if folder is None or folder.resolve().parent != Path(self.args.output_dir).resolve():
+            self.store.begin()
+        elif (step := checkpoint.step_of(folder)) is not None:  # else transformers says what is wrong with it
+            self.store.resume(step)
 
     @contextmanager
     def _rewards_open(self) -> Iterator[None]:

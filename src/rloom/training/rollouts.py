@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from rloom.algo import masked_std
+from rloom.data.images import without_images
 from rloom.data.plan import UpdatePlan
 from rloom.data.prompts import PromptEncoder
 from rloom.errors import EngineError
@@ -18,6 +19,7 @@ from rloom.evaluation.statistics import pass_at_k
 from rloom.generation.base import Engine
 from rloom.observe.completions import CompletionLog
 from rloom.observe.metrics import Metrics
+from rloom.observe.store import RunStore
 from rloom.rewards.base import RewardBatch
 from rloom.rewards.collection import RewardSet
 from rloom.training.credit import Shaper
@@ -44,6 +46,7 @@ class Collector:
         truncated: str,
         metrics: Metrics,
         log: CompletionLog,
+        store: RunStore,
         count_tokens: Callable[[int], int],
         log_images: bool = False,
     ) -> None:
@@ -51,6 +54,8 @@ class Collector:
         self.batch, self.rewards, self.reward_names = batch, rewards, rewards.names
         self.decode, self.truncated = decode, truncated
         self.metrics, self.log, self.count_tokens, self.log_images = metrics, log, count_tokens, log_images
+        self.store = store
+        self.extra: dict[str, list[Any]] = {}  # what reward functions add to each completion of a rollout
 
     def collect(self, rows: Sequence[dict[str, Any]], num_generations: int, *, seed: int, mode: str) -> Rollout:
         """One rollout: K completions for each row's prompt, scored."""
@@ -60,7 +65,7 @@ class Collector:
             if not any(group.completions for group in groups):
                 raise EngineError("the engine returned no completion at all; see its messages above")
             inputs, contents, texts, ids = _flat(groups)
-            self.rewards.failed = None
+            self.rewards.failed, self.rewards.reasons, self.extra = None, {}, {}
             scores = self.score(inputs, contents, texts, ids).cpu().float()
             if self.shaper.composition is not None:
                 self.shaper.composition.note_failures(self.rewards.failed)
@@ -69,6 +74,7 @@ class Collector:
         rollout = self._rollout(groups, scores, mode)
         self._record(groups, scores, num_generations, mode)
         self._log_completions(contents, texts, scores)
+        rollout.records = self.store.add(self._stored(groups, rollout))
         if self.log_images:
             self.log.columns["images"].extend(group.prompt.images for group in groups for _ in group.completions)
         return rollout
@@ -179,6 +185,27 @@ class Collector:
                 passes = [pass_at_k(int(sum(values)), len(values), k) for values in known if len(values) >= k]
                 add(f"rewards/{name}/pass@{k}", sum(passes) / len(passes) if passes else float("nan"))
 
+    def _stored(self, groups: list[Group], rollout: Rollout) -> list[dict[str, Any]]:
+        """The rollout as the run's store keeps it; the advantages follow when they are known."""
+        flat = [(number, g.prompt, c) for number, g in enumerate(groups) for c in g.completions]
+        extra = {name: values for name, values in self.extra.items() if len(values) == len(flat)}
+        scores, reward = rollout.scores.tolist(), rollout.score.tolist()
+        return [
+            {
+                "group": number,
+                "prompt": without_images(prompt.content),
+                "completion": completion.text,
+                "scores": dict(zip(self.reward_names, scores[row], strict=True)),
+                "failures": self.rewards.reasons.get(row, {}),
+                "reward": reward[row],
+                "advantage": None,
+                "stop_reason": completion.stop_reason,
+                "num_tokens": len(completion.token_ids),
+                "extra": {name: values[row] for name, values in extra.items()},
+            }
+            for row, (number, prompt, completion) in enumerate(flat)
+        ]
+
     def _log_completions(self, prompts: list[Any], completions: list[Any], scores: Tensor) -> None:
         columns = self.log.columns
         self.log.count += len(prompts)
@@ -250,6 +277,7 @@ def _assembled(sources: list[tuple[Rollout, int]]) -> Rollout:
         sampling_logprobs=None if any(s is None for s in sampled) else sampled,  # type: ignore[arg-type]
         ended=[bool(r.ended and r.ended[row]) for r, row, _ in rows],
         prompt_inputs=[r.prompt_inputs[row] for r, row, _ in rows],
+        records=[r.records[row] for r, row, _ in rows],
     )
 
 

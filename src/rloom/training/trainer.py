@@ -127,7 +127,7 @@ class RLOOTrainer(UpdateLoop):
         self.rewards, self.collector, self.learner = parts.rewards, parts.collector, parts.learner
         self.credit, self.shaper = parts.credit, parts.shaper
         self.reference = parts.reference
-        self.metrics, self.completion_log = parts.metrics, parts.completion_log
+        self.metrics, self.completion_log, self.store = parts.metrics, parts.completion_log, parts.store
         self.schedule = loaders.schedule(args)
         self.buffer = RolloutBuffer(self._make_rollout, self.schedule.parts * self.schedule.passes)
         self._eval_prefix: str | None = None  # while evaluating: what metric names begin with
@@ -165,6 +165,7 @@ class RLOOTrainer(UpdateLoop):
         model.train()
         if hasattr(self.optimizer, "train") and callable(self.optimizer.train):
             self.optimizer.train()  # schedule-free optimizers have modes
+        self.store.forget()  # what an update left that failed
         shares = self.buffer.take(inputs)
         loss = self.learner.accumulate(model, shares, compute_loss=self.compute_loss, backward=self._backward)
         self._note_first_use([share.rollout for share in shares])
@@ -244,6 +245,7 @@ class RLOOTrainer(UpdateLoop):
 
     def _log_extra(self, column: str, values: list[Any]) -> None:
         self._logs["extra"][column].extend(values)
+        self.collector.extra[column] = list(values)
 
     def _log_metric(self, name: str, value: float) -> None:
         if not name.startswith(TOTALS):
@@ -316,6 +318,7 @@ class RLOOTrainer(UpdateLoop):
         count = self.args.num_generations_eval or self.args.num_generations
         texts = [str(without_images(row["prompt"])) for row in inputs]
         seed = derive_seed(self.args.seed, "eval", self.args.process_index, texts)
+        self.store.forget()
         rollout = self.collector.collect(inputs, count, seed=seed, mode="eval")
         loss = self.learner.evaluate(model, rollout)
         self._note_first_use([rollout])
@@ -334,7 +337,7 @@ class RLOOTrainer(UpdateLoop):
             self.completion_log.show(self.state.global_step, self.args)
 
     def _note_first_use(self, rollouts: list[Rollout]) -> None:
-        """KL and advantages are known with the first update of a rollout: they join the log then."""
+        """KL and advantages are known with the first update of a rollout: they join log and store then."""
         for rollout in {id(r): r for r in rollouts}.values():
             if not rollout.logged:
                 rollout.logged = True
@@ -342,10 +345,15 @@ class RLOOTrainer(UpdateLoop):
                     torch.zeros(()) if a is None or not a.numel() else a.mean().float() for a in rollout.advantages
                 ]
                 device = max((a.device for a in known), key=lambda device: device.type != "cpu")
-                self._logs["advantages"].extend(torch.stack([a.to(device) for a in known]).tolist())
+                advantages = torch.stack([a.to(device) for a in known]).tolist()
+                self._logs["advantages"].extend(advantages)
+                self.store.settle(rollout.records, advantages)
+                rollout.records = []
                 self.learner.record_kl(rollout, self._mode)
                 self.learner.record_older(rollout, self._mode)
                 self.learner.record_mismatch(rollout, self._mode)
+        done = self.state.global_step  # the update under way is counted when it is over
+        self.store.write(done + 1 if self._mode == "train" else done, self._eval_prefix or "train")
 
     def _count_tokens(self, new: int) -> int:
         self.state.num_input_tokens_seen += new

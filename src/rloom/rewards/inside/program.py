@@ -10,9 +10,12 @@ import os
 import resource
 import sys
 import types
-from typing import Any
 
 from rloom.rewards.inside.wire import Peer, WireError, describe, receive, send
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from typing import Any
 
 
 def limit(limits: dict[str, int]) -> None:

@@ -10,18 +10,23 @@ that decides what comes out, and it would see what was expected.
 from __future__ import annotations
 
 import builtins
-import importlib
-import json
 import operator
 import os
 import struct
-from collections import namedtuple
-from collections.abc import Callable
-from types import ModuleType
-from typing import Any
+from types import CoroutineType, ModuleType
+
+from rloom.rewards.inside.light_json import dumps, loads
+
+# Every program waits for these imports: what is rarely needed, or only said about types, is not among them.
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from typing import Any
 
 MAX_DEPTH = 100
 MAX_MESSAGE = 4 * 2**20
+MAX_ITEMS = 2**19
+"""Of lists, dicts and what is in them: three bytes of a message can make an object of a hundred."""
 EXACT = 2**53
 REBUILT: dict[tuple[str, str], Callable[[Any], list[Any]]] = {
     ("decimal", "Decimal"): lambda d: [str(d)],
@@ -56,14 +61,15 @@ def read_exactly(fd: int, size: int, read: Callable[[int, int], bytes] = os.read
     return b"".join(parts)
 
 
-def send(fd: int, message: Any, write: Callable[[int, Any], int] = os.write) -> None:
-    """One message."""
-    body = json.dumps(message).encode()
-    if len(body) > MAX_MESSAGE:
-        raise ValueError(f"a message of {len(body)} bytes; {MAX_MESSAGE} are allowed")
+def send(fd: int, message: Any, write: Callable[[int, Any], int] = os.write) -> int:
+    """One message; returns its size."""
+    body = dumps(message).encode()
+    if len(body) > MAX_MESSAGE or items(body) > MAX_ITEMS:
+        raise ValueError(f"a message of {len(body)} bytes; {MAX_MESSAGE} are allowed, and {MAX_ITEMS} items")
     data = memoryview(struct.pack(">I", len(body)) + body)
     while data:
         data = data[write(fd, data) :]
+    return len(body)
 
 
 def receive(fd: int, read: Callable[[int, int], bytes] = os.read) -> Any:
@@ -71,10 +77,22 @@ def receive(fd: int, read: Callable[[int, int], bytes] = os.read) -> Any:
     (size,) = struct.unpack(">I", read_exactly(fd, 4, read))
     if size > MAX_MESSAGE:
         raise WireError(f"a message of {size} bytes; {MAX_MESSAGE} are allowed")
+    body = read_exactly(fd, size, read)
+    if items(body) > MAX_ITEMS:
+        raise WireError(f"a message of over {MAX_ITEMS} items")
     try:
-        return json.loads(read_exactly(fd, size, read))
+        return loads(body.decode())
     except (ValueError, RecursionError) as error:
         raise WireError(f"not a message: {error}") from None
+
+
+def items(body: bytes) -> int:
+    """At most so many lists, dicts and items are in a message; what stands in its texts is counted too.
+
+    >>> items(b'[1, [], {"a": 2}]')
+    5
+    """
+    return body.count(b",") + body.count(b"[") + body.count(b"{")
 
 
 def encode(value: Any, keep: Callable[[Any], Any], depth: int = 0) -> Any:
@@ -149,13 +167,15 @@ def decode(data: Any, find: Callable[[str, Any], Any], depth: int = 0) -> Any:
         if tag == "type":
             return plain_type(body)
         if tag == "named":
+            from collections import namedtuple
+
             name, fields, values = body
             assert len(fields) <= 100  # that they are names, namedtuple checks
             return namedtuple(name, fields)(*(decode(v, find, depth + 1) for v in values))
         if tag == "rebuilt":
             module, name, parts = body
             assert (module, name) in REBUILT
-            kind = getattr(importlib.import_module(module), name)  # only now: starting a sandbox should be quick
+            kind = getattr(__import__(module), name)
             make = kind.fromisoformat if (module, name) in FROM_TEXT else kind
             return make(*(decode(part, find, depth + 1) for part in parts))
         made: Any = {"tuple": tuple, "set": set, "frozenset": frozenset}[tag]
@@ -184,6 +204,8 @@ OPERATIONS: dict[str, Callable[..., Any]] = {
     "__radd__": lambda a, b: b + a, "__rmul__": lambda a, b: b * a, "__rsub__": lambda a, b: b - a,
     "call": lambda f, *args, **kwargs: f(*args, **kwargs),
     "getattr": getattr, "setattr": setattr,
+    "instancecheck": lambda kind, value: isinstance(value, kind),
+    "subclasscheck": lambda kind, other: issubclass(other, kind),
 }  # fmt: skip
 OPERATIONS["__and__"], OPERATIONS["__or__"] = OPERATIONS.pop("__and___"), OPERATIONS.pop("__or___")
 
@@ -255,10 +277,25 @@ class Judged(Remote):
         raise self._rloom_peer.refusal(self, name)
 
     def __eq__(self, other: object) -> bool:
-        return self is other if other is None or isinstance(other, Judged) else self._rloom_refuse("==")
+        return self is other if self._rloom_is_told_from(other) else self._rloom_refuse("==")
 
     def __ne__(self, other: object) -> bool:
-        return self is not other if other is None or isinstance(other, Judged) else self._rloom_refuse("!=")
+        return self is not other if self._rloom_is_told_from(other) else self._rloom_refuse("!=")
+
+    def _rloom_is_told_from(self, other: object) -> bool:
+        """Whether the two may be compared by what they are: not where the program chose one as the sum of others, which
+        it may have done with an eye on the other."""
+        if other is None or not isinstance(other, Judged):
+            return other is None
+        made = self._rloom_peer.made
+        return self._rloom_number not in made and other._rloom_number not in made
+
+    def __instancecheck__(self, instance: Any) -> bool:
+        """`isinstance(x, C)` with a class of the program. Of its own objects it may say what they are; data is data."""
+        return isinstance(instance, Judged) and self._rloom_peer.ask("instancecheck", self, (instance,), {}) is True
+
+    def __subclasscheck__(self, kind: Any) -> bool:
+        return isinstance(kind, Judged) and self._rloom_peer.ask("subclasscheck", self, (kind,), {}) is True
 
     def __hash__(self) -> int:
         return self._rloom_refuse("hash()")
@@ -276,7 +313,10 @@ def _between_objects(name: str) -> Callable[..., Any]:
 
     def method(self: Judged, other: Any) -> Any:
         result = self._rloom_peer.ask(name, self, (other,), {}) if isinstance(other, Judged) else None
-        return result if isinstance(result, Judged) else self._rloom_refuse(name)
+        if not isinstance(result, Judged):
+            return self._rloom_refuse(name)
+        self._rloom_peer.made.add(result._rloom_number)
+        return result
 
     return method
 
@@ -306,6 +346,7 @@ class Peer:
         self.objects: list[Any] = []
         self.numbers: dict[int, int] = {}
         self.remotes: dict[int, Remote] = {}
+        self.made: set[int] = set()  # the other side's objects that came out of arithmetic
         self.exceptions: dict[str, type[Exception]] = {}
 
     def keep(self, value: Any) -> Any:
@@ -364,9 +405,16 @@ class Peer:
                 self.serve(answer)
                 continue
             self._write_back(answer, args, kwargs)
-            if "error" in answer:
-                raise nearest_exception(answer["error"], self.exceptions)
-            return self.unpack(answer.get("value"))
+            return self._awaited(answer) if answer.get("later") is True else self._outcome(answer)
+
+    def _outcome(self, answer: dict[str, Any]) -> Any:
+        if "error" in answer:
+            raise nearest_exception(answer["error"], self.exceptions)
+        return self.unpack(answer.get("value"))
+
+    async def _awaited(self, answer: dict[str, Any]) -> Any:
+        """A coroutine of the other side, which has run there already: what it gave is told when it is awaited."""
+        return self._outcome(answer)
 
     def _write_back(self, answer: dict[str, Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """What the call did to lists and dicts that it was given, by position or by name."""
@@ -387,12 +435,15 @@ class Peer:
             if not self.allow(request["do"], target, args):
                 raise PermissionError(f"{request['do']} is not allowed here")
             value = OPERATIONS[request["do"]](target, *args, **kwargs)
+            if isinstance(value, CoroutineType):
+                answer["later"] = True
+                value = run_to_its_end(value)
             answer["value"] = self.pack(value)
             answer["changed"] = self._changed(request, args, kwargs)
         except WireError:
             raise
         except BaseException as error:  # sys.exit in a program is a failed call, not the end of the tests
-            answer = {"error": describe(error)}
+            answer = {"error": describe(error), "later": "later" in answer}
         try:
             send(self.write_fd, answer)
         except ValueError as error:  # too large
@@ -406,6 +457,13 @@ class Peer:
             if isinstance(value, (list, dict, set))
         }
         return {place: data for place, data in after.items() if data != before[place]}
+
+
+def run_to_its_end(coroutine: Any) -> Any:
+    """What an async function gives. It is run when it is called: nobody on this side could await it later."""
+    import asyncio
+
+    return asyncio.run(coroutine)
 
 
 def nearest_exception(description: Any, known: dict[str, type[Exception]]) -> Exception:

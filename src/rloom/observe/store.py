@@ -1,0 +1,246 @@
+"""What a run leaves on disk: a line of JSON per completion, with every function's value as it came.
+
+Lines are only ever added, in the order of the steps. A kill can cost the line that is being written and no other; a
+resumed run drops the lines of steps that its checkpoint does not know, and writes them again.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import logging
+import math
+import os
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+logger = logging.getLogger(__name__)
+
+FOLDER = "_rollouts"
+"""With an underscore in front: transformers uploads what is in the output folder to the hub, but for such names."""
+PART_BYTES = 64 * 2**20
+TEXTS = ("prompt", "completion", "extra")
+
+
+class RunStore:
+    """Writes a run's completions. They wait in memory until the update that trains on them says their advantages.
+
+    Args:
+        output_dir: the run's folder.
+        texts: keep prompts, completions and the columns that reward functions add; scores are always kept.
+        part_bytes: a file that has grown beyond this is followed by another.
+    """
+
+    def __init__(self, output_dir: str | Path, *, texts: bool = True, part_bytes: int = PART_BYTES) -> None:
+        self.folder, self.texts, self.part_bytes = Path(output_dir) / FOLDER, texts, part_bytes
+        self._waiting: list[dict[str, Any]] = []
+        self._own = False  # whether what is on disk is this run's
+        self._trained = False  # whether rows of training are among it
+        self._checked: Path | None = None  # the part whose end is known to be a whole line
+
+    # -- which run it is
+
+    def begin(self) -> None:
+        """A run starts from nothing: an earlier one's rows are set aside, under another name."""
+        self.forget()
+        if _parts(self.folder) and (self._trained or not self._own):
+            aside = next(p for n in itertools.count(1) if not (p := self.folder.with_name(f"{FOLDER}-{n}")).exists())
+            self.folder.rename(aside)
+            logger.info("the completions of an earlier run are now in %s", aside)
+        self._own, self._trained, self._checked = True, False, None
+
+    def resume(self, step: int) -> None:
+        """A run goes on after `step`: rows of later steps are dropped, since they will come again."""
+        self.forget()
+        self._own, self._trained, self._checked = True, True, None
+        dropped = 0
+        for part in reversed(_parts(self.folder)):
+            if _first_step(part) > step:
+                dropped += sum(1 for _ in _lines(part, last=True))
+                part.unlink()
+                continue
+            dropped += _cut(part, step)
+            break
+        if dropped:
+            logger.info("%d completions of steps after %d are dropped from %s", dropped, step, self.folder)
+
+    # -- rows
+
+    def add(self, rows: Sequence[dict[str, Any]]) -> list[int]:
+        """Take in completions whose advantages are not known yet; returns their numbers."""
+        first = len(self._waiting)
+        self._waiting += rows
+        return list(range(first, first + len(rows)))
+
+    def settle(self, numbers: Sequence[int], advantages: Sequence[float]) -> None:
+        """Say the advantages of completions."""
+        for number, advantage in zip(numbers, advantages, strict=False):
+            self._waiting[number]["advantage"] = advantage
+
+    def forget(self) -> None:
+        """Let go of what waits: its update failed, and will be made again or not at all."""
+        self._waiting = []
+
+    def write(self, step: int, mode: str = "train") -> None:
+        """Write all that waits, as of a step, of training or of an evaluation's name. A full disk costs these rows and
+        not the run."""
+        rows, self._waiting = self._waiting, []
+        if not rows or not self._may_write():
+            return
+        self._trained = self._trained or mode == "train"
+        data = "".join(_line({"step": step, "mode": mode, **self._kept(row)}) + "\n" for row in rows).encode()
+        try:
+            self._append(data, step)
+        except OSError as error:
+            logger.warning("%d completions of step %d could not be written down: %s", len(rows), step, error)
+
+    def _may_write(self) -> bool:
+        """Evaluating alone must not mix its rows into the store of a run that somebody else made."""
+        if not self._own and _parts(self.folder):
+            logger.warning("%s belongs to another run: these completions are not written down", self.folder)
+            return False
+        self._own = True
+        return True
+
+    def _kept(self, row: dict[str, Any]) -> dict[str, Any]:
+        kept = {name: value for name, value in row.items() if self.texts or name not in TEXTS}
+        return {name: value if name in TEXTS else _shortest(value) for name, value in kept.items()}
+
+    def _append(self, data: bytes, step: int) -> None:
+        self.folder.mkdir(parents=True, exist_ok=True)
+        part = self._part(step)
+        with part.open("ab", buffering=0) as file:
+            if part != self._checked:
+                _drop_torn_line(part)
+                self._checked = part
+            size = part.stat().st_size
+            try:
+                rest = memoryview(data)
+                while rest:
+                    rest = rest[file.write(rest) :]
+            except OSError:
+                os.truncate(part, size)  # no half a line in the middle of the file
+                raise
+
+    def _part(self, step: int) -> Path:
+        """The newest file, or one that begins with this step where that is full."""
+        new = self.folder / f"{step:09d}.jsonl"
+        newest = _parts(self.folder)[-1:]
+        return newest[0] if newest and newest[0].stat().st_size < self.part_bytes else max([new, *newest])
+
+
+def _shortest(value: Any) -> Any:
+    """Numbers with as many digits as float32, in which scores are kept, has; what is no number as null.
+
+    >>> import torch
+    >>> _shortest({"a": torch.tensor(0.1).item(), "b": float("nan"), "c": "text"})
+    {'a': 0.1, 'b': None, 'c': 'text'}
+    """
+    if isinstance(value, dict):
+        return {name: _shortest(v) for name, v in value.items()}
+    if isinstance(value, float):
+        return float(str(np.float32(value))) if math.isfinite(value) else None
+    return value
+
+
+def _line(row: dict[str, Any]) -> str:
+    """A row as JSON. Prompts and further columns are the user's, and may hold anything; what JSON does not know becomes
+    text, and so does what contains itself."""
+    try:
+        return json.dumps(row, default=_text)
+    except (TypeError, ValueError, RecursionError):
+        return json.dumps({name: _text(value) if name in TEXTS else value for name, value in row.items()})
+
+
+def _text(value: Any) -> str:
+    try:
+        return str(value)
+    except Exception:  # an object of the user's own
+        return f"a {type(value).__name__}"
+
+
+# -- files
+
+
+def _parts(folder: Path) -> list[Path]:
+    return sorted(folder.glob("[0-9]*.jsonl"))
+
+
+def _first_step(part: Path) -> int:
+    return int(part.stem)
+
+
+def _lines(part: Path, *, last: bool) -> Iterator[tuple[int, dict[str, Any]]]:
+    """Where each row begins, and the row. At the end of the last file half a line may stand, which is passed over."""
+    position = 0
+    with part.open("rb") as file:
+        for number, line in enumerate(file, 1):
+            if last and not line.endswith(b"\n"):
+                return
+            try:
+                yield position, json.loads(line)
+            except ValueError as error:
+                raise ValueError(f"{part}, line {number} is damaged: {error}") from None
+            position += len(line)
+
+
+def _cut(part: Path, step: int) -> int:
+    """Cut a file before the first row of a later step; returns how many rows that costs."""
+    _drop_torn_line(part)
+    later = [position for position, row in _lines(part, last=True) if row["step"] > step]
+    if later:
+        os.truncate(part, later[0])
+    return len(later)
+
+
+def _drop_torn_line(part: Path) -> None:
+    """Without what stands after the last end of line: a kill, or a full disk, came in between."""
+    size = part.stat().st_size
+    end = size
+    with part.open("rb") as file:
+        while end:
+            start = max(0, end - 2**20)
+            file.seek(start)
+            found = file.read(end - start).rfind(b"\n")
+            if found >= 0:
+                end = start + found + 1
+                break
+            end = start
+    if end < size:
+        logger.warning("the last line of %s is unfinished (the run was stopped while writing it) and is dropped", part)
+        os.truncate(part, end)
+
+
+def read_store(output_dir: str | Path, *, first: int = 0, last: int | None = None) -> list[dict[str, Any]]:
+    """The completions that a run has written down, in order: one dict each, as docs/rewards.md describes them.
+
+    `pandas.json_normalize(read_store("out"))` makes a table of them.
+
+    Args:
+        output_dir: the run's folder. It may still be running.
+        first, last: the steps wanted, both included.
+
+    >>> import tempfile
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     store = RunStore(folder)
+    ...     numbers = store.add([{"prompt": "1+1=", "completion": "2", "scores": {"right": 1.0}}])
+    ...     store.settle(numbers, [0.5])
+    ...     store.write(step=1)
+    ...     read_store(folder)
+    [{'step': 1, 'mode': 'train', 'prompt': '1+1=', 'completion': '2', 'scores': {'right': 1.0}, 'advantage': 0.5}]
+    """
+    folder = Path(output_dir) / FOLDER
+    parts = _parts(folder)
+    if not parts:
+        raise FileNotFoundError(f"there are no completions in {folder}: is {output_dir} the output folder of a run?")
+    rows = []
+    for number, part in enumerate(parts):
+        if last is not None and _first_step(part) > last:
+            break
+        for _, row in _lines(part, last=number == len(parts) - 1):
+            if row["step"] >= first and (last is None or row["step"] <= last):
+                rows.append(row)
+    return rows

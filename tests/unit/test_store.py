@@ -1,0 +1,183 @@
+"""The run's store: nothing is lost but the line that a kill cut, nothing is there twice."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+from pathlib import Path
+
+import pytest
+
+from rloom.observe import read_store
+from rloom.observe.store import FOLDER, RunStore
+
+
+def row(number: int, **changes):
+    return {"prompt": "p", "completion": f"c{number}", "scores": {"f": float(number)}, "advantage": None, **changes}
+
+
+def written(store: RunStore, *steps: int, mode: str = "train") -> None:
+    for step in steps:
+        numbers = store.add([row(10 * step), row(10 * step + 1)])
+        store.settle(numbers, [0.5, -0.5])
+        store.write(step, mode)
+
+
+def steps(folder: Path) -> list[int]:
+    return [r["step"] for r in read_store(folder)]
+
+
+def only_part(folder: Path) -> Path:
+    (part,) = (folder / FOLDER).glob("*.jsonl")
+    return part
+
+
+def test_what_is_written_is_read(tmp_path):
+    store = RunStore(tmp_path)
+    store.begin()
+    numbers = store.add([row(1, failures={"g": "timeouts: TimeoutError: "}), row(2)])
+    store.settle(numbers[1:], [0.25])
+    store.write(3)
+    first, second = read_store(tmp_path)
+    assert first == {"step": 3, "mode": "train", **row(1, failures={"g": "timeouts: TimeoutError: "})}
+    assert second["advantage"] == 0.25
+    assert read_store(tmp_path, first=4) == read_store(tmp_path, last=2) == []
+
+
+def test_scores_stay_and_texts_go(tmp_path):
+    store = RunStore(tmp_path, texts=False)
+    store.add([row(1, extra={"why": "because"})])
+    store.write(1)
+    assert read_store(tmp_path) == [{"step": 1, "mode": "train", "scores": {"f": 1.0}, "advantage": None}]
+
+
+@pytest.mark.parametrize("part_bytes", [1, 10**6])
+def test_rows_of_later_steps_come_once_after_a_resume(tmp_path, part_bytes):
+    store = RunStore(tmp_path, part_bytes=part_bytes)
+    store.begin()
+    written(store, 1, 2, 3, 4)
+    again = RunStore(tmp_path, part_bytes=part_bytes)
+    again.resume(2)
+    assert steps(tmp_path) == [1, 1, 2, 2]
+    written(again, 3, 4, 5)
+    assert steps(tmp_path) == [1, 1, 2, 2, 3, 3, 4, 4, 5, 5]
+    assert len(list((tmp_path / FOLDER).iterdir())) == (5 if part_bytes == 1 else 1)
+
+
+def test_a_torn_last_line_is_passed_over_and_dropped(tmp_path, caplog):
+    written(RunStore(tmp_path), 1)
+    part = only_part(tmp_path)
+    with part.open("a") as file:
+        file.write('{"step": 2, "scores": {"f')
+    assert steps(tmp_path) == [1, 1]
+    again = RunStore(tmp_path)
+    again.resume(2)
+    written(again, 3)
+    assert steps(tmp_path) == [1, 1, 3, 3]
+    assert "unfinished" in caplog.text
+
+
+def test_a_torn_line_longer_than_a_block(tmp_path):
+    written(RunStore(tmp_path), 1)
+    with only_part(tmp_path).open("a") as file:
+        file.write("x" * (2**20 + 5))
+    RunStore(tmp_path).resume(1)
+    assert only_part(tmp_path).read_bytes().endswith(b"}\n")
+
+
+def test_a_damaged_line_in_the_middle_is_named(tmp_path):
+    written(RunStore(tmp_path), 1)
+    part = only_part(tmp_path)
+    part.write_text("{half\n" + part.read_text())
+    with pytest.raises(ValueError, match="line 1 is damaged"):
+        read_store(tmp_path)
+
+
+def test_a_new_run_sets_an_earlier_one_aside(tmp_path):
+    store = RunStore(tmp_path)
+    written(store, 0, mode="eval")
+    store.begin()  # its own evaluation, before training
+    written(store, 1)
+    assert steps(tmp_path) == [0, 0, 1, 1]
+    for name in (f"{FOLDER}-1", f"{FOLDER}-2"):
+        store.begin()
+        assert not (tmp_path / FOLDER).exists()
+        assert len(list((tmp_path / name).iterdir())) == 1
+        written(store, 1)
+
+
+def test_evaluating_does_not_write_into_another_run(tmp_path, caplog):
+    written(RunStore(tmp_path), 1)
+    written(RunStore(tmp_path), 0, mode="eval")
+    assert steps(tmp_path) == [1, 1]
+    assert "belongs to another run" in caplog.text
+
+
+def test_anything_can_be_kept(tmp_path):
+    endless: list = []
+    endless.append(endless)
+
+    class Silent:
+        def __str__(self):
+            raise RuntimeError
+
+    store = RunStore(tmp_path)
+    values = [endless, {(1, 2): 3}, object, Silent(), float("nan"), "half a pair: \ud800", "two\nlines\u2028here"]
+    store.add([row(n, extra={"value": value}, completion="\ud800\n\u2028") for n, value in enumerate(values)])
+    store.write(1)
+    rows = read_store(tmp_path)
+    assert [r["completion"] for r in rows] == ["\ud800\n\u2028"] * len(values)
+    assert rows[5]["extra"]["value"] == values[5]
+
+
+def test_ten_megabytes_are_kept_whole(tmp_path):
+    store = RunStore(tmp_path)
+    store.add([row(1, completion="é" * 10_000_000)])
+    store.write(1)
+    assert read_store(tmp_path)[0]["completion"] == "é" * 10_000_000
+
+
+def test_a_full_disk_costs_rows_and_not_the_run(tmp_path, monkeypatch, caplog):
+    store = RunStore(tmp_path)
+    written(store, 1)
+    part_open = Path.open
+
+    class Full:
+        def __init__(self, file):
+            self.file = file
+
+        def __enter__(self):
+            return self
+
+        def __exit__(self, *exc_info):
+            self.file.close()
+
+        def write(self, data):
+            self.file.write(data[:10])  # half a line gets there
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(
+        Path, "open", lambda p, mode="r", **k: Full(part_open(p, mode, **k)) if "a" in mode else part_open(p, mode, **k)
+    )
+    written(store, 2)
+    monkeypatch.undo()
+    assert "2 completions of step 2 could not be written down" in caplog.text
+    written(store, 3)
+    assert steps(tmp_path) == [1, 1, 3, 3]
+
+
+def test_every_line_is_json_for_others_too(tmp_path):
+    store = RunStore(tmp_path)
+    store.add([row(1, scores={"f": float("nan")})])
+    store.write(1)
+
+    def refuse(name):
+        raise AssertionError(name)
+
+    assert json.loads(only_part(tmp_path).read_text(), parse_constant=refuse)["scores"] == {"f": None}
+
+
+def test_no_run_no_rows(tmp_path):
+    with pytest.raises(FileNotFoundError, match="output folder of a run"):
+        read_store(tmp_path)
