@@ -8,7 +8,8 @@ from __future__ import annotations
 import functools
 import logging
 import time
-from contextlib import nullcontext
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -17,7 +18,7 @@ from accelerate.utils.memory import clear_device_cache
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 from transformers import TrainerCallback
-from transformers.trainer_utils import PredictionOutput
+from transformers.trainer_utils import EvalLoopOutput, PredictionOutput
 
 from rloom.config import RLOOConfig
 from rloom.data.datasets import check_dataset, image_column, is_chat
@@ -25,6 +26,8 @@ from rloom.data.images import without_images
 from rloom.data.loader import as_is
 from rloom.data.plan import UpdatePlan
 from rloom.errors import RewardError
+from rloom.evaluation.measured import Measured
+from rloom.evaluation.statistics import Estimate
 from rloom.generation.base import Engine
 from rloom.models.load import is_peft_model
 from rloom.models.precision import warn_of_lost_bits
@@ -75,7 +78,10 @@ class RLOOTrainer(UpdateLoop):
         quantization_config: how to quantize a model that is loaded by name.
         peft_config: an adapter to train instead of the whole model.
         reward_model: older name of `reward_funcs`.
-        engine: what generates; `model.generate` if not given.
+        engine: what generates; chosen by `args.engine` if not given.
+        eval_judge: who compares completions with others in evaluation, for a win rate: a pairwise
+            `rloom.rewards.judge(…)`, or a function that is given a prompt twice, with our completion and the other, and
+            returns the share that each wins. `args.eval_reference_column` or `args.eval_against` names the other.
     """
 
     _name = "RLOO"
@@ -96,6 +102,7 @@ class RLOOTrainer(UpdateLoop):
         *,
         reward_model: Any = None,
         engine: Engine | None = None,
+        eval_judge: Any = None,
         **unknown: Any,
     ) -> None:
         assemble.refuse_arguments(args, unknown)
@@ -104,6 +111,7 @@ class RLOOTrainer(UpdateLoop):
         functions, terms, reward_classes = assemble.choose_rewards(
             reward_funcs, reward_model, reward_processing_classes, args
         )
+        self.contest = assemble.choose_contest(args, eval_judge)
         train_dataset, eval_dataset = assemble.check_data(train_dataset, eval_dataset, args)
         # Everything above is checked before any model is loaded; adapters draw random weights, hence the seed here.
         set_seed(args.seed)
@@ -288,26 +296,52 @@ class RLOOTrainer(UpdateLoop):
     def evaluate(
         self, eval_dataset: Any = None, ignore_keys: list[str] | None = None, metric_key_prefix: str = "eval"
     ) -> dict[str, float]:
-        """Generate for the evaluation prompts and report rewards, lengths and KL as `eval_*`."""
-        before, self._eval_prefix = self._eval_prefix, metric_key_prefix
-        try:
-            with self._rewards_open():
-                return super().evaluate(eval_dataset, ignore_keys, metric_key_prefix)
-        finally:
-            self._eval_prefix = before
+        """Generate for the evaluation prompts and report rewards, pass@k, lengths, KL and win rate as `eval_*`."""
+        with self._evaluating(metric_key_prefix):
+            return super().evaluate(eval_dataset, ignore_keys, metric_key_prefix)
 
     def predict(
         self, test_dataset: Any, ignore_keys: list[str] | None = None, metric_key_prefix: str = "test"
     ) -> PredictionOutput:
-        """Generate for test prompts and report rewards, lengths and KL as `test_*`."""
-        before, self._eval_prefix = self._eval_prefix, metric_key_prefix
-        try:
-            with self._rewards_open():
-                output = super().predict(test_dataset, ignore_keys, metric_key_prefix)
+        """Generate for test prompts and report the same as `evaluate`, as `test_*`."""
+        with self._evaluating(metric_key_prefix):
+            output = super().predict(test_dataset, ignore_keys, metric_key_prefix)
             output.metrics.update({f"{metric_key_prefix}_{k}": v for k, v in self.metrics.flush("eval").items()})
             return output
+
+    @contextmanager
+    def _evaluating(self, prefix: str) -> Iterator[None]:
+        """One of several sets may be evaluated inside of an evaluation of them all: what was before comes back."""
+        before = self._eval_prefix, self.collector.measured
+        self._eval_prefix = prefix
+        self.collector.measured = Measured(reward_names=self.rewards.names, contest=self.contest)
+        try:
+            with self._rewards_open():
+                yield
         finally:
-            self._eval_prefix = before
+            self._eval_prefix, self.collector.measured = before
+
+    def evaluation_loop(self, *args: Any, **kwargs: Any) -> EvalLoopOutput:
+        """All batches, and then what they come to: means over prompts, with their intervals."""
+        output = super().evaluation_loop(*args, **kwargs)
+        assert self.collector.measured is not None
+        found = self.collector.measured.estimates()
+        if (rate := self._win_rate(self.collector.measured)) is not None:
+            found["win_rate"] = rate
+        for name, value in found.items():
+            for end, number in (("", value.value), ("_low", value.low), ("_high", value.high)):
+                self.metrics.set("eval", f"{name}{end}", number)
+        return output
+
+    def _win_rate(self, measured: Measured) -> Estimate | None:
+        """A judge that cannot be reached costs a run its win rate, and ends it only where a failed reward would."""
+        try:
+            return measured.win_rate()
+        except RewardError as error:
+            if self.args.on_reward_error == "raise":
+                raise
+            logger.warning("no win rate this time: %s", error)
+            return None
 
     def prediction_step(
         self, model: nn.Module, inputs: Any, prediction_loss_only: bool, ignore_keys: list[str] | None = None
@@ -318,6 +352,8 @@ class RLOOTrainer(UpdateLoop):
         seed = derive_seed(self.args.seed, "eval", self.args.process_index, texts)
         rollout = self.collector.collect(inputs, count, seed=seed, mode="eval")
         loss = self.learner.evaluate(model, rollout)
+        if self.collector.measured is not None:
+            self.collector.measured.add_kl(rollout)
         self._note_first_use([rollout])
         return loss.detach(), None, None
 
