@@ -273,8 +273,8 @@ class RLOOConfig(OlderNames, TrainingArguments, metaclass=_Remembering):
     log_older_metrics: bool = _option(
         False, "Log the metrics of older documents too: objective/…, policy/…, loss/…, val/…, eps, episode, lr."
     )
-    log_completions: bool = _option(False, "Print a table of completions at each log; also to W&B and Trackio.")
-    log_multimodal: bool = _option(True, "Include images in those tables.")
+    log_completions: bool = _option(False, "Print a table of completions at each log, and send it to the trackers.")
+    log_multimodal: bool = _option(True, "Include images in those tables, in W&B and Trackio.")
     num_completions_to_print: int | None = _option(None, "Rows of the printed table; unset: all.")
     log_unique_prompts: bool = _option(False, "One row per prompt in the tables.")
 

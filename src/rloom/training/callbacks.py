@@ -12,6 +12,7 @@ from transformers import TrainerCallback
 from rloom.data.prompts import PromptEncoder
 from rloom.models.reference import Reference
 from rloom.observe.completions import CompletionLog
+from rloom.observe.trackers import tensorboard_writer
 from rloom.training.budget import fitted
 from rloom.training.learner import Learner
 
@@ -65,13 +66,14 @@ class FitBudget(TrainerCallback):
 
 
 class SampleTable(TrainerCallback):
-    """Prints sample completions a given number of times, evenly over the run."""
+    """Prints sample completions a given number of times, evenly over the run, and sends them to the trackers."""
 
-    def __init__(self, log: CompletionLog, times: int) -> None:
-        self.log, self.times = log, times
+    def __init__(self, log: CompletionLog, times: int, callbacks: list[Any]) -> None:
+        self.log, self.times, self.callbacks = log, times, callbacks
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Print when the step is due."""
+        """Print and send when the step is due."""
         every = max(1, math.ceil(state.max_steps / self.times))
         if state.global_step % every == 0 and state.is_world_process_zero:
             self.log.print(state.global_step, args.num_completions_to_print or 5)
+            self.log.send(state.global_step, args, tensorboard_writer(self.callbacks))

@@ -32,6 +32,7 @@ from rloom.generation.base import Engine
 from rloom.models.load import is_peft_model
 from rloom.models.precision import warn_of_lost_bits
 from rloom.observe.metrics import BUILT_IN, BUILT_IN_PREFIXES
+from rloom.observe.trackers import tensorboard_writer
 from rloom.rewards.base import RewardBatch
 from rloom.rewards.judging import TOTALS
 from rloom.seeds import derive_seed
@@ -149,7 +150,9 @@ class RLOOTrainer(UpdateLoop):
             self.add_callback(SyncReference(self.reference))
         advise(args, adapter=is_peft_model(self.model))
         if args.num_sample_generations:
-            self.add_callback(SampleTable(self.completion_log, args.num_sample_generations))
+            self.add_callback(
+                SampleTable(self.completion_log, args.num_sample_generations, self.callback_handler.callbacks)
+            )
 
     def _publish(self, policy: Any, functions: list[Any], parts: Any) -> None:
         """The attributes that TRL's trainer has and scripts read."""
@@ -367,7 +370,8 @@ class RLOOTrainer(UpdateLoop):
         logs.update({f"{prefix}{name}": value for name, value in self.metrics.flush(self._mode).items()})
         super().log(logs, start_time)
         if self.args.log_completions and self.accelerator.is_main_process:
-            self.completion_log.show(self.state.global_step, self.args)
+            writer = tensorboard_writer(self.callback_handler.callbacks)
+            self.completion_log.show(self.state.global_step, self.args, writer)
 
     def _note_first_use(self, rollouts: list[Rollout]) -> None:
         """KL and advantages are known with the first update of a rollout: they join the log then."""
