@@ -7,11 +7,12 @@ import math
 from typing import Any
 
 import torch
-from transformers import TrainerCallback
+from transformers import PrinterCallback, ProgressCallback, TrainerCallback
 
 from rloom.data.prompts import PromptEncoder
 from rloom.models.reference import Reference
 from rloom.observe.completions import CompletionLog
+from rloom.observe.progress import LiveProgress
 from rloom.observe.trackers import tensorboard_writer
 from rloom.training.budget import fitted
 from rloom.training.learner import Learner
@@ -77,3 +78,17 @@ class SampleTable(TrainerCallback):
         if state.global_step % every == 0 and state.is_world_process_zero:
             self.log.print(state.global_step, args.num_completions_to_print or 5)
             self.log.send(state.global_step, args, tensorboard_writer(self.callbacks))
+
+
+def one_progress(trainer: Any) -> None:
+    """A single view of the run. A [`LiveProgress`] takes the place of transformers' bar and of its printed logs; in a
+    notebook there always is one, since transformers shows nothing but the loss there, which says nothing in RLOO."""
+    present = trainer.callback_handler.callbacks
+    for_notebooks = [callback for callback in present if type(callback).__name__ == "NotebookProgressCallback"]
+    live = any(isinstance(callback, LiveProgress) for callback in present)
+    if for_notebooks and not live:
+        trainer.add_callback(LiveProgress())
+    if for_notebooks or live:
+        usual = [callback for callback in present if isinstance(callback, (ProgressCallback, PrinterCallback))]
+        for callback in (*for_notebooks, *usual):
+            trainer.remove_callback(callback)
