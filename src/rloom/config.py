@@ -270,6 +270,9 @@ class RLOOConfig(OlderNames, TrainingArguments, metaclass=_Remembering):
 
     # What is shown
     advice: bool = _option(True, "Say at the start which options are outside the ranges that documents recommend.")
+    diagnosis: bool = _option(
+        True, "Say during the run what is going wrong and what to change, in a line at the log that shows it."
+    )
     log_older_metrics: bool = _option(
         False, "Log the metrics of older documents too: objective/…, policy/…, loss/…, val/…, eps, episode, lr."
     )

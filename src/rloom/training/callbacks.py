@@ -12,6 +12,7 @@ from transformers import PrinterCallback, ProgressCallback, TrainerCallback
 from rloom.data.prompts import PromptEncoder
 from rloom.models.reference import Reference
 from rloom.observe.completions import CompletionLog
+from rloom.observe.diagnose import Doctor
 from rloom.observe.progress import LiveProgress
 from rloom.observe.trackers import tensorboard_writer
 from rloom.training.budget import fitted
@@ -78,6 +79,19 @@ class SampleTable(TrainerCallback):
         if state.global_step % every == 0 and state.is_world_process_zero:
             self.log.print(state.global_step, args.num_completions_to_print or 5)
             self.log.send(state.global_step, args, tensorboard_writer(self.callbacks))
+
+
+class Diagnose(TrainerCallback):
+    """Says in the log what is going wrong, and what to change."""
+
+    def __init__(self) -> None:
+        self.doctor = Doctor()
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **kwargs: Any) -> None:
+        """After each log of training."""
+        if state.is_world_process_zero and "loss" in (logs or {}):
+            for line in self.doctor.look(state.log_history, args, state.global_step):
+                logger.warning("diagnosis at step %d: %s", state.global_step, line)
 
 
 def one_progress(trainer: Any) -> None:

@@ -38,7 +38,7 @@ from rloom.rewards.judging import TOTALS
 from rloom.seeds import derive_seed
 from rloom.training import assemble, loaders
 from rloom.training.advice import advise
-from rloom.training.callbacks import FitBudget, SampleTable, SyncReference, one_progress
+from rloom.training.callbacks import Diagnose, FitBudget, SampleTable, SyncReference, one_progress
 from rloom.training.loop import UpdateLoop
 from rloom.training.rollouts import RolloutBuffer, column_names, replace_degenerate
 from rloom.types import MicroBatch, Rollout
@@ -149,6 +149,8 @@ class RLOOTrainer(UpdateLoop):
             assert self.reference is not None  # the config refuses sync_ref_model without a KL
             self.add_callback(SyncReference(self.reference))
         one_progress(self)
+        if args.diagnosis:
+            self.add_callback(Diagnose())
         advise(args, adapter=is_peft_model(self.model))
         if args.num_sample_generations:
             self.add_callback(
