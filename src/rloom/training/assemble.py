@@ -25,7 +25,7 @@ from rloom.generation.base import Engine, Sampling
 from rloom.generation.choose import choose_engine
 from rloom.generation.images import ImageRouter
 from rloom.models import load as loading
-from rloom.models.proof import proves_packing
+from rloom.models.proof import proves_packed_images, proves_packing
 from rloom.models.reference import Reference, make_reference
 from rloom.observe.completions import CompletionLog
 from rloom.observe.metrics import Metrics
@@ -39,6 +39,7 @@ from rloom.training.budget import TokenBudget
 from rloom.training.credit import Credit, Shaper
 from rloom.training.learner import Learner
 from rloom.training.rollouts import Collector
+from rloom.types import Rollout
 
 logger = logging.getLogger(__name__)
 
@@ -350,7 +351,17 @@ def _batcher(trainer: Any, policy: Policy, args: Any) -> Batcher:
         raise ConfigError(
             "packing=True: this model cannot be trained on packed rows (see above); leave `packing` unset"
         )
-    return Batcher(packed=packed, pad_token_id=policy.tokenizer.pad_token_id, multiple=args.pad_to_multiple_of)
+
+    def packs_images(rollout: Rollout) -> bool:
+        with trainer.accelerator.autocast():
+            return proves_packed_images(trainer.model, rollout)
+
+    return Batcher(
+        packed=packed,
+        pad_token_id=policy.tokenizer.pad_token_id,
+        multiple=args.pad_to_multiple_of,
+        packs_images=packs_images,
+    )
 
 
 def _rewards(
