@@ -16,6 +16,7 @@ from rich.table import Table
 
 from rloom.cli.flags import Flags
 from rloom.cli.spec import find_reward
+from rloom.data.images import has_places, images_of
 from rloom.data.sources import load_rows
 from rloom.errors import ConfigError, DataError, did_you_mean
 from rloom.evaluation.statistics import Estimate, estimate, over_prompts, pass_at, per_token
@@ -132,6 +133,9 @@ def evaluate(options: EvalOptions) -> tuple[dict[str, Estimate], Estimate | None
     from rloom.cli.written import write
 
     rows = _rows(options)
+    rewards = [
+        find_reward(spec) for spec in options.reward_funcs or ()
+    ]  # what is misspelt is known before minutes pass
     written = write(options, str(options.model_name_or_path), rows)
     if options.save_completions:
         lines = [json.dumps({"prompt": w.prompt, "completions": w.texts}, ensure_ascii=False) for w in written.groups]
@@ -140,8 +144,8 @@ def evaluate(options: EvalOptions) -> tuple[dict[str, Estimate], Estimate | None
         "length": over_prompts([[float(n) for n in group.lengths] for group in written.groups]),
         "truncated": over_prompts([[float(t) for t in group.truncated] for group in written.groups]),
     }
-    if options.reward_funcs:
-        found |= _rewards(options, rows, written)
+    if rewards:
+        found |= _rewards(options, rewards, rows, written)
     if options.reference_model:
         found |= _kl(options, written)
     if options.against or options.reference_column:
@@ -162,17 +166,19 @@ def _rows(options: EvalOptions) -> list[dict[str, Any]]:
     found = list(rows)
     if not found or "prompt" not in found[0]:
         raise DataError(f"{options.dataset_name} has no column 'prompt': name one with --columns prompt=…")
+    if options.reference_model and any(images_of(row) or has_places(row["prompt"]) for row in found):
+        raise DataError("--reference_model: the KL of completions of images is not measured here; training reports it")
     column = options.reference_column
     if column and column not in found[0]:
         raise DataError(f"there is no column {column!r}{did_you_mean(column, found[0])}")
     return found
 
 
-def _rewards(options: EvalOptions, rows: list[dict[str, Any]], written: Any) -> dict[str, Estimate]:
+def _rewards(options: EvalOptions, rewards: list[Any], rows: list[dict[str, Any]], written: Any) -> dict[str, Estimate]:
     from rloom.cli.written import score
 
     result: dict[str, Estimate] = {}
-    for name, groups in score([find_reward(spec) for spec in options.reward_funcs or ()], rows, written).items():
+    for name, groups in score(rewards, rows, written).items():
         result[f"rewards/{name}"] = over_prompts(groups)
         ks = options.pass_at or (1, options.num_generations)
         for k, rate in pass_at(groups, ks, options.pass_threshold).items():
