@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shlex
 import sys
 
@@ -127,7 +128,8 @@ def test_quick_start_of_the_older_document(here):
     folder = here / "trl-internal-testing" / "descriptiveness-sentiment-trl-style" / "data"
     save_jsonl(folder / "descriptiveness-00000-of-00001.jsonl", prompts(64))
     save_jsonl(folder / "sentiment-00000-of-00001.jsonl", prompts(1))
-    run([str(ROOT / "examples/scripts/rloo/rloo.py"), *shlex.split(QUICK_START)], here)
+    done = run([str(ROOT / "examples/scripts/rloo/rloo.py"), *shlex.split(QUICK_START)], here)
+    assert len(re.findall(r"^ +Step \d+ *$", done.stdout, re.MULTILINE)) == 10  # --num_sample_generations, by default
     state = json.loads((here / "models/minimal/rloo/trainer_state.json").read_text())
     assert state["global_step"] == 157  # ⌈10000 / 64⌉
     AutoModelForCausalLM.from_pretrained("models/minimal/rloo")

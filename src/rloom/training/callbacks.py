@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import math
 from typing import Any
 
 import torch
@@ -75,8 +74,9 @@ class SampleTable(TrainerCallback):
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Print and send when the step is due."""
-        every = max(1, math.ceil(state.max_steps / self.times))
-        if state.global_step % every == 0 and state.is_world_process_zero:
+        step, total = state.global_step, state.max_steps
+        due = step * self.times // total > (step - 1) * self.times // total  # so often, whatever divides what
+        if due and state.is_world_process_zero:
             self.log.print(state.global_step, args.num_completions_to_print or 5)
             self.log.send(state.global_step, args, tensorboard_writer(self.callbacks))
 
