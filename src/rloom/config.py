@@ -260,16 +260,32 @@ class RLOOConfig(OlderNames, TrainingArguments, metaclass=_Remembering):
     )
     reward_concurrency: int = _option(64, "Calls of an async reward function at a time, where it does not say.")
 
+    # Win rate in evaluation, as in `rloom eval`
+    eval_reference_column: str | None = _option(
+        None, "Evaluation compares completions with the texts in this column, and reports a win rate."
+    )
+    eval_against: str | None = _option(None, "Evaluation compares completions with those of this model.")
+    eval_judge_model: str | None = _option(None, "Who compares: a model's name at `eval_judge_url`.")
+    eval_judge_url: str | None = _option(
+        None, "An OpenAI-compatible address; the key is OPENAI_API_KEY. Unset: OPENAI_BASE_URL, else OpenAI's."
+    )
+    eval_judge_reward_model: str | None = _option(None, "Who compares: a reward model, by hub id or folder.")
+    eval_judge_rubric: str | None = _option(None, "What counts for the judge, in words.")
+    eval_judge_cache: str | None = _option(None, "File in which the judge's answers are kept.")
+
     # What is shown
     advice: bool = _option(True, "Say at the start which options are outside the ranges that documents recommend.")
+    diagnosis: bool = _option(
+        True, "Say during the run what is going wrong and what to change, in a line at the log that shows it."
+    )
     log_older_metrics: bool = _option(
         False, "Log the metrics of older documents too: objective/…, policy/…, loss/…, val/…, eps, episode, lr."
     )
     store_completions: bool = _option(
         True, "Keep prompts and completions in the run's store (output_dir/_rollouts); scores are kept there anyway."
     )
-    log_completions: bool = _option(False, "Print a table of completions at each log; also to W&B and Trackio.")
-    log_multimodal: bool = _option(True, "Include images in those tables.")
+    log_completions: bool = _option(False, "Print a table of completions at each log, and send it to the trackers.")
+    log_multimodal: bool = _option(True, "Include images in those tables, in W&B and Trackio.")
     num_completions_to_print: int | None = _option(None, "Rows of the printed table; unset: all.")
     log_unique_prompts: bool = _option(False, "One row per prompt in the tables.")
 
@@ -296,6 +312,7 @@ class RLOOConfig(OlderNames, TrainingArguments, metaclass=_Remembering):
         self._check_sampling()
         self._check_unsupported()
         self._check_rewards()
+        self._check_contest()
         self.finish_older_names()
 
     # -- resolution: what was left open gets its value
@@ -509,6 +526,19 @@ class RLOOConfig(OlderNames, TrainingArguments, metaclass=_Remembering):
             value = getattr(self, name)
             if value is not None and not value > 0:
                 raise ConfigError(f"{name} must be above 0, not {value}")
+
+    def _check_contest(self) -> None:
+        """One opponent, one judge, and nothing that is told to neither. The trainer, which may be given a judge, asks
+        for both."""
+        if self.eval_reference_column and self.eval_against:
+            raise ConfigError("give one of eval_reference_column and eval_against: one opponent at a time")
+        if self.eval_judge_model and self.eval_judge_reward_model:
+            raise ConfigError("give one of eval_judge_model and eval_judge_reward_model: one judge at a time")
+        if self.eval_reference_column and self.remove_unused_columns:
+            raise ConfigError("eval_reference_column needs its column: leave remove_unused_columns=False")
+        for name in ("eval_judge_url", "eval_judge_rubric", "eval_judge_cache"):
+            if getattr(self, name) and not self.eval_judge_model:
+                raise ConfigError(f"`{name}` has no effect without eval_judge_model: leave it out, or set that too")
 
     def _check_unsupported(self) -> None:
         if str(self.optim).rsplit(".", 1)[-1].lower() in ("lomo", "adalomo"):

@@ -151,6 +151,12 @@ class MicroBatch:
         """Completion tokens in the micro-batch."""
         return sum(self.lengths)
 
+    def first_rows(self) -> list[int]:
+        """Of each block of a packed row, the first of the rollout's rows in it: it has the block's prompt."""
+        assert self.packed is not None
+        sizes = [len(block.completions) for block in self.packed.blocks]
+        return [self.rows[sum(sizes[:index])] for index in range(len(sizes))]
+
     def to_table(self, values: Tensor) -> Tensor:
         """(N,) → (B, C), zero where a completion has ended; differentiable."""
         table = values.new_zeros(self.completion_mask.numel()).index_copy(0, self.flat, values)

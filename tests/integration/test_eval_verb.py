@@ -11,6 +11,8 @@ import torch
 
 from rloom import RLOOTrainer
 from rloom.cli.main import main
+from rloom.errors import EngineError
+from rloom.evaluation.writer import Writer
 from tests.conftest import make_model
 from tests.services import serving
 from tests.standins import ROOT, prompts, run, save_jsonl, save_llama, save_pythia, save_reward_model
@@ -136,6 +138,33 @@ def test_wrong_usage(here, arguments, message, capsys):
         main([*BASE, *arguments])
     assert stop.value.code == 2
     assert message in capsys.readouterr().err
+
+
+def test_a_misspelt_reward_is_found_before_anything_is_written(here, capsys, monkeypatch):
+    monkeypatch.setattr("rloom.cli.written.write", lambda *a, **k: pytest.fail("completions were written"))
+    assert main([*BASE, "--reward", "lenght"]) == 1
+    assert "'lenght' names no reward; did you mean 'length'? A reward is" in capsys.readouterr().err
+
+
+def test_images_are_looked_at(here, capsys):
+    """The engine of text would pass over them without a word."""
+    from tests import vision_models
+
+    model, processor = vision_models.make("qwen2.5-vl")
+    model.save_pretrained(here / "eyes")
+    chat = [{"role": "user", "content": "what is it"}]
+    vision_models.picture(0).save(here / "a.png")
+    save_jsonl(here / "seen.jsonl", [{"prompt": chat, "image": str(here / "a.png")}] * 2)
+    writer = Writer(str(here / "eyes"), processing_class=processor, max_completion_length=4, chat=True, temperature=1.0)
+    rows = [{"prompt": chat, "image": vision_models.picture(0)}, {"prompt": chat}]
+    groups = dict(writer.write(rows, 2, seed=0))
+    assert groups[0].prompt.inputs
+    assert len(groups[0].completions) == len(groups[1].completions) == 2
+    writer = Writer(str(here / "eyes"), processing_class=processor, max_completion_length=4, chat=True, engine="native")
+    with pytest.raises(EngineError, match="does not take images"):
+        list(writer.write(rows, 2, seed=0))
+    assert main(["eval", "--model", "eyes", "--data", "seen.jsonl", "--reference_model", "eyes"]) == 1
+    assert "the KL of completions of images is not measured here" in capsys.readouterr().err
 
 
 def test_wrong_column(here, capsys):

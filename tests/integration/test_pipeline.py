@@ -126,6 +126,24 @@ def test_wrong_usage(verb, arguments, message, capsys):
     assert message in capsys.readouterr().err
 
 
+def test_wrong_columns_are_named(here, capsys):
+    """TRL would stop at a KeyError."""
+    save_llama(here / "model")
+    save_jsonl(here / "pairs.jsonl", [{"prompt": "a", "chosen": "b", "rejected": "c"}] * 4)
+    save_jsonl(here / "texts.jsonl", [{"body": "a"}] * 4)
+    assert main(["sft", "--model", "model", "--data", "pairs.jsonl", "--output_dir", "o"]) == 1
+    said = capsys.readouterr().err
+    assert "the rows have 'prompt', 'chosen', 'rejected', and need 'prompt' and 'completion', or 'messages'" in said
+    assert main(["train-reward", "--model", "model", "--data", "texts.jsonl", "--output_dir", "o"]) == 1
+    assert "need 'chosen' and 'rejected'" in capsys.readouterr().err
+    few = ["--max_steps", "1", "--output_dir", "o", *QUICK]
+    assert main(["sft", "--model", "model", "--data", "texts.jsonl", "--dataset_text_field", "body", *few]) == 0
+    assert main(["sft", "--model", "model", "--data", "texts.jsonl", "--columns", "text=body", *few]) == 0
+    split = ["--dataset_test_split", "test", "--columns", "text=body", *few]
+    assert main(["sft", "--model", "model", "--data", "texts.jsonl", *split]) == 1
+    assert "texts.jsonl is one file without splits, so 'test' would be what is trained on" in capsys.readouterr().err
+
+
 def test_without_trl(monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, "trl", None)
     assert main(["sft", "--help"]) == 1

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shlex
 import sys
 
@@ -58,6 +59,24 @@ def test_lora_quantized_and_merged(here, capsys):
     assert (here / "q" / "adapter_model.safetensors").exists()
 
 
+def test_a_file_has_no_splits_but_can_be_cut(here, capsys):
+    save_llama(here / "model")
+    save_jsonl(here / "p.jsonl", prompts(8))
+    arguments = ["train", "--model", "model", "--data", "p.jsonl", "--reward", "length(maximum=4)", "--output_dir", "o",
+                 "--eval_strategy", "steps", "--eval_steps", "1", *QUICK]  # fmt: skip
+    assert main([*arguments, "--dataset_test_split", "validation"]) == 1
+    assert "p.jsonl is one file without splits, so 'validation' would be what is trained on" in capsys.readouterr().err
+    cut = ["--dataset_train_split", "train[4:]", "--dataset_test_split", "train[:4]"]
+    assert main([*arguments, *cut]) == 0
+
+
+def test_a_model_that_is_nowhere_is_named(here, capsys, monkeypatch):
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    save_jsonl(here / "p.jsonl", prompts(8))
+    assert main(["train", "--model", "./nowhere", "--data", "p.jsonl", "--reward", "length", "--output_dir", "o"]) == 1
+    assert "the model './nowhere' cannot be loaded" in capsys.readouterr().err
+
+
 def test_evaluation_split_and_resume(here, capsys):
     save_llama(here / "model")
     save_jsonl(here / "set" / "data" / "train-00000-of-00001.jsonl", prompts(8))
@@ -109,7 +128,8 @@ def test_quick_start_of_the_older_document(here):
     folder = here / "trl-internal-testing" / "descriptiveness-sentiment-trl-style" / "data"
     save_jsonl(folder / "descriptiveness-00000-of-00001.jsonl", prompts(64))
     save_jsonl(folder / "sentiment-00000-of-00001.jsonl", prompts(1))
-    run([str(ROOT / "examples/scripts/rloo/rloo.py"), *shlex.split(QUICK_START)], here)
+    done = run([str(ROOT / "examples/scripts/rloo/rloo.py"), *shlex.split(QUICK_START)], here)
+    assert len(re.findall(r"^ +Step \d+ *$", done.stdout, re.MULTILINE)) == 10  # --num_sample_generations, by default
     state = json.loads((here / "models/minimal/rloo/trainer_state.json").read_text())
     assert state["global_step"] == 157  # ⌈10000 / 64⌉
     AutoModelForCausalLM.from_pretrained("models/minimal/rloo")

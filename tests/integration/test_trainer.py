@@ -225,6 +225,13 @@ def test_reference_is_a_copy_of_the_weights_that_were_given(config, rows, tmp_pa
     assert trainer.state.log_history[0]["kl"] == pytest.approx(0.0, abs=1e-6)
 
 
+def test_without_a_kl_there_is_no_reference(config, rows):
+    trainer, _ = train(config(beta=0.0, max_steps=1), rows)
+    assert trainer.reference is None
+    assert trainer.ref_model is None
+    assert all("kl" not in entry for entry in trainer.state.log_history)
+
+
 def test_model_by_path(config, rows, tmp_path):
     make_model().save_pretrained(tmp_path / "m")
     make_tokenizer().save_pretrained(tmp_path / "m")
@@ -362,6 +369,7 @@ def test_card_and_saved_options(config, rows, tmp_path):
     train(args, rows)
     card = (tmp_path / "out" / "README.md").read_text()
     assert "rloom" in card
+    assert "- rloo\n" in card  # the tag by which the hub finds it
     assert "| `num_generations` | 2 |" in card
     saved = torch.load(tmp_path / "out" / "checkpoint-1" / "training_args.bin", weights_only=False)
     assert saved.gradient_accumulation_steps == 2

@@ -16,8 +16,8 @@ from rloom.data.vision import VisionEncoder
 from rloom.errors import ConfigError, DataError, EngineError
 from rloom.generation.base import Sampling
 from rloom.generation.transformers import TransformersEngine
-from rloom.models.attention import NAME, own_attention, packed_attention
-from rloom.models.logprobs import Forward
+from rloom.models.attention import NAME, own_attention, packed_attention, running
+from rloom.models.logprobs import Forward, image_positions
 from rloom.types import Rollout
 from tests import vision_models
 from tests.conftest import make_model, make_tokenizer
@@ -105,8 +105,10 @@ def test_text_after_images_is_that_of_text_alone():
     assert before == [c.token_ids for group in engine.generate(text, 1, seed=0) for c in group.completions]
 
 
-@family
-@pytest.mark.parametrize("packs", [False, True])
+PACKED = ("qwen2.5-vl", "qwen3-vl", "smolvlm")
+
+
+@pytest.mark.parametrize(("family", "packs"), [*((f, False) for f in FAMILIES), *((f, True) for f in PACKED)])
 def test_gradients_are_those_of_each_sample_alone(family, packs):
     model, _, prompts = encoded(family, mixed_rows())
     prompts = [prompts[0], prompts[0], prompts[1], prompts[3]]
@@ -121,9 +123,10 @@ def test_gradients_are_those_of_each_sample_alone(family, packs):
         prompt_inputs=[p.inputs for p in prompts],
     )
     batcher = Batcher(packed=packs, pad_token_id=0, multiple=3)
+    batcher.images_packed = packs
     batch = batcher.make(rollout, range(4), torch.device("cpu"))
-    assert batch.packed is None
-    with packed_attention([model]), own_attention():
+    assert (batch.packed is not None) == packs
+    with packed_attention([model]), running(batch.packed) if packs else own_attention():
         stats = Forward(model, temperature=0.7)(model, batch)
         weights = torch.arange(1.0, batch.num_tokens + 1)
         (stats.logprobs.flatten()[batch.flat] * weights).sum().backward()
@@ -163,6 +166,74 @@ def test_trains_all_of_the_model(family, config, caplog):
     assert len(trainer._logs["images"]) == len(trainer._logs["prompt"]) == 4
 
 
+def one_update(family, config, **options):
+    """A trainer after an update, and its micro-batches with images."""
+    plain = {"optim": "sgd", "learning_rate": 0.1, "beta": 0.05}
+    trainer = trainer_of(config(max_steps=1, per_device_train_batch_size=8, **plain, **options), mixed_rows(), family)
+    seen, make = [], trainer.learner.batcher.make
+    trainer.learner.batcher.make = lambda *a: seen.append(make(*a)) or seen[-1]
+    trainer.train()
+    return trainer, [batch for batch in seen if batch.prompt_inputs]
+
+
+@pytest.mark.parametrize("family", PACKED)
+def test_packed_where_the_model_allows_it(family, config, caplog):
+    """Each prompt and its images once, found by a proof; the same update as with padded rows."""
+    trainer, batches = one_update(family, config)
+    assert trainer.learner.batcher.images_packed
+    assert batches
+    for batch in batches:
+        assert batch.packed is not None
+        marks = sum(batch.packed.input_ids[0].eq(t).sum() for t in placeholder_ids(trainer.model.config))
+        once = {tuple(batch.rollout.prompt_ids[row]) for row in batch.rows}
+        assert marks == sum(ids.count(t) for ids in once for t in placeholder_ids(trainer.model.config))
+    assert "padded" not in caplog.text
+    padded, others = one_update(family, config, packing=False)
+    assert all(batch.packed is None for batch in others)
+    start = weights(vision_models.make(family)[0])
+    moved = max(float((value - start[name]).abs().max()) for name, value in weights(trainer.model).items())
+    assert moved > 1e-3
+    for name, value in weights(trainer.model).items():
+        torch.testing.assert_close(value, padded.model.get_parameter(name), rtol=0, atol=1e-5 * moved, msg=name)
+
+
+def test_padded_where_the_model_does_not_allow_more(config, caplog):
+    """Gemma 3's image tokens see each other in both directions, which a packed row does not have."""
+    trainer, batches = one_update("gemma3", config)
+    assert trainer.learner.batcher.packed  # text alone is
+    assert not trainer.learner.batcher.images_packed
+    assert batches
+    assert all(batch.packed is None for batch in batches)
+    told = [message for message in caplog.messages if "prompts with images are trained on in padded" in message]
+    assert len(told) == 1
+    assert "packed and padded forwards of Gemma3ForConditionalGeneration differ by" in told[0]
+
+
+def test_completions_go_on_after_the_images_positions():
+    """As the model itself counts them for prompt and completion together."""
+    model, _, prompts = encoded("qwen2.5-vl", mixed_rows())
+    prompt, completion = prompts[1], [7, 8, 9]
+    rollout = Rollout(
+        prompt_ids=[prompt.token_ids] * 2,
+        completion_ids=[completion, [7]],
+        groups=torch.zeros(2, dtype=torch.long),
+        scores=torch.zeros(2, 1),
+        score=torch.zeros(2),
+        trained=[True] * 2,
+        prompt_inputs=[prompt.inputs] * 2,
+    )
+    batcher = Batcher(packed=True, pad_token_id=0)
+    batcher.images_packed = True
+    batch = batcher.make(rollout, range(2), torch.device("cpu"))
+    found = image_positions(model.model.get_rope_index, batch, batch.packed)
+    ids = torch.tensor([prompt.token_ids + completion])
+    types = torch.cat([prompt.inputs["mm_token_type_ids"], torch.zeros(1, 3, dtype=torch.long)], 1)
+    whole, _ = model.model.get_rope_index(ids, types, image_grid_thw=prompt.inputs["image_grid_thw"])
+    assert torch.equal(found[..., : ids.shape[1]], whole)
+    assert torch.equal(found[..., -1], whole[..., -3])
+    assert whole.max() + 1 < ids.shape[1]  # images do move positions
+
+
 def test_rows_with_and_without_images(config):
     """Rows of text keep packing, and the engine of text."""
     rows = mixed_rows()
@@ -173,7 +244,7 @@ def test_rows_with_and_without_images(config):
     trainer.train()
     assert trainer.learner.batcher.packed
     assert type(trainer.collector.engine.text).__name__ == "NativeEngine"
-    assert {(batch.packed is not None, bool(batch.prompt_inputs)) for batch in seen} == {(True, False), (False, True)}
+    assert {(batch.packed is not None, bool(batch.prompt_inputs)) for batch in seen} == {(True, False), (True, True)}
     assert trainer.model.config._attn_implementation == "sdpa"
 
 

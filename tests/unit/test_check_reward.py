@@ -97,6 +97,19 @@ def test_several_rewards_and_length(here, capsys):
     assert "think_format_reward" in out
 
 
+def test_rewards_are_named_as_for_training(here, capsys):
+    """A ready-made one by its name, and a reward model's folder."""
+    from tests.standins import save_reward_model
+
+    save_reward_model(here / "judge")
+    main(["check-reward", "length(maximum=4)", "judge", "--data", "data.jsonl", "--num_generations", "2"])
+    out = capsys.readouterr().out
+    assert "length" in out
+    assert "judge" in out
+    assert main(["check-reward", "lenght", "--data", "data.jsonl"]) == 1
+    assert "did you mean 'length'?" in capsys.readouterr().err
+
+
 def test_completions_from_a_model(here, capsys):
     make_model().save_pretrained(here / "model")
     make_tokenizer().save_pretrained(here / "model")

@@ -5,11 +5,14 @@ from __future__ import annotations
 import importlib.util
 import os
 import re
+import shlex
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+
+from rloom.cli.main import FORWARDED, _parsers
 
 ROOT = Path(__file__).parents[2]
 
@@ -37,3 +40,33 @@ def test_site_builds_without_warnings_and_holds_the_api(tmp_path):
     api = (tmp_path / "api" / "index.html").read_text()
     for name in ("RLOOTrainer", "load_model", "FastLanguageModel", "ConfigError"):
         assert f'.{name}"' in api
+
+
+def commands():
+    """The `rloom …` lines in the code blocks of all pages, continued ones as one."""
+    for page in (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), ROOT / "examples" / "tldr" / "README.md"):
+        text = re.sub(r"\\\n\s*", " ", page.read_text())
+        blocks = [
+            *re.findall(r"```bash\n(.*?)```", text, re.DOTALL),
+            *re.findall(r"^    rloom .*$", text, re.MULTILINE),
+        ]
+        for line in "\n".join(blocks).splitlines():
+            if line.strip().startswith("rloom "):
+                yield pytest.param(line.strip(), id=f"{page.parent.name}/{page.name}: {line.strip()[:50]}")
+
+
+@pytest.mark.parametrize("command", list(commands()))
+def test_commands_of_the_pages_have_flags_that_exist(command, monkeypatch):
+    """Parsed as they stand; that such commands run is shown in the tests of their verbs."""
+    monkeypatch.chdir(ROOT)
+    words = shlex.split(command.replace("$QUICK", "--max_steps 150 --held_out 0.1"), comments=True)[1:]
+    if words[0] in FORWARDED:
+        flags = importlib.import_module(f"rloom.cli.{words[0].replace('-', '_')}").flags()
+        assert flags.given(words[1:])
+    else:
+        _, unknown = _parsers()[0].parse_known_args(words)
+        assert not unknown
+
+
+def test_there_are_commands_to_try():
+    assert len(list(commands())) >= 10

@@ -24,6 +24,16 @@ def write(path, rows):
     return str(path)
 
 
+def test_the_other_verbs_flags_are_understood(folder, tmp_path, capsys):
+    prompts = write(tmp_path / "prompts.jsonl", [{"prompt": "abc"}])
+    flags = ["--data", prompts, "--num_generations", "2", "--max_completion_length=5"]
+    assert main(["generate", "--model", folder, *flags]) == 0
+    (line,) = capsys.readouterr().out.splitlines()
+    found = json.loads(line)["completions"]
+    assert len(found) == 2
+    assert all(len(completion["token_ids"]) <= 5 for completion in found)
+
+
 def test_completions_with_their_logprobs(folder, tmp_path, capsys):
     rows = [{"prompt": "abc", "answer": 3}, {"prompt": [{"role": "user", "content": "hi"}]}]
     for row in rows:

@@ -10,9 +10,9 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from rloom.cli.spec import load_reward
+from rloom.cli.spec import find_reward
 from rloom.errors import DataError
-from rloom.rewards.build import build_reward, reward_tokenizer
+from rloom.rewards.build import build_reward, load_reward_model, reward_tokenizer
 from rloom.rewards.build import check_rewards as check_kinds
 from rloom.rewards.check import Report, Sample, check_rewards
 from rloom.rewards.collection import RewardSet
@@ -22,7 +22,7 @@ def run(options: Any) -> int:
     """The verb: 0 when nothing stands against training with these rewards, 1 when something does."""
     logging.basicConfig(format="%(message)s")
     console = Console()
-    functions = [load_reward(spec) for spec in options.rewards]
+    functions = [_loaded(find_reward(spec)) for spec in options.rewards]
     samples = read_samples(options.data, options.prompts)
     if not all(sample.completions for sample in samples):
         samples = _sampled(samples, options)
@@ -43,6 +43,13 @@ def run(options: Any) -> int:
         if not report.problems:
             console.print(f"  nothing stands against training with {report.name}")
     return int(any(report.problems for report in reports))
+
+
+def _loaded(reward: Any) -> Any:
+    """A reward model that was named, as a model."""
+    if isinstance(reward, str) and not reward.startswith(("http://", "https://")):
+        return load_reward_model(reward, trust_remote_code=False, init_kwargs=None)
+    return reward
 
 
 def _built(function: Any) -> Any:

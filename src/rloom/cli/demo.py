@@ -120,15 +120,7 @@ def make_trainer(
         model, task.exact_match, config, rows, processing_class=tokenizer, callbacks=[tables, progress]
     )
     tables.log = trainer.completion_log
-    _drop_printer(trainer)
     return trainer
-
-
-def _drop_printer(trainer: RLOOTrainer) -> None:
-    """Without tqdm transformers prints every log as a dict; the panel shows it better."""
-    from transformers import PrinterCallback
-
-    trainer.remove_callback(PrinterCallback)
 
 
 def _measure(model: Any, tokenizer: Any, rows: list[dict[str, str]], seed: int) -> dict[str, float]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import json
 import logging
-import os
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -17,11 +16,11 @@ from rich.table import Table
 
 from rloom.cli.flags import Flags
 from rloom.cli.spec import find_reward
+from rloom.data.images import has_places, images_of
 from rloom.data.sources import load_rows
 from rloom.errors import ConfigError, DataError, did_you_mean
-from rloom.evaluation.statistics import Estimate, estimate, pass_at_k
-
-OPENAI = "https://api.openai.com/v1"
+from rloom.evaluation.statistics import Estimate, estimate, over_prompts, pass_at, per_token
+from rloom.evaluation.win_rate import OPENAI
 
 
 def _option(default: Any, help: str, *aliases: str) -> Any:
@@ -134,16 +133,19 @@ def evaluate(options: EvalOptions) -> tuple[dict[str, Estimate], Estimate | None
     from rloom.cli.written import write
 
     rows = _rows(options)
+    rewards = [
+        find_reward(spec) for spec in options.reward_funcs or ()
+    ]  # what is misspelt is known before minutes pass
     written = write(options, str(options.model_name_or_path), rows)
     if options.save_completions:
         lines = [json.dumps({"prompt": w.prompt, "completions": w.texts}, ensure_ascii=False) for w in written.groups]
         Path(options.save_completions).write_text("\n".join(lines) + "\n", encoding="utf-8")
     found = {
-        "length": _over_prompts([[float(n) for n in group.lengths] for group in written.groups]),
-        "truncated": _over_prompts([[float(t) for t in group.truncated] for group in written.groups]),
+        "length": over_prompts([[float(n) for n in group.lengths] for group in written.groups]),
+        "truncated": over_prompts([[float(t) for t in group.truncated] for group in written.groups]),
     }
-    if options.reward_funcs:
-        found |= _rewards(options, rows, written)
+    if rewards:
+        found |= _rewards(options, rewards, rows, written)
     if options.reference_model:
         found |= _kl(options, written)
     if options.against or options.reference_column:
@@ -164,32 +166,23 @@ def _rows(options: EvalOptions) -> list[dict[str, Any]]:
     found = list(rows)
     if not found or "prompt" not in found[0]:
         raise DataError(f"{options.dataset_name} has no column 'prompt': name one with --columns prompt=…")
+    if options.reference_model and any(images_of(row) or has_places(row["prompt"]) for row in found):
+        raise DataError("--reference_model: the KL of completions of images is not measured here; training reports it")
     column = options.reference_column
     if column and column not in found[0]:
         raise DataError(f"there is no column {column!r}{did_you_mean(column, found[0])}")
     return found
 
 
-def _over_prompts(values: list[list[float]]) -> Estimate:
-    return estimate([sum(v) / len(v) for v in values if v])
-
-
-def _rewards(options: EvalOptions, rows: list[dict[str, Any]], written: Any) -> dict[str, Estimate]:
+def _rewards(options: EvalOptions, rewards: list[Any], rows: list[dict[str, Any]], written: Any) -> dict[str, Estimate]:
     from rloom.cli.written import score
 
     result: dict[str, Estimate] = {}
-    for name, groups in score([find_reward(spec) for spec in options.reward_funcs or ()], rows, written).items():
-        known = [[v for v in group if v == v] for group in groups]
-        result[f"rewards/{name}"] = _over_prompts(known)
-        flat = {v for group in known for v in group}
-        if options.pass_threshold is None and not flat <= {0.0, 1.0}:
-            continue
-        threshold = 1.0 if options.pass_threshold is None else options.pass_threshold
-        for k in sorted(set(options.pass_at or (1, options.num_generations))):
-            passes = [
-                pass_at_k(sum(v >= threshold for v in group), len(group), k) for group in known if len(group) >= k
-            ]
-            result[f"pass@{k}/{name}"] = estimate(passes)
+    for name, groups in score(rewards, rows, written).items():
+        result[f"rewards/{name}"] = over_prompts(groups)
+        ks = options.pass_at or (1, options.num_generations)
+        for k, rate in pass_at(groups, ks, options.pass_threshold).items():
+            result[f"pass@{k}/{name}"] = rate
     return result
 
 
@@ -204,39 +197,28 @@ def _kl(options: EvalOptions, written: Any) -> dict[str, Estimate]:
     values = iter(flat)
     per_prompt = [[next(values) for _ in group.token_ids] for group in written.groups]
     tokens = sum(map(len, completions))
-    whole = _over_prompts(per_prompt)
-    per_token = tokens / max(1, len(completions))
-    scaled = {name: getattr(whole, name) / per_token for name in ("value", "low", "high")}
-    return {"kl": whole, "kl_per_token": Estimate(**scaled, count=whole.count)}
+    whole = over_prompts(per_prompt)
+    return {"kl": whole, "kl_per_token": per_token(whole, tokens / max(1, len(completions)))}
 
 
 def _win_rate(options: EvalOptions, rows: list[dict[str, Any]], written: Any) -> Estimate:
     from rloom.cli.written import write
-    from rloom.evaluation.win_rate import wins, wins_by_score
-    from rloom.rewards.judging import RUBRIC, judge
+    from rloom.evaluation.opponents import as_reply, judge_of
 
     prompts, ours = [group.prompt for group in written.groups], [group.replies[0] for group in written.groups]
     if options.against:
         theirs = [group.replies[0] for group in write(options, options.against, rows, count=1).groups]
     else:
-        theirs = [_as_reply(row[str(options.reference_column)], row["prompt"]) for row in rows]
-    if options.judge_reward_model:
-        return estimate(wins_by_score(judge(reward_model=options.judge_reward_model), prompts, ours, theirs))
-    compare = judge(
-        options.judge_model,
-        base_url=options.judge_url or os.environ.get("OPENAI_BASE_URL") or OPENAI,
-        mode="pairwise",
-        rubric=options.rubric or RUBRIC,
+        column = str(options.reference_column)
+        theirs = [as_reply(row[column], conversational=not isinstance(row["prompt"], str)) for row in rows]
+    compare = judge_of(
+        model=options.judge_model,
+        url=options.judge_url,
+        reward_model=options.judge_reward_model,
+        rubric=options.rubric,
         cache=options.judge_cache,
     )
-    return estimate(wins(compare, prompts, ours, theirs))
-
-
-def _as_reply(text: Any, prompt: Any) -> Any:
-    """A reference text as a completion of its prompt: messages for messages."""
-    if isinstance(prompt, str) or not isinstance(text, str):
-        return text
-    return [{"role": "assistant", "content": text}]
+    return estimate(compare(prompts, ours, theirs))
 
 
 def _table(found: dict[str, Estimate]) -> Table:

@@ -11,8 +11,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TextIO
 
-from rloom.cli.writer import Writer
 from rloom.errors import DataError
+from rloom.evaluation.writer import Writer
 from rloom.seeds import derive_seed
 from rloom.types import Completion, Group
 

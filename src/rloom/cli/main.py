@@ -113,8 +113,9 @@ def _generate(verbs: Any) -> None:
     generate = verbs.add_parser("generate", help="write completions of prompts, with their log-probabilities")
     add = generate.add_argument
     add("--model", required=True, help="a name or path")
-    add("--prompts", required=True, metavar="FILE", help='JSON lines with a "prompt" each: text or messages')
-    add("--n", type=int, default=1, help="completions per prompt (default 1)")
+    file_help = 'JSON lines with a "prompt" each: text or messages'
+    add("--prompts", "--data", required=True, metavar="FILE", help=file_help)
+    add("--n", "--num-generations", type=int, default=1, metavar="N", help="completions per prompt (default 1)")
     add("--output", metavar="FILE", help="where the JSON lines go (default: standard output)")
     add("--max-completion-length", type=int, default=512, help="tokens (default 512)")
     add("--temperature", type=float, default=1.0, help="0 takes the likeliest token (default 1)")
@@ -132,7 +133,12 @@ def _generate(verbs: Any) -> None:
 def _check_reward(verbs: Any) -> None:
     check = verbs.add_parser("check-reward", help="see what rewards give, before a run depends on it")
     add = check.add_argument
-    add("rewards", nargs="+", metavar="REWARD", help="module:function, file.py:function(option=1), or an address")
+    add(
+        "rewards",
+        nargs="+",
+        metavar="REWARD",
+        help="named as for rloom train: ready-made, file.py:function(option=1), …",
+    )
     add("--data", required=True, help='prompts as JSON lines: "prompt", further columns, and maybe "completions"')
     add("--model", help="what writes the completions, where the file has none: a name or path")
     add("--prompts", type=int, default=16, help="how many prompts to take (default 16)")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from rloom.cli.writer import Writer
+from rloom.evaluation.writer import Writer
 from rloom.rewards.check import Sample
 
 

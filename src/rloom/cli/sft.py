@@ -18,4 +18,5 @@ def flags() -> Flags:
 def main(argv: Sequence[str]) -> int:
     """The verb: 0 when trained and saved."""
     config, trainer = (supervised.trl_class(name, "sft") for name in ("SFTConfig", "SFTTrainer"))
-    return supervised.run(flags(), argv, config, trainer)
+    columns = [["prompt", "completion"], ["messages"], ["input_ids"]]  # or texts, whose column is an option
+    return supervised.run(flags(), argv, config, trainer, columns)

@@ -94,6 +94,6 @@ def find_reward(spec: str) -> Any:
     if dot and last != "py":
         return load_reward(f"{module}:{last}{'(' if options else ''}{options}")
     raise RewardError(
-        f"{spec!r} names no reward{did_you_mean(name, rewards.__all__)}. A reward is a ready-made name, "
+        f"{spec!r} names no reward{did_you_mean(name, rewards.__all__) or '.'} A reward is a ready-made name, "
         "file.py:function, module:function, an address, or a model by hub id or folder"
     )

@@ -18,8 +18,8 @@ from rloom.cli.flags import Flags, split
 from rloom.cli.options import DataOptions, LoraOptions, ModelOptions, init_kwargs, lora_config
 from rloom.cli.options import quantization as quantization_of
 from rloom.config import _bf16_is_fast
-from rloom.data.sources import load_rows
-from rloom.errors import ConfigError, needs_extra
+from rloom.data.sources import check_splits, load_rows
+from rloom.errors import ConfigError, DataError, needs_extra
 
 
 @dataclass
@@ -63,14 +63,18 @@ def run(
     argv: Sequence[str],
     config: Any,
     trainer: Any,
+    columns: Sequence[Sequence[str]],
     prepare: Callable[[Any], None] = lambda trainer: None,
     **lora: Any,
 ) -> int:
-    """Parse, train, measure on what was kept back, save. `prepare` is given the trainer before it trains."""
+    """Parse, train, measure on what was kept back, save. `prepare` is given the trainer before it trains.
+
+    `columns` are the sets of columns that rows may have, one of which they must.
+    """
     values = parser.given(argv)
     logging.basicConfig(format="%(message)s", stream=sys.stderr)
     try:
-        made = _make(values, config, trainer, lora)
+        made = _make(values, config, trainer, columns, lora)
     except ConfigError as error:
         parser.error(str(error))
     prepare(made)
@@ -81,7 +85,9 @@ def run(
     return 0
 
 
-def _make(values: dict[str, Any], config: Any, trainer: Any, lora: dict[str, Any]) -> Any:
+def _make(
+    values: dict[str, Any], config: Any, trainer: Any, columns: Sequence[Sequence[str]], lora: dict[str, Any]
+) -> Any:
     model, adapter, data, held_out = (
         cls(**part) for cls, part in zip(CLASSES, split(values, [*CLASSES, config]), strict=False)
     )
@@ -101,6 +107,8 @@ def _make(values: dict[str, Any], config: Any, trainer: Any, lora: dict[str, Any
     peft = lora_config(adapter, set(values), **lora)
     quantized = quantization_of(model, set(values), adapter=adapter.use_peft)
     train, evaluation = _data(data, held_out.held_out, args.seed)
+    named = [[args.dataset_text_field]] if getattr(args, "dataset_text_field", None) else []
+    _check_columns(train, [*columns, *named])
     options = {"train_dataset": train, "eval_dataset": evaluation, "peft_config": peft}
     return trainer(model.model_name_or_path, args=args, quantization_config=quantized, **options)
 
@@ -115,11 +123,21 @@ def _data(data: DataOptions, held_out: float, seed: int) -> tuple[Any, Any]:
     if data.eval_data:
         return train, load_rows(data.eval_data, split=data.dataset_test_split or "train", **{**options, "config": None})
     if data.dataset_test_split:
+        check_splits(data.dataset_name, data.dataset_train_split, data.dataset_test_split)
         return train, load_rows(data.dataset_name, split=data.dataset_test_split, **options)
     if held_out:
         parts = train.train_test_split(test_size=held_out, seed=seed)
         return parts["train"], parts["test"]
     return train, None
+
+
+def _check_columns(rows: Any, columns: Sequence[Sequence[str]]) -> None:
+    """TRL would stop at a missing key, after minutes and without saying what it had looked for."""
+    if not any(set(wanted) <= set(rows.column_names) for wanted in columns):
+        raise DataError(
+            f"the rows have {', '.join(map(repr, rows.column_names))}, and need "
+            f"{', or '.join(' and '.join(map(repr, wanted)) for wanted in columns)}: name them with --columns new=old"
+        )
 
 
 def _report(metrics: dict[str, float]) -> None:

@@ -14,7 +14,7 @@ from rloom.cli.options import DataOptions, LoraOptions, ModelOptions, RewardOpti
 from rloom.cli.options import quantization as quantization_of
 from rloom.cli.spec import find_reward
 from rloom.config import RLOOConfig
-from rloom.data.sources import load_rows
+from rloom.data.sources import check_splits, load_rows
 from rloom.errors import ConfigError, UnknownOptionError
 from rloom.older_names import INIT_ONLY_NAMES
 
@@ -113,6 +113,8 @@ def load_data(data: DataOptions, config: Any) -> tuple[Any, Any]:
     where = data.eval_data or data.dataset_name
     if data.eval_data is not None:
         options["config"] = None
+    if data.eval_data is None:
+        check_splits(where, data.dataset_train_split, str(data.dataset_test_split))
     evaluation = load_rows(where, split=data.dataset_test_split or "train", **options)
     if config.eval_strategy == "no":
         print("rloom: evaluation prompts are given and eval_strategy is no: they are not used", file=sys.stderr)

@@ -27,4 +27,12 @@ def _mark(trainer: Any) -> None:
 def main(argv: Sequence[str]) -> int:
     """The verb: 0 when trained and saved; prints the accuracy on pairs that were kept back."""
     config, trainer = (supervised.trl_class(name, "train-reward") for name in ("RewardConfig", "RewardTrainer"))
-    return supervised.run(flags(), argv, config, trainer, _mark, task_type="SEQ_CLS")
+    return supervised.run(
+        flags(),
+        argv,
+        config,
+        trainer,
+        [["chosen", "rejected"], ["chosen_ids", "rejected_ids"]],
+        _mark,
+        task_type="SEQ_CLS",
+    )

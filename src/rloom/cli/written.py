@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from rloom.cli.writer import Writer
 from rloom.errors import DataError
+from rloom.evaluation.writer import Writer
 from rloom.models import load as loading
 from rloom.rewards.base import RewardBatch
 from rloom.rewards.build import build_reward, load_reward_model, reward_tokenizer

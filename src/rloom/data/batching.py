@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 
-from rloom.data.model_inputs import join
+from rloom.data.model_inputs import join, join_packed
 from rloom.data.packing import pack, runs_of_groups
 from rloom.data.transfer import flat_tokens, upload
 from rloom.types import MicroBatch, PackedRow, Rollout
@@ -16,13 +16,31 @@ from rloom.types import MicroBatch, PackedRow, Rollout
 class Batcher:
     """Cuts rows of a rollout into micro-batches of at most `budget` tokens, and makes tensors of them.
 
-    Rows with images are always padded, and have micro-batches of their own. Packed: a prompt counts once for its
-    completions. Padded: every row counts with the longest prompt and completion of its micro-batch. A single completion
-    that is longer than the budget is a micro-batch of its own.
+    Rows with images have micro-batches of their own, packed where `packs_images` says that the model allows it; it is
+    asked once, with the first rollout that has some. Packed: a prompt counts once for its completions. Padded: every
+    row counts with the longest prompt and completion of its micro-batch. A single completion that is longer than the
+    budget is a micro-batch of its own.
     """
 
-    def __init__(self, *, packed: bool, pad_token_id: int, multiple: int | None = None) -> None:
+    def __init__(
+        self,
+        *,
+        packed: bool,
+        pad_token_id: int,
+        multiple: int | None = None,
+        packs_images: Callable[[Rollout], bool] | None = None,
+    ) -> None:
         self.packed, self.pad_token_id, self.multiple = packed, pad_token_id, multiple
+        self.packs_images = packs_images
+        self.images_packed = False
+        self._settled = not packed or packs_images is None
+
+    def settle(self, rollout: Rollout) -> None:
+        """Find out, before the first rows with images are planned, whether they can be packed."""
+        rows = [row for row, completion in enumerate(rollout.completion_ids) if completion]
+        if not self._settled and self.packs_images is not None and has_images(rollout, rows):
+            self.images_packed = self.packs_images(rollout)
+            self._settled = True
 
     def plan(self, rollout: Rollout, rows: Sequence[int], budget: int, *, whole_groups: bool) -> list[list[int]]:
         """Lists of rows, in order. With `whole_groups` no group is cut, as the one-forward form needs it."""
@@ -51,7 +69,7 @@ class Batcher:
         return sum(len(rollout.prompt_ids[rows[run[0]]]) for run in runs) + sum(completions)
 
     def _packs(self, rollout: Rollout, rows: Sequence[int]) -> bool:
-        return self.packed and not has_images(rollout, rows)
+        return self.packed and (self.images_packed or not has_images(rollout, rows))
 
     def _fits(self, rollout: Rollout, rows: Sequence[int], groups: Sequence[int], budget: int) -> bool:
         return self.size(rollout, rows, groups) <= budget
@@ -71,7 +89,9 @@ class Batcher:
             targets=_targets(packed) if packed else upload(_completion_tokens(rollout, rows), device),
             packed=packed,
         )
-        if packed is None:
+        if packed is not None:
+            batch.prompt_inputs = _inputs_of_packed(batch)
+        else:
             self._pad(batch, width, device)
         return batch
 
@@ -90,6 +110,15 @@ class Batcher:
         batch.attention_mask = upload(mask, device)
         batch.position_ids = upload((mask.cumsum(-1) - 1).clamp(min=0), device)
         batch.prompt_inputs = join([batch.rollout.prompt_inputs[row] for row in batch.rows], left, right)
+
+
+def _inputs_of_packed(batch: MicroBatch) -> dict[str, torch.Tensor]:
+    """The tensors of each prompt's images, once."""
+    assert batch.packed is not None
+    prompts = [batch.rollout.prompt_inputs[row] for row in batch.first_rows()]
+    if not any(prompts):
+        return {}
+    return join_packed(prompts, [block.prompt for block in batch.packed.blocks], batch.packed.input_ids.shape[1])
 
 
 def has_images(rollout: Rollout, rows: Sequence[int]) -> bool:

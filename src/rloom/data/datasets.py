@@ -81,7 +81,7 @@ def _check_columns(dataset: Any, name: str) -> None:
         hint = did_you_mean("prompt", columns)
         raise DataError(
             f"`{name}` has no column 'prompt'; its columns are {', '.join(map(repr, columns))}{hint}. "
-            "Rename one: dataset.rename_column(old, 'prompt')"
+            "Rename one: dataset.rename_column(old, 'prompt'), or --columns prompt=old on the command line"
         )
     taken = sorted(RESERVED & set(columns or ()))
     if taken:

@@ -40,6 +40,26 @@ def join(rows: Sequence[Inputs], left: int, right: int) -> dict[str, Tensor]:
     return joined
 
 
+def join_packed(prompts: Sequence[Inputs], lengths: Sequence[int], total: int) -> dict[str, Tensor]:
+    """The inputs of a packed row of `total` tokens that begins with prompts of these lengths, each there once.
+
+    >>> a = {"pixel_values": torch.ones(2, 3), "token_type_ids": torch.tensor([[0, 1]])}
+    >>> b = {"pixel_values": torch.ones(1, 3), "token_type_ids": torch.tensor([[1]])}
+    >>> joined = join_packed([a, b], lengths=[2, 1], total=5)
+    >>> joined["pixel_values"].shape, joined["token_type_ids"].tolist()
+    (torch.Size([3, 3]), [[0, 1, 1, 0, 0]])
+    """
+    joined = {name: value for name, value in join(prompts, max(lengths), 0).items() if name not in PER_TOKEN}
+    for name in PER_TOKEN:
+        if any(name in prompt for prompt in prompts):
+            parts = [
+                prompt.get(name, torch.zeros(1, n, dtype=torch.long))
+                for prompt, n in zip(prompts, lengths, strict=True)
+            ]
+            joined[name] = torch.cat([*parts, parts[0].new_zeros(1, total - sum(lengths))], dim=1)
+    return joined
+
+
 def _along_tokens(values: Sequence[Tensor | None], left: int, right: int) -> Tensor:
     table = torch.zeros(len(values), left + right, dtype=torch.long)
     for line, value in enumerate(values):

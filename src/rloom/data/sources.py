@@ -48,6 +48,15 @@ def _load(source: str, split: str, config: str | None, streaming: bool) -> Any:
         raise DataError(f"the data set {source} (split {split!r}) cannot be loaded: {error}") from error
 
 
+def check_splits(source: str, train: str, test: str) -> None:
+    """Refuse a test split of a file, which has none: its rows would be those that are trained on."""
+    if Path(source).suffix.lower() in KINDS and "[" not in train + test:
+        raise DataError(
+            f"{source} is one file without splits, so {test!r} would be what is trained on: give --eval_data, or cut "
+            "it: --dataset_train_split 'train[10%:]' --dataset_test_split 'train[:10%]'"
+        )
+
+
 def _from_file(path: Path, split: str, config: str | None, streaming: bool) -> Any:
     """One file is one split, whatever it is called; a cut of it is honoured."""
     from datasets import load_dataset

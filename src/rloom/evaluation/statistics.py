@@ -51,3 +51,40 @@ def pass_at_k(passed: int, count: int, k: int) -> float:
     if not 1 <= k <= count:
         raise ValueError(f"pass@{k} needs at least {k} completions, and there are {count}")
     return 1.0 - math.comb(count - passed, k) / math.comb(count, k)
+
+
+def over_prompts(groups: Sequence[Sequence[float]]) -> Estimate:
+    """The mean over prompts of a group's mean; NaNs, completions without a value, are left out.
+
+    >>> over_prompts([[1.0, 0.0], [1.0, math.nan], []]).value
+    0.75
+    """
+    known = [[value for value in group if not math.isnan(value)] for group in groups]
+    return estimate([sum(group) / len(group) for group in known if group])
+
+
+def pass_at(
+    groups: Sequence[Sequence[float]], ks: Sequence[int] | None = None, threshold: float | None = None
+) -> dict[int, Estimate]:
+    """pass@k by k, of scores that are 0 or 1, or with a threshold of any; otherwise nothing. Unset: 1 and the most.
+
+    >>> {k: found.value for k, found in pass_at([[1.0, 0.0], [0.0, 0.0]]).items()}
+    {1: 0.25, 2: 0.5}
+    >>> pass_at([[0.3, 1.0]])
+    {}
+    """
+    known = [[value for value in group if not math.isnan(value)] for group in groups]
+    if threshold is None and not {value for group in known for value in group} <= {0.0, 1.0}:
+        return {}
+    at = 1.0 if threshold is None else threshold
+    wanted = sorted(set(ks or (1, max(map(len, known), default=0))) - {0})
+    return {
+        k: estimate([pass_at_k(sum(v >= at for v in group), len(group), k) for group in known if len(group) >= k])
+        for k in wanted
+    }
+
+
+def per_token(whole: Estimate, length: float) -> Estimate:
+    """An estimate of whole completions, per token of a mean length."""
+    scaled = {name: getattr(whole, name) / max(length, 1e-9) for name in ("value", "low", "high")}
+    return Estimate(**scaled, count=whole.count)

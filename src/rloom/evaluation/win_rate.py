@@ -7,6 +7,8 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+OPENAI = "https://api.openai.com/v1"
+
 Judge = Callable[..., list[float | None]]
 
 

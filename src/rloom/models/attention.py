@@ -51,12 +51,24 @@ def attention_of(config: Any) -> Any:
     return {"": config._attn_implementation, **inner} if inner else config._attn_implementation
 
 
+def packed_form(config: Any) -> Any:
+    """Ours for the text, and for a tower of images the one that it has: its rows are not packed."""
+
+    def within(part: Any) -> Any:
+        if part is config.get_text_config():
+            return NAME
+        inner = {name: within(p) for name in part.sub_configs if (p := getattr(part, name)) is not None}
+        return {"": NAME if part is config else part._attn_implementation, **inner}
+
+    return within(config)
+
+
 @contextmanager
 def packed_attention(models: list[Any], compiled: CompiledLayers | None = None) -> Iterator[None]:
     """Let `models` attend over packed rows meanwhile. Stays set until the backward is done (checkpointing)."""
     before = [attention_of(model.config) for model in models]
     for model in models:
-        model.set_attn_implementation(NAME)
+        model.set_attn_implementation(packed_form(model.config))
     _active.opaque = compiled is not None
     _active.replaced, _active.compiled = list(zip(models, before, strict=True)), compiled
     try:
@@ -80,7 +92,7 @@ def own_attention() -> Iterator[None]:
             yield
     finally:
         for model, _ in replaced:
-            model.set_attn_implementation(NAME)
+            model.set_attn_implementation(packed_form(model.config))
 
 
 class CompiledLayers:
@@ -90,8 +102,9 @@ class CompiledLayers:
     they are: it runs them with another attention and other shapes.
     """
 
-    def __init__(self, models: list[nn.Module]) -> None:
-        layers = [m for model in models for m in model.modules() if isinstance(m, GradientCheckpointingLayer)]
+    def __init__(self, models: list[Any]) -> None:
+        decoders = [model.get_decoder() for model in models]  # a tower of images stays as it is
+        layers = [m for decoder in decoders for m in decoder.modules() if isinstance(m, GradientCheckpointingLayer)]
         self.plain = [(layer, layer.forward) for layer in layers]
         self.layers = [
             (layer, torch.compile(layer.forward, dynamic=True, options=_compile_options())) for layer in layers

@@ -54,7 +54,12 @@ def load_model(name: str, **kwargs: Any) -> Any:
     """`from_pretrained` with the architecture that the checkpoint names, in float32 unless told otherwise."""
     kwargs["dtype"] = _dtype(kwargs.get("dtype", "float32"))
     own = {key: kwargs[key] for key in ("trust_remote_code", "revision") if key in kwargs}
-    config = AutoConfig.from_pretrained(name, **own)
+    try:
+        config = AutoConfig.from_pretrained(name, **own)
+    except OSError as error:  # its own words do not always say which model
+        raise OSError(
+            f"the model {name!r} cannot be loaded, from a folder of that name or from the hub: {error}"
+        ) from error
     architecture = getattr(transformers, (config.architectures or [""])[0], None) or AutoModelForCausalLM
     return architecture.from_pretrained(name, **kwargs)
 

@@ -6,6 +6,7 @@ They are of softmax(logits / temperature) over the whole vocabulary, whatever to
 from __future__ import annotations
 
 import inspect
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -35,14 +36,13 @@ class Forward:
         self.keep_logits = keep_logits
         self.base = model.get_base_model() if is_peft_model(model) else model
         self.accepts = frozenset(inspect.signature(self.base.forward).parameters)
-        self.counts_positions = any(
-            hasattr(m, "get_rope_index") for m in (self.base, getattr(self.base, "model", None))
-        )
+        owners = (self.base, getattr(self.base, "model", None))
+        self.rope_index = next(filter(None, (getattr(owner, "get_rope_index", None) for owner in owners)), None)
         self.transform = LogitTransform.of(self.base, temperature)
 
     def __call__(self, model: Any, batch: MicroBatch, *, with_aux_loss: bool = False) -> TokenStats:
         """One forward: log-probability and entropy of each completion token."""
-        inputs, source = self._packed(batch.packed) if batch.packed is not None else self._padded(batch)
+        inputs, source = self._packed(batch, batch.packed) if batch.packed is not None else self._padded(batch)
         if "use_cache" in self.accepts:
             inputs["use_cache"] = False
         if with_aux_loss:
@@ -57,8 +57,12 @@ class Forward:
             aux_loss=result.aux_loss if with_aux_loss else None,
         )
 
-    def _packed(self, row: PackedRow) -> tuple[dict[str, Any], Tensor | None]:
+    def _packed(self, batch: MicroBatch, row: PackedRow) -> tuple[dict[str, Any], Tensor | None]:
         inputs: dict[str, Any] = {"input_ids": row.input_ids, "position_ids": row.position_ids}
+        if batch.prompt_inputs:
+            inputs |= fitted_to(self.base, batch.prompt_inputs)
+            if self.rope_index is not None:
+                inputs["position_ids"] = image_positions(self.rope_index, batch, row)
         if "logits_to_keep" in self.accepts:
             return {**inputs, "logits_to_keep": row.source}, None
         return inputs, row.source
@@ -74,8 +78,22 @@ class Forward:
         inputs: dict[str, Any] = {"input_ids": batch.input_ids, "attention_mask": batch.attention_mask}
         inputs |= fitted_to(self.base, batch.prompt_inputs)
         # Where images have positions in several dimensions, the model alone can count them.
-        if "position_ids" in self.accepts and not (batch.prompt_inputs and self.counts_positions):
+        if "position_ids" in self.accepts and not (batch.prompt_inputs and self.rope_index):
             inputs["position_ids"] = batch.position_ids
         if "logits_to_keep" in self.accepts:
             inputs["logits_to_keep"] = keep
         return inputs, where.flatten()[batch.flat]
+
+
+def image_positions(rope_index: Callable[..., Any], batch: MicroBatch, row: PackedRow) -> Tensor:
+    """Positions in several dimensions, of prompts with images: the model counts each prompt's, and completions go on
+    after the largest of them. (3, 1, T)"""
+    prompts, completions = [], []
+    for block, first in zip(row.blocks, batch.first_rows(), strict=True):
+        ids = torch.tensor([batch.rollout.prompt_ids[first]])
+        inputs = {n: v for n, v in batch.rollout.prompt_inputs[first].items() if not n.startswith("pixel_values")}
+        positions, _ = rope_index(input_ids=ids, attention_mask=torch.ones_like(ids), **inputs)  # (3, 1, P)
+        prompts.append(positions)
+        after = int(positions.max()) + 1
+        completions += [torch.arange(after, after + length).expand(3, 1, length) for length in block.completions]
+    return torch.cat([*prompts, *completions], dim=-1).to(row.input_ids.device, non_blocking=True)

@@ -32,8 +32,20 @@ def proves_packing(model: Any) -> bool:
     return reason is None
 
 
-def why_not_packed(model: Any) -> str | None:
-    """None if a packed and a padded forward agree in log-probabilities and in a gradient, else what went wrong."""
+def proves_packed_images(model: Any, rollout: Rollout) -> bool:
+    """Whether packed rows may be used for prompts with images too, tried on some of this rollout's; says why not."""
+    some = _pictured(rollout)
+    reason = why_not_packed(model, some)
+    if reason is not None:
+        logger.warning("prompts with images are trained on in padded micro-batches, which are slower: %s", reason)
+    return reason is None
+
+
+def why_not_packed(model: Any, rollout: Rollout | None = None) -> str | None:
+    """None if a packed and a padded forward agree in log-probabilities and in a gradient, else what went wrong.
+
+    Tried on `rollout`, or on one of random tokens.
+    """
     base = model.get_base_model() if is_peft_model(model) else model
     if is_peft_model(model) and any(getattr(c, "is_prompt_learning", False) for c in model.peft_config.values()):
         return "the adapter puts virtual tokens before each prompt"
@@ -42,7 +54,7 @@ def why_not_packed(model: Any) -> str | None:
     training = model.training
     model.eval()
     try:
-        return _compare(model, base)
+        return _compare(model, base, _rollout(base.config.get_text_config()) if rollout is None else rollout)
     except Exception as error:  # whatever an architecture does not like about packed rows, padded ones remain
         logger.debug("the packed forward failed", exc_info=True)
         return f"{type(base).__name__} does not run on packed rows ({type(error).__name__}: {str(error)[:120]})"
@@ -50,15 +62,16 @@ def why_not_packed(model: Any) -> str | None:
         model.train(training)
 
 
-def _compare(model: Any, base: Any) -> str | None:
+def _compare(model: Any, base: Any, rollout: Rollout) -> str | None:
     config = base.config.get_text_config()
-    rollout = _rollout(config)
     rows = list(range(len(rollout)))
     device = next(model.parameters()).device
     forward = Forward(model, temperature=1.0)
     probe = _probe(model)
     padded = Batcher(packed=False, pad_token_id=0).make(rollout, rows, device)
-    packed = Batcher(packed=True, pad_token_id=0).make(rollout, rows, device)
+    packing = Batcher(packed=True, pad_token_id=0)
+    packing.images_packed = True
+    packed = packing.make(rollout, rows, device)
     assert packed.packed is not None
     with torch.enable_grad():
         plain = forward(model, padded).logprobs
@@ -98,6 +111,27 @@ def _rollout(config: Any) -> Rollout:
         scores=torch.zeros(count, 1),
         score=torch.zeros(count),
         trained=[True] * count,
+    )
+
+
+def _pictured(rollout: Rollout) -> Rollout:
+    """The two shortest prompts with images, with two completions each, made of those that they got."""
+    shortest: dict[int, list[int]] = {}  # rows by group
+    for row in sorted(range(len(rollout)), key=lambda row: len(rollout.prompt_ids[row])):
+        if rollout.prompt_inputs[row] and rollout.completion_ids[row]:
+            shortest.setdefault(int(rollout.groups[row]), []).append(row)
+    rows = [found[0] for found in list(shortest.values())[:2] for _ in range(2)]
+    lengths = [5, 3, 6, 2][: len(rows)]
+    return Rollout(
+        prompt_ids=[rollout.prompt_ids[row] for row in rows],
+        completion_ids=[
+            (rollout.completion_ids[row] * n)[i % 2 :][:n] for i, (row, n) in enumerate(zip(rows, lengths, strict=True))
+        ],
+        groups=torch.arange(len(rows)) // 2,
+        scores=torch.zeros(len(rows), 1),
+        score=torch.zeros(len(rows)),
+        trained=[True] * len(rows),
+        prompt_inputs=[rollout.prompt_inputs[row] for row in rows],
     )
 
 

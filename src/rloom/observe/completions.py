@@ -1,4 +1,4 @@
-"""The latest completions, as a table for people: printed with rich, sent to W&B and Trackio."""
+"""The latest completions, as a table for people: printed with rich, sent to the trackers."""
 
 from __future__ import annotations
 
@@ -12,6 +12,8 @@ from rich.table import Table
 from rich.text import Text
 
 from rloom.data.images import without_images
+from rloom.observe import trackers
+from rloom.observe.cells import as_text
 
 
 class CompletionLog:
@@ -19,7 +21,7 @@ class CompletionLog:
 
     def __init__(self, size: int) -> None:
         self.size = size
-        self.count = self.shown = 0  # completions taken in, and how many of them when the table was last shown
+        self.count = self.shown = self.sent = 0  # completions taken in, and how many when they were last shown and sent
         self.columns: dict[str, Any] = {
             "images": self._column(),
             "prompt": self._column(),
@@ -58,30 +60,36 @@ class CompletionLog:
         table = self.table(step)
         rows = list(range(len(table["prompt"])))
         if unique_prompts:
-            rows = list({str(table["prompt"][row]): row for row in reversed(rows)}.values())[::-1]
+            rows = _first_of_each(table["prompt"])
         if limit is not None and len(rows) > limit:
             rows = rows[:limit] if neighbours else [rows[i * len(rows) // limit] for i in range(limit)]
         if rows:
             (console or Console()).print(render(table, rows, title=f"Step {step}"))
 
-    def show(self, step: int, args: Any) -> None:
-        """Print the table, and send it to the trackers that take tables, as the options say."""
-        count = self.count
-        if count == self.shown:  # nothing new: the summary at the end of a run logs once more
+    def show(self, step: int, args: Any, writer: Any = None) -> None:
+        """Print the table, and send it to the trackers, as the options say."""
+        if self.count == self.shown:  # nothing new: the summary at the end of a run logs once more
             return
-        self.shown = count
+        self.shown = self.count
         self.print(step, args.num_completions_to_print, unique_prompts=args.log_unique_prompts)
-        for tracker in _table_trackers(args.report_to):
-            import pandas  # comes with the trackers
+        self.send(step, args, writer)
 
-            frame = pandas.DataFrame(self.table(step))
-            if args.log_multimodal and self.columns["images"]:
-                missing = len(frame) - len(self.columns["images"])  # after a resume: checkpoints hold no images here
-                shown = [*([] for _ in range(missing)), *self.columns["images"]]
-                frame["image"] = [[tracker.Image(i) for i in images] for images in shown]
-            if args.log_unique_prompts:
-                frame = frame[~frame["prompt"].astype(str).duplicated()]
-            tracker.log({"completions": tracker.Table(dataframe=frame)})
+    def send(self, step: int, args: Any, writer: Any = None) -> None:
+        """The table to the trackers, once for what is in it. `writer` is TensorBoard's."""
+        if self.count == self.sent:
+            return
+        self.sent = self.count
+        table = self.table(step)
+        rows = list(range(len(table["prompt"])))
+        if args.log_unique_prompts:
+            rows = _first_of_each(table["prompt"])
+        images = None
+        if args.log_multimodal and self.columns["images"]:
+            missing = len(table["prompt"]) - len(self.columns["images"])  # after a resume: checkpoints hold no images
+            shown = [*([] for _ in range(missing)), *self.columns["images"]]
+            images = [shown[row] for row in rows]
+        some = {name: [values[row] for row in rows] for name, values in table.items()}
+        trackers.send(some, args.report_to, step=step, images=images, writer=writer)
 
     def state_dict(self) -> str:
         """As JSON; values that JSON does not know become text."""
@@ -103,20 +111,9 @@ class CompletionLog:
                 self.columns[name] = deque(value, maxlen=self.size)
 
 
-def _table_trackers(report_to: Any) -> list[Any]:
-    """The modules of the trackers in use that can show a table."""
-    names = [report_to] if isinstance(report_to, str) else list(report_to or [])
-    trackers = []
-    if "wandb" in names:
-        import wandb
-
-        if wandb.run is not None:
-            trackers.append(wandb)
-    if "trackio" in names:
-        import trackio
-
-        trackers.append(trackio)
-    return trackers
+def _first_of_each(prompts: list[Any]) -> list[int]:
+    """The row in which each prompt stands first."""
+    return list({str(prompts[row]): row for row in reversed(range(len(prompts)))}.values())[::-1]
 
 
 def render(table: dict[str, list[Any]], rows: list[int], *, title: str) -> Table:
@@ -127,18 +124,5 @@ def render(table: dict[str, list[Any]], rows: list[int], *, title: str) -> Table
         numeric = name not in ("prompt", "completion")
         result.add_column(escape(name), justify="right" if numeric else "left", overflow="fold")
     for row in rows:
-        result.add_row(*(_cell(table[name][row]) for name in names))
+        result.add_row(*(Text(as_text(table[name][row])) for name in names))
     return result
-
-
-def _cell(value: Any) -> Text:
-    if isinstance(value, float):
-        return Text("–" if value != value else f"{value:.2f}")
-    if isinstance(value, list):  # messages
-        return Text(_printable("\n".join(f"{m.get('role')}: {m.get('content')}" for m in value)))
-    return Text("–" if value is None else _printable(str(value)))
-
-
-def _printable(text: str) -> str:
-    """Without control characters: a model may write any, and a terminal would obey them."""
-    return "".join(c if c.isprintable() or c == "\n" else repr(c)[1:-1] for c in text)

@@ -13,7 +13,7 @@ from rloom.observe.older import NAMES
 
 BUILT_IN = {
     "reward", "reward_std", "frac_reward_zero_std", "kl", "entropy", "aux_loss", "num_tokens", "step_time", "loss",
-    "grad_norm", "learning_rate", "epoch", "step",
+    "grad_norm", "learning_rate", "epoch", "step", "win_rate",
 }  # fmt: skip
 BUILT_IN |= NAMES
 BUILT_IN_PREFIXES = ("rewards/", "completions/", "clip_ratio/", "eval_", "train_")

@@ -1,7 +1,8 @@
-"""A live view of a run in the terminal: progress, and the few numbers that tell how it goes."""
+"""A live view of a run, in the terminal or in a notebook: progress, and the few numbers that tell how it goes."""
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 from rich.console import Console, Group
@@ -18,6 +19,7 @@ SHOWN = {
     "entropy": "entropy",
     "completions/mean_length": "completion length",
 }
+REDRAW_SECONDS = 0.25
 BLOCKS = "▁▂▃▄▅▆▇█"
 
 
@@ -57,7 +59,8 @@ def plot(values: list[float], *, title: str, height: int = 10, width: int = 60) 
 
 
 class LiveProgress(TrainerCallback):
-    """Shows progress and the key metrics while training; prints nothing but a final line when there is no terminal."""
+    """Shows progress and the key metrics while training: in a terminal live, in a notebook as one display that is kept
+    up to date. Elsewhere it prints the last view alone. It takes the place of transformers' own progress bar."""
 
     def __init__(self, console: Console | None = None) -> None:
         self.console = console or Console()
@@ -71,13 +74,19 @@ class LiveProgress(TrainerCallback):
             TimeRemainingColumn(),
             console=self.console,
         )
-        self.live = Live(console=self.console, auto_refresh=False, transient=True)
+        self.drawn = 0.0
+        self.screen: InNotebook | InTerminal = InNotebook() if self.console.is_jupyter else InTerminal(self.console)
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Start the display."""
         self.task = self.progress.add_task("train", total=state.max_steps)
-        if self.console.is_terminal:
-            self.live.start()
+        self.screen.start(self)
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Move the bar, unless that was only just done."""
+        self.progress.update(self.task, completed=state.global_step)
+        if time.monotonic() - self.drawn > REDRAW_SECONDS:
+            self._draw()
 
     def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **kwargs: Any) -> None:
         """Take the numbers in and redraw."""
@@ -86,18 +95,84 @@ class LiveProgress(TrainerCallback):
             if value is not None:
                 values.append(float(value))
         self.progress.update(self.task, completed=state.global_step)
-        self.live.update(self.view(), refresh=self.console.is_terminal)
+        self._draw()
+
+    def _draw(self) -> None:
+        self.drawn = time.monotonic()
+        self.screen.update(self)
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Leave the last view on the screen."""
-        self.live.stop()
-        self.console.print(self.view())
+        self.screen.stop(self)
 
     def view(self) -> Panel:
         """The panel: bar, numbers, sparklines."""
         table = Table.grid(padding=(0, 2))
-        for name, label in SHOWN.items():
-            values = self.history[name]
-            latest = f"{values[-1]:8.3f}" if values else "       –"
-            table.add_row(label, latest, sparkline(values))
+        for label, latest, line in self.lines():
+            table.add_row(label, latest.rjust(8), line)
         return Panel(Group(self.progress, table), title="rloom", expand=False)
+
+    def lines(self) -> list[tuple[str, str, str]]:
+        """What is shown beside the bar: a name, the latest value, its course."""
+        return [
+            (label, f"{values[-1]:.3f}" if values else "–", sparkline(values))
+            for label, values in ((label, self.history[name]) for name, label in SHOWN.items())
+        ]
+
+
+class InTerminal:
+    """The view is drawn anew in its place; where there is no terminal, once at the end."""
+
+    def __init__(self, console: Console) -> None:
+        self.console = console
+        self.live = Live(console=console, auto_refresh=False, transient=True)
+
+    def start(self, progress: LiveProgress) -> None:
+        """Begin to draw."""
+        if self.console.is_terminal:
+            self.live.start()
+
+    def update(self, progress: LiveProgress) -> None:
+        """Draw anew."""
+        if self.console.is_terminal:
+            self.live.update(progress.view(), refresh=True)
+
+    def stop(self, progress: LiveProgress) -> None:
+        """Leave the view behind."""
+        self.live.stop()
+        self.console.print(progress.view())
+
+
+class InNotebook:
+    """One output of the cell, replaced as the run goes on. rich's own live view would need ipywidgets there."""
+
+    handle: Any = None
+
+    def start(self, progress: LiveProgress) -> None:
+        """Make the output."""
+        from IPython.display import HTML, display  # comes with every notebook
+
+        self.handle = display(HTML(as_html(progress)), display_id=True)
+
+    def update(self, progress: LiveProgress) -> None:
+        """Replace it."""
+        from IPython.display import HTML
+
+        self.handle.update(HTML(as_html(progress)))
+
+    stop = update
+
+
+def as_html(progress: LiveProgress) -> str:
+    """Bar and numbers for a notebook."""
+    task = progress.progress.tasks[-1]
+    done, total = int(task.completed), int(task.total or 0)
+    times = [f"{seconds:.0f} s {what}" for seconds, what in ((task.elapsed, "so far"), (task.time_remaining, "left"))
+             if seconds is not None]  # fmt: skip
+    rows = "".join(
+        f'<tr><td style="text-align:left">{label}</td><td>{latest}</td>'
+        f'<td style="text-align:left;font-family:monospace">{line}</td></tr>'
+        for label, latest, line in progress.lines()
+    )
+    bar = f'<progress value="{done}" max="{total}" style="width:300px;vertical-align:middle"></progress>'
+    return f"<div>{bar} update {done}/{total}, {', '.join(times)}</div><table>{rows}</table>"

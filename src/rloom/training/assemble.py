@@ -18,12 +18,14 @@ from rloom.data.model_inputs import placeholder_ids
 from rloom.data.plan import PlanSampler
 from rloom.data.prompts import PromptEncoder
 from rloom.data.vision import is_vision
-from rloom.errors import ConfigError, UnknownOptionError, did_you_mean
+from rloom.errors import ConfigError, DataError, UnknownOptionError, did_you_mean
+from rloom.evaluation.measured import Contest
+from rloom.evaluation.opponents import OtherModel, judge_of, pairwise, texts_of_column
 from rloom.generation.base import Engine, Sampling
 from rloom.generation.choose import choose_engine
 from rloom.generation.images import ImageRouter
 from rloom.models import load as loading
-from rloom.models.proof import proves_packing
+from rloom.models.proof import proves_packed_images, proves_packing
 from rloom.models.reference import Reference, make_reference
 from rloom.observe.completions import CompletionLog
 from rloom.observe.metrics import Metrics
@@ -38,6 +40,7 @@ from rloom.training.budget import TokenBudget
 from rloom.training.credit import Credit, Shaper
 from rloom.training.learner import Learner
 from rloom.training.rollouts import Collector
+from rloom.types import Rollout
 
 logger = logging.getLogger(__name__)
 
@@ -97,7 +100,8 @@ def refuse_arguments(args: Any, unknown: dict[str, Any]) -> None:
     """Arguments that the constructor does not have, and options that are no RLOOConfig."""
     for name in unknown:
         known = ("model", "reward_funcs", "args", "train_dataset", "eval_dataset", "processing_class", "callbacks",
-                 "reward_processing_classes", "optimizers", "quantization_config", "peft_config", "engine")  # fmt: skip
+                 "reward_processing_classes", "optimizers", "quantization_config", "peft_config", "engine",
+                 "eval_judge")  # fmt: skip
         why = RENAMED_ARGUMENTS.get(name)
         hint = f": {why}" if why else did_you_mean(name, known)
         raise UnknownOptionError(f"RLOOTrainer has no argument `{name}`{hint}")
@@ -140,6 +144,49 @@ def choose_rewards(
     return functions, terms, check_rewards(functions, processing_classes)
 
 
+def choose_contest(args: Any, judge: Any) -> Contest | None:
+    """Who evaluation compares completions with, and who compares; None where no win rate was asked for."""
+    judges = [judge, args.eval_judge_model, args.eval_judge_reward_model]
+    opponents = [args.eval_reference_column, args.eval_against]
+    if judge is not None and (args.eval_judge_model or args.eval_judge_reward_model):
+        raise ConfigError("the judge is given twice, as `eval_judge` and by name in the options: give one of them")
+    if any(judges) != any(opponents):
+        raise ConfigError(
+            "a win rate in evaluation needs an opponent (eval_reference_column, eval_against) and a judge "
+            "(eval_judge_model, eval_judge_reward_model, or the trainer's argument `eval_judge`)"
+        )
+    if not any(opponents):
+        return None
+    replies = texts_of_column(args.eval_reference_column) if args.eval_reference_column else _other_model(args)
+    compare = (
+        pairwise(judge)
+        if judge is not None
+        else judge_of(
+            model=args.eval_judge_model,
+            url=args.eval_judge_url,
+            reward_model=args.eval_judge_reward_model,
+            rubric=args.eval_judge_rubric,
+            cache=args.eval_judge_cache,
+        )
+    )
+    return Contest(replies=replies, compare=compare)
+
+
+def _other_model(args: Any) -> OtherModel:
+    """Another model, sampled as ours is."""
+    return OtherModel(
+        args.eval_against,
+        seed=args.seed,
+        max_completion_length=args.max_completion_length,
+        trust_remote_code=args.trust_remote_code,
+        temperature=args.temperature,
+        top_p=args.top_p,
+        top_k=args.top_k,
+        min_p=args.min_p,
+        repetition_penalty=args.repetition_penalty,
+    )
+
+
 def check_data(train: Any, evaluation: Any, args: Any) -> tuple[Any, Any]:
     """Both data sets, checked."""
     evaluations = evaluation.values() if isinstance(evaluation, dict) else [evaluation]
@@ -152,6 +199,7 @@ def check_data(train: Any, evaluation: Any, args: Any) -> tuple[Any, Any]:
         args.accelerator_config.dispatch_batches = False
     train = datasets.check_train_dataset(train, args.max_steps)
     evaluation = datasets.check_eval_dataset(evaluation)
+    _check_reference_column(evaluation, args.eval_reference_column)
     datasets.check_same_format(train, evaluation)
     if datasets.is_iterable(train):
         if args.dynamic_sampling:
@@ -164,6 +212,15 @@ def check_data(train: Any, evaluation: Any, args: Any) -> tuple[Any, Any]:
             loaders.schedule(args), len(train), shuffle=False, seed=0
         )  # refuses a data set that fills no rollout
     return train, evaluation
+
+
+def _check_reference_column(evaluation: Any, column: str | None) -> None:
+    """Known before a model is loaded; of a stream, when it has been generated for."""
+    for data in evaluation.values() if isinstance(evaluation, dict) else [evaluation]:
+        if column and data is not None and not datasets.is_iterable(data) and column not in data[0]:
+            raise DataError(
+                f"the evaluation set has no column {column!r} to compare with{did_you_mean(column, data[0])}"
+            )
 
 
 # -- loading
@@ -299,7 +356,17 @@ def _batcher(trainer: Any, policy: Policy, args: Any) -> Batcher:
         raise ConfigError(
             "packing=True: this model cannot be trained on packed rows (see above); leave `packing` unset"
         )
-    return Batcher(packed=packed, pad_token_id=policy.tokenizer.pad_token_id, multiple=args.pad_to_multiple_of)
+
+    def packs_images(rollout: Rollout) -> bool:
+        with trainer.accelerator.autocast():
+            return proves_packed_images(trainer.model, rollout)
+
+    return Batcher(
+        packed=packed,
+        pad_token_id=policy.tokenizer.pad_token_id,
+        multiple=args.pad_to_multiple_of,
+        packs_images=packs_images,
+    )
 
 
 def _rewards(

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import logging
-import math
 from typing import Any
 
 import torch
-from transformers import TrainerCallback
+from transformers import PrinterCallback, ProgressCallback, TrainerCallback
 
 from rloom.data.prompts import PromptEncoder
 from rloom.models.reference import Reference
 from rloom.observe.completions import CompletionLog
+from rloom.observe.diagnose import Doctor
+from rloom.observe.progress import LiveProgress
+from rloom.observe.trackers import tensorboard_writer
 from rloom.training.budget import fitted
 from rloom.training.learner import Learner
 
@@ -65,13 +67,42 @@ class FitBudget(TrainerCallback):
 
 
 class SampleTable(TrainerCallback):
-    """Prints sample completions a given number of times, evenly over the run."""
+    """Prints sample completions a given number of times, evenly over the run, and sends them to the trackers."""
 
-    def __init__(self, log: CompletionLog, times: int) -> None:
-        self.log, self.times = log, times
+    def __init__(self, log: CompletionLog, times: int, callbacks: list[Any]) -> None:
+        self.log, self.times, self.callbacks = log, times, callbacks
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Print when the step is due."""
-        every = max(1, math.ceil(state.max_steps / self.times))
-        if state.global_step % every == 0 and state.is_world_process_zero:
+        """Print and send when the step is due."""
+        step, total = state.global_step, state.max_steps
+        due = step * self.times // total > (step - 1) * self.times // total  # so often, whatever divides what
+        if due and state.is_world_process_zero:
             self.log.print(state.global_step, args.num_completions_to_print or 5)
+            self.log.send(state.global_step, args, tensorboard_writer(self.callbacks))
+
+
+class Diagnose(TrainerCallback):
+    """Says in the log what is going wrong, and what to change."""
+
+    def __init__(self) -> None:
+        self.doctor = Doctor()
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **kwargs: Any) -> None:
+        """After each log of training."""
+        if state.is_world_process_zero and "loss" in (logs or {}):
+            for line in self.doctor.look(state.log_history, args, state.global_step):
+                logger.warning("diagnosis at step %d: %s", state.global_step, line)
+
+
+def one_progress(trainer: Any) -> None:
+    """A single view of the run. A [`LiveProgress`] takes the place of transformers' bar and of its printed logs; in a
+    notebook there always is one, since transformers shows nothing but the loss there, which says nothing in RLOO."""
+    present = trainer.callback_handler.callbacks
+    for_notebooks = [callback for callback in present if type(callback).__name__ == "NotebookProgressCallback"]
+    live = any(isinstance(callback, LiveProgress) for callback in present)
+    if for_notebooks and not live:
+        trainer.add_callback(LiveProgress())
+    if for_notebooks or live:
+        usual = [callback for callback in present if isinstance(callback, (ProgressCallback, PrinterCallback))]
+        for callback in (*for_notebooks, *usual):
+            trainer.remove_callback(callback)

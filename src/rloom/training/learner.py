@@ -90,6 +90,7 @@ class Learner:
         `whole`: the update that follows is the first and trains on all of the rollout at its own weights.
         """
         train = mode == "train"
+        self.batcher.settle(rollout)
         if self.reference is not None and self.estimator != "full":
             self._reference_pass(rollout)
         if not self.credit.needs_kl:
@@ -155,6 +156,8 @@ class Learner:
         Out of memory, the update is redone from its start in smaller micro-batches.
         """
         shares = merge(shares)
+        for share in shares:  # of a checkpoint, it was not prepared here
+            self.batcher.settle(share.rollout)
         self._count(shares)
         return self.budget.retrying(lambda: self._accumulate(model, shares, compute_loss, backward), undo=self._undo)
 
@@ -267,7 +270,7 @@ class Learner:
     ) -> int:
         """Run a micro-batch of the budget's size forward and backward, all prompts and completions at their limits.
 
-        With `pictured`, a prompt with images, all prompts are that one: such rows are padded, and cost more.
+        With `pictured`, a prompt with images, all prompts are that one: such rows cost more.
 
         Returns its tokens. The gradients are those of 0, and are taken back. Out of memory, the budget shrinks as ever.
         """

@@ -15,7 +15,7 @@ from rloom.data.images import without_images
 from rloom.data.plan import UpdatePlan
 from rloom.data.prompts import PromptEncoder
 from rloom.errors import EngineError
-from rloom.evaluation.statistics import pass_at_k
+from rloom.evaluation.measured import Measured
 from rloom.generation.base import Engine
 from rloom.observe.completions import CompletionLog
 from rloom.observe.metrics import Metrics
@@ -56,6 +56,7 @@ class Collector:
         self.metrics, self.log, self.count_tokens, self.log_images = metrics, log, count_tokens, log_images
         self.store = store
         self.extra: dict[str, list[Any]] = {}  # what reward functions add to each completion of a rollout
+        self.measured: Measured | None = None  # while evaluating
 
     def collect(self, rows: Sequence[dict[str, Any]], num_generations: int, *, seed: int, mode: str) -> Rollout:
         """One rollout: K completions for each row's prompt, scored."""
@@ -73,6 +74,8 @@ class Collector:
             self.rewards.forget()
         rollout = self._rollout(groups, scores, mode)
         self._record(groups, scores, num_generations, mode)
+        if self.measured is not None:
+            self.measured.add(groups, scores, self.shaper.total(scores), texts)
         self._log_completions(contents, texts, scores)
         rollout.records = self.store.add(self._stored(groups, rollout))
         if self.log_images:
@@ -154,8 +157,6 @@ class Collector:
         add("completions/min_terminated_length", finished.min())
         add("completions/max_terminated_length", finished.max())
         self._record_scores(groups, scores, asked, add)
-        if mode == "eval":
-            self._record_passes(groups, scores, add)
 
     def _record_scores(self, groups: list[Group], scores: Tensor, asked: int, add: Callable[[str, Any], None]) -> None:
         for index, name in enumerate(self.reward_names):
@@ -173,17 +174,6 @@ class Collector:
         unscored = int(total.isnan().sum())
         if missing or unscored:
             add("completions/unscored_ratio", (missing + unscored) / (asked * len(groups)))
-
-    def _record_passes(self, groups: list[Group], scores: Tensor, add: Callable[[str, Any], None]) -> None:
-        """pass@1 and pass@K of rewards that are 0 or 1."""
-        for index, name in enumerate(self.reward_names):
-            parts = scores[:, index].split([len(group.completions) for group in groups])
-            known = [[v for v in part.tolist() if v == v] for part in parts]
-            if not all(v in (0.0, 1.0) for values in known for v in values):
-                continue
-            for k in sorted({1, max(map(len, known))} - {0}):
-                passes = [pass_at_k(int(sum(values)), len(values), k) for values in known if len(values) >= k]
-                add(f"rewards/{name}/pass@{k}", sum(passes) / len(passes) if passes else float("nan"))
 
     def _stored(self, groups: list[Group], rollout: Rollout) -> list[dict[str, Any]]:
         """The rollout as the run's store keeps it; the advantages follow when they are known."""

@@ -8,7 +8,8 @@ from __future__ import annotations
 import functools
 import logging
 import time
-from contextlib import nullcontext
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -17,7 +18,7 @@ from accelerate.utils.memory import clear_device_cache
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 from transformers import TrainerCallback
-from transformers.trainer_utils import PredictionOutput
+from transformers.trainer_utils import EvalLoopOutput, PredictionOutput
 
 from rloom.config import RLOOConfig
 from rloom.data.datasets import check_dataset, image_column, is_chat
@@ -25,16 +26,19 @@ from rloom.data.images import without_images
 from rloom.data.loader import as_is
 from rloom.data.plan import UpdatePlan
 from rloom.errors import RewardError
+from rloom.evaluation.measured import Measured
+from rloom.evaluation.statistics import Estimate
 from rloom.generation.base import Engine
 from rloom.models.load import is_peft_model
 from rloom.models.precision import warn_of_lost_bits
 from rloom.observe.metrics import BUILT_IN, BUILT_IN_PREFIXES
+from rloom.observe.trackers import tensorboard_writer
 from rloom.rewards.base import RewardBatch
 from rloom.rewards.judging import TOTALS
 from rloom.seeds import derive_seed
 from rloom.training import assemble, loaders
 from rloom.training.advice import advise
-from rloom.training.callbacks import FitBudget, SampleTable, SyncReference
+from rloom.training.callbacks import Diagnose, FitBudget, SampleTable, SyncReference, one_progress
 from rloom.training.loop import UpdateLoop
 from rloom.training.rollouts import RolloutBuffer, column_names, replace_degenerate
 from rloom.types import MicroBatch, Rollout
@@ -75,7 +79,10 @@ class RLOOTrainer(UpdateLoop):
         quantization_config: how to quantize a model that is loaded by name.
         peft_config: an adapter to train instead of the whole model.
         reward_model: older name of `reward_funcs`.
-        engine: what generates; `model.generate` if not given.
+        engine: what generates; chosen by `args.engine` if not given.
+        eval_judge: who compares completions with others in evaluation, for a win rate: a pairwise
+            `rloom.rewards.judge(…)`, or a function that is given a prompt twice, with our completion and the other, and
+            returns the share that each wins. `args.eval_reference_column` or `args.eval_against` names the other.
     """
 
     _name = "RLOO"
@@ -96,6 +103,7 @@ class RLOOTrainer(UpdateLoop):
         *,
         reward_model: Any = None,
         engine: Engine | None = None,
+        eval_judge: Any = None,
         **unknown: Any,
     ) -> None:
         assemble.refuse_arguments(args, unknown)
@@ -104,6 +112,7 @@ class RLOOTrainer(UpdateLoop):
         functions, terms, reward_classes = assemble.choose_rewards(
             reward_funcs, reward_model, reward_processing_classes, args
         )
+        self.contest = assemble.choose_contest(args, eval_judge)
         train_dataset, eval_dataset = assemble.check_data(train_dataset, eval_dataset, args)
         # Everything above is checked before any model is loaded; adapters draw random weights, hence the seed here.
         set_seed(args.seed)
@@ -139,9 +148,14 @@ class RLOOTrainer(UpdateLoop):
         if args.sync_ref_model:
             assert self.reference is not None  # the config refuses sync_ref_model without a KL
             self.add_callback(SyncReference(self.reference))
+        one_progress(self)
+        if args.diagnosis:
+            self.add_callback(Diagnose())
         advise(args, adapter=is_peft_model(self.model))
         if args.num_sample_generations:
-            self.add_callback(SampleTable(self.completion_log, args.num_sample_generations))
+            self.add_callback(
+                SampleTable(self.completion_log, args.num_sample_generations, self.callback_handler.callbacks)
+            )
 
     def _publish(self, policy: Any, functions: list[Any], parts: Any) -> None:
         """The attributes that TRL's trainer has and scripts read."""
@@ -290,26 +304,52 @@ class RLOOTrainer(UpdateLoop):
     def evaluate(
         self, eval_dataset: Any = None, ignore_keys: list[str] | None = None, metric_key_prefix: str = "eval"
     ) -> dict[str, float]:
-        """Generate for the evaluation prompts and report rewards, lengths and KL as `eval_*`."""
-        before, self._eval_prefix = self._eval_prefix, metric_key_prefix
-        try:
-            with self._rewards_open():
-                return super().evaluate(eval_dataset, ignore_keys, metric_key_prefix)
-        finally:
-            self._eval_prefix = before
+        """Generate for the evaluation prompts and report rewards, pass@k, lengths, KL and win rate as `eval_*`."""
+        with self._evaluating(metric_key_prefix):
+            return super().evaluate(eval_dataset, ignore_keys, metric_key_prefix)
 
     def predict(
         self, test_dataset: Any, ignore_keys: list[str] | None = None, metric_key_prefix: str = "test"
     ) -> PredictionOutput:
-        """Generate for test prompts and report rewards, lengths and KL as `test_*`."""
-        before, self._eval_prefix = self._eval_prefix, metric_key_prefix
-        try:
-            with self._rewards_open():
-                output = super().predict(test_dataset, ignore_keys, metric_key_prefix)
+        """Generate for test prompts and report the same as `evaluate`, as `test_*`."""
+        with self._evaluating(metric_key_prefix):
+            output = super().predict(test_dataset, ignore_keys, metric_key_prefix)
             output.metrics.update({f"{metric_key_prefix}_{k}": v for k, v in self.metrics.flush("eval").items()})
             return output
+
+    @contextmanager
+    def _evaluating(self, prefix: str) -> Iterator[None]:
+        """One of several sets may be evaluated inside of an evaluation of them all: what was before comes back."""
+        before = self._eval_prefix, self.collector.measured
+        self._eval_prefix = prefix
+        self.collector.measured = Measured(reward_names=self.rewards.names, contest=self.contest)
+        try:
+            with self._rewards_open():
+                yield
         finally:
-            self._eval_prefix = before
+            self._eval_prefix, self.collector.measured = before
+
+    def evaluation_loop(self, *args: Any, **kwargs: Any) -> EvalLoopOutput:
+        """All batches, and then what they come to: means over prompts, with their intervals."""
+        output = super().evaluation_loop(*args, **kwargs)
+        assert self.collector.measured is not None
+        found = self.collector.measured.estimates()
+        if (rate := self._win_rate(self.collector.measured)) is not None:
+            found["win_rate"] = rate
+        for name, value in found.items():
+            for end, number in (("", value.value), ("_low", value.low), ("_high", value.high)):
+                self.metrics.set("eval", f"{name}{end}", number)
+        return output
+
+    def _win_rate(self, measured: Measured) -> Estimate | None:
+        """A judge that cannot be reached costs a run its win rate, and ends it only where a failed reward would."""
+        try:
+            return measured.win_rate()
+        except RewardError as error:
+            if self.args.on_reward_error == "raise":
+                raise
+            logger.warning("no win rate this time: %s", error)
+            return None
 
     def prediction_step(
         self, model: nn.Module, inputs: Any, prediction_loss_only: bool, ignore_keys: list[str] | None = None
@@ -321,6 +361,8 @@ class RLOOTrainer(UpdateLoop):
         self.store.forget()
         rollout = self.collector.collect(inputs, count, seed=seed, mode="eval")
         loss = self.learner.evaluate(model, rollout)
+        if self.collector.measured is not None:
+            self.collector.measured.add_kl(rollout)
         self._note_first_use([rollout])
         return loss.detach(), None, None
 
@@ -334,7 +376,8 @@ class RLOOTrainer(UpdateLoop):
         logs.update({f"{prefix}{name}": value for name, value in self.metrics.flush(self._mode).items()})
         super().log(logs, start_time)
         if self.args.log_completions and self.accelerator.is_main_process:
-            self.completion_log.show(self.state.global_step, self.args)
+            writer = tensorboard_writer(self.callback_handler.callbacks)
+            self.completion_log.show(self.state.global_step, self.args, writer)
 
     def _note_first_use(self, rollouts: list[Rollout]) -> None:
         """KL and advantages are known with the first update of a rollout: they join log and store then."""

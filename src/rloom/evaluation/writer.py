@@ -7,9 +7,13 @@ from typing import Any
 
 import torch
 
+from rloom.data.model_inputs import placeholder_ids
 from rloom.data.prompts import PromptEncoder
-from rloom.generation.base import Sampling
+from rloom.data.vision import is_vision
+from rloom.errors import EngineError
+from rloom.generation.base import Engine, Sampling
 from rloom.generation.choose import choose_engine
+from rloom.generation.images import ImageRouter
 from rloom.models import load as loading
 from rloom.types import Group
 
@@ -25,13 +29,14 @@ class Writer:
         chat: bool,
         engine: str | None = None,
         dtype: Any = None,
+        processing_class: Any = None,
         trust_remote_code: bool = False,
         **sampling: Any,
     ) -> None:
         device = "cuda" if torch.cuda.is_available() else "cpu"
         init = {"dtype": dtype or ("auto" if device == "cuda" else "float32")}  # half precision is slow on most CPUs
         self.model = loading.load_for_inference(name, **init, trust_remote_code=trust_remote_code).to(device)
-        self.processing = loading.load_processing_class(None, self.model, None, trust_remote_code)
+        self.processing = loading.load_processing_class(processing_class, self.model, None, trust_remote_code)
         self.tokenizer = loading.tokenizer_of(self.processing)
         ends = loading.agree_on_tokens(self.model, self.tokenizer, None, chat=chat)
         self.encoder = PromptEncoder(
@@ -46,11 +51,27 @@ class Writer:
             pad_token_id=self.tokenizer.pad_token_id,
             **sampling,
         )
-        self.engine = choose_engine(lambda: self.model, self.sampling, wanted=engine, tokenizer=self.tokenizer)
+        self.engine: Engine
+        if engine is None and is_vision(self.processing):
+            self.engine = ImageRouter(lambda: self._choose(None), self._choose("transformers"))
+        else:
+            self.engine = self._choose(engine)
+
+    def _choose(self, engine: str | None) -> Engine:
+        vision = is_vision(self.processing)
+        return choose_engine(
+            lambda: self.model,
+            self.sampling,
+            wanted=engine,
+            tokenizer=self.tokenizer,
+            never=placeholder_ids(self.model.config) if vision else (),
+        )
 
     def write(self, rows: Sequence[dict[str, Any]], count: int, *, seed: int) -> Iterator[tuple[int, Group]]:
         """Groups with their texts as they finish, each with its row's number."""
         prompts = self.encoder.encode(list(rows))
+        if any(prompt.inputs for prompt in prompts) and not getattr(self.engine, "takes_images", False):
+            raise EngineError("this engine does not take images, and prompts have some: leave --engine unset")
         number = {id(prompt): index for index, prompt in enumerate(prompts)}
         for group in self.engine.generate(prompts, count, seed=seed):
             texts = self.processing.batch_decode([c.token_ids for c in group.completions], skip_special_tokens=True)

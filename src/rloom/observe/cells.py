@@ -1,0 +1,23 @@
+"""A value of the table of completions as text that can be shown anywhere."""
+
+from __future__ import annotations
+
+from typing import Any
+
+
+def as_text(value: Any) -> str:
+    """Numbers short, messages with their roles, control characters spelt out.
+
+    >>> as_text(0.51234), as_text(None), as_text([{"role": "user", "content": "Hi"}]), as_text("a\\x1b[2J")
+    ('0.51', '–', 'user: Hi', 'a\\\\x1b[2J')
+    """
+    if isinstance(value, float):
+        return "–" if value != value else f"{value:.2f}"
+    if isinstance(value, list):  # messages
+        return _printable("\n".join(f"{m.get('role')}: {m.get('content')}" for m in value))
+    return "–" if value is None else _printable(str(value))
+
+
+def _printable(text: str) -> str:
+    """Without control characters: a model may write any, and a terminal would obey them."""
+    return "".join(c if c.isprintable() or c == "\n" else repr(c)[1:-1] for c in text)

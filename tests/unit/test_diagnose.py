@@ -1,0 +1,123 @@
+"""Each rule fires on its symptom, names an option to change, and is silent in a healthy run."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+
+from rloom import RLOOConfig, RLOOTrainer
+from rloom.observe import diagnose
+from rloom.observe.diagnose import RULES, Doctor, Logs
+from tests.conftest import make_model, make_tokenizer
+
+
+def healthy(count: int = 60) -> dict[str, list[float]]:
+    """A run that learns: noise on a slow rise, KL and entropy moving gently."""
+    wobble = [0.02 * (-1) ** i for i in range(count)]
+    return {
+        "reward": [0.3 + 0.005 * i + w for i, w in enumerate(wobble)],
+        "reward_std": [0.45 + w for w in wobble],
+        "frac_reward_zero_std": [0.2 + 0.004 * i for i in range(count)],
+        "kl": [0.002 * i for i in range(count)],
+        "entropy": [1.5 - 0.01 * i for i in range(count)],
+        "grad_norm": [1.0 + 5 * abs(w) for w in wobble],
+        "completions/clipped_ratio": [0.1] * count,
+        "completions/mean_length": [80.0 + 0.5 * i for i in range(count)],
+        "clip_ratio/region_mean": [0.01] * count,
+        "val/ratio": [1.0 + w for w in wobble],
+        "eval_win_rate": [0.4 + 0.002 * i for i in range(count)],
+        "eval_win_rate_low": [0.3 + 0.002 * i for i in range(count)],
+        "eval_win_rate_high": [0.5 + 0.002 * i for i in range(count)],
+    }
+
+
+def entries(columns):
+    count = max(map(len, columns.values()))
+    return [{name: values[i] for name, values in columns.items() if i < len(values)} for i in range(count)]
+
+
+@pytest.fixture(scope="module")
+def args():
+    return RLOOConfig("out", report_to="none", use_cpu=True, max_completion_length=200)
+
+
+SYMPTOMS = {
+    "kl_explodes": ({"kl": [0.01] * 50 + [0.1 * 2**i for i in range(10)]}, "beta"),
+    "reward_falls": ({"reward": [0.5] * 30 + [0.5 - 0.02 * i for i in range(30)]}, "learning_rate"),
+    "reward_jumps": ({"reward": [0.3 + 0.3 * (i % 2) for i in range(60)]}, "num_generations"),
+    "gradient_spikes": ({"grad_norm": [1.0] * 59 + [40.0]}, "max_grad_norm"),
+    "scores_are_constant": ({"reward_std": [0.0] * 60, "reward": [1.0] * 60}, "rloom check-reward"),
+    "cold_start": ({"frac_reward_zero_std": [0.97] * 60}, "rloom sft"),
+    "groups_became_alike": ({"frac_reward_zero_std": [0.2] * 50 + [0.95] * 10}, "temperature"),
+    "entropy_collapses": ({"entropy": [1.5] * 50 + [0.05] * 10}, "learning_rate"),
+    "completions_are_cut_off": ({"completions/clipped_ratio": [0.1] * 50 + [0.8] * 10}, "max_completion_length=200"),
+    "length_explodes": ({"completions/mean_length": [60.0] * 50 + [180.0] * 10}, "length_regularization"),
+    "completions_vanish": ({"completions/mean_length": [60.0] * 50 + [1.0] * 10}, "missing_eos_penalty"),
+    "updates_are_drastic": ({"clip_ratio/region_mean": [0.01] * 50 + [0.4] * 10}, "num_iterations"),
+    "reward_is_gamed": ({"eval_win_rate_high": [0.5] * 59 + [0.2], "eval_win_rate": [0.4] * 59 + [0.1]}, "beta"),
+    "no_progress": ({"reward": [0.3 + 0.02 * (-1) ** i for i in range(60)]}, "learning_rate"),
+}
+
+
+def test_every_rule_has_its_symptom():
+    assert {rule.__name__ for rule in RULES} == set(SYMPTOMS)
+
+
+@pytest.mark.parametrize("length", [0, 1, 2, 5, 6, 10, 30, 60])
+def test_a_healthy_run_hears_nothing(args, length):
+    assert Doctor().look(entries(healthy())[:length], args, step=length) == []
+
+
+@pytest.mark.parametrize("name", SYMPTOMS)
+def test_a_rule_fires_on_its_symptom(args, name):
+    changes, option = SYMPTOMS[name]
+    rule = getattr(diagnose, name)
+    line = rule(Logs(entries(healthy() | changes)), args)
+    assert line is not None
+    assert option in line
+    assert ":" in line
+    assert "\n" not in line
+    assert rule(Logs(entries(healthy())), args) is None
+
+
+@pytest.mark.parametrize("name", SYMPTOMS)
+def test_one_symptom_is_one_line(args, name):
+    """A symptom sets its own rule off, and no other; a reward that only jumps makes no progress either."""
+    found = Doctor().look(entries(healthy() | SYMPTOMS[name][0]), args, step=60)
+    assert len(found) == (2 if name == "reward_jumps" else 1), found
+
+
+def test_the_ratio_of_older_documents(args):
+    for far in (2.5, 0.1):
+        line = diagnose.updates_are_drastic(Logs(entries(healthy() | {"val/ratio": [1.0] * 57 + [far] * 3})), args)
+        assert f"val/ratio is {far:.2g}" in line
+
+
+def test_a_rule_that_spoke_is_quiet_for_a_while(args):
+    doctor, logs = Doctor(quiet=100), entries(healthy() | SYMPTOMS["cold_start"][0])
+    said = [step for step in range(60, 300) if doctor.look(logs, args, step=step)]
+    assert said == [60, 160, 260]
+
+
+def test_numbers_that_were_not_measured_are_passed_over():
+    logs = Logs([{"kl": None}, {"kl": float("nan")}, {"kl": 0.5}, {"other": "text"}])
+    assert logs["kl"].values == [0.5]
+    assert len(logs["other"]) == 0
+
+
+def zero(completions, **kwargs):
+    return [0.0] * len(completions)
+
+
+def test_during_a_run(config, rows, caplog):
+    caplog.set_level(logging.WARNING, logger="rloom")
+    trainer = RLOOTrainer(make_model(), zero, config(max_steps=5), rows, processing_class=make_tokenizer())
+    trainer.train()
+    said = [message for message in caplog.messages if "diagnosis" in message]
+    assert sum("every completion scores 0" in message for message in said) == 1
+    assert said[0].startswith("diagnosis at step 3: ")
+    caplog.clear()
+    args = config(max_steps=5, diagnosis=False)
+    RLOOTrainer(make_model(), zero, args, rows, processing_class=make_tokenizer()).train()
+    assert not [message for message in caplog.messages if "diagnosis" in message]
