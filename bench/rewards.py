@@ -8,6 +8,7 @@ Numbers go to bench/RESULTS.md by hand, with date, machine and versions.
 from __future__ import annotations
 
 import argparse
+import multiprocessing
 import os
 import statistics
 import time
@@ -51,8 +52,8 @@ def main() -> None:
     print(f"{options.count} completions, {os.cpu_count()} cores, load {os.getloadavg()[0]:.1f}")
     count, repeats = options.count, options.repeats
     parts: dict[str, Callable[[], None]] = {
-        "math": lambda: compare("math_accuracy", math_accuracy, math_batch, count, repeats),
-        "code": lambda: compare("code_execution", code_execution(time_limit=5.0), code_batch, count, repeats),
+        "math": lambda: compare("math_accuracy", count, repeats),
+        "code": lambda: compare("code_execution", count, repeats),
         "isolation": lambda: isolation(count, repeats),
         "overlap": lambda: overlap(repeats),
     }
@@ -88,23 +89,58 @@ def batch_of(texts: list[str], columns: dict[str, list[Any]], first: int = 0) ->
     )
 
 
-def compare(name: str, function: Any, make: Callable[[int, int], RewardBatch], count: int, repeats: int) -> None:
-    """The function in a plain loop, one sample after the other, against a RewardSet."""
+def compare(name: str, count: int, repeats: int) -> None:
+    """The function in a plain loop, one sample after the other, against a RewardSet; and against two such loops."""
+    function, make = functions()[name]
     reward = FunctionReward(function)
     rewards = RewardSet([reward], None)
     warm = make(64, 0)  # so that workers and imports are there
     assert rewards.score(warm)[:, 0].tolist() == [reward.score(warm.take([row]))[0] for row in range(64)]
-    loop, ours = [], []
+    loop, ours, both = [], [], []
     for turn in range(1, repeats + 1):  # in turns, so that whatever else runs here disturbs both alike
         batch = make(count, turn * 100_000)
         loop.append(seconds(lambda b=batch: [reward.score(b.take([row])) for row in range(count)]))  # type: ignore[misc]
         batch = make(count, turn * 100_000 + 50_000)
         ours.append(seconds(lambda b=batch: rewards.score(b)))  # type: ignore[misc]
+        both.append(halves(name, count, turn * 100_000 + 20_000))
     rewards.close()
     a, b = statistics.median(loop), statistics.median(ours)
     best = min(loop) / min(ours)
-    each = b / count * 1000
+    each, limit = b / count * 1000, a / statistics.median(both)
     print(f"{name}: plain loop {a:.2f} s, ours {b:.2f} s ({each:.2f} ms a sample): {a / b:.2f}×; the best: {best:.2f}×")
+    print(f"  two plain loops side by side, half of the samples each: {limit:.2f}×")
+
+
+def halves(name: str, count: int, first: int) -> float:
+    """Seconds that two plain loops over half of the samples each take side by side: what the processor allows."""
+    context = multiprocessing.get_context("spawn")
+    barrier, times = context.Barrier(2), context.Queue()
+    loops = [context.Process(target=half, args=(name, count // 2, first + i * count, barrier, times)) for i in (0, 1)]
+    for loop in loops:
+        loop.start()
+    took = [times.get() for _ in loops]
+    for loop in loops:
+        loop.join()
+    return max(took)
+
+
+def half(name: str, count: int, first: int, barrier: Any, times: Any) -> None:
+    """One of them, begun when both are warm."""
+    function, make = functions()[name]
+    reward = FunctionReward(function)
+    for batch, wait in ((make(32, 0), True), (make(count, first), False)):
+        took = seconds(lambda b=batch: [reward.score(b.take([row])) for row in range(len(b.completions))])  # type: ignore[misc]
+        if wait:
+            barrier.wait()
+    times.put(took)
+
+
+def functions() -> dict[str, tuple[Any, Callable[[int, int], RewardBatch]]]:
+    """What is compared, and on what."""
+    return {
+        "math_accuracy": (math_accuracy, math_batch),
+        "code_execution": (code_execution(time_limit=5.0), code_batch),
+    }
 
 
 def isolation(count: int, repeats: int) -> None:

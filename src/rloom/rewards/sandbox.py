@@ -43,6 +43,13 @@ sys.stdout.buffer.write(marshal.dumps(compile(sys.stdin.buffer.read(), sys.argv[
 """
 ANY_VERSION = 2
 """Of marshal's format, as every Python reads it: the one in the sandbox may not be the one out here."""
+DEVICES = (
+    "--dir", "/dev",
+    *(part for path in ("/dev/null", "/dev/zero", "/dev/random", "/dev/urandom") for part in ("--dev-bind", path, path)),
+    "--symlink", "/proc/self/fd", "/dev/fd", "--symlink", "/proc/self/fd/0", "/dev/stdin",
+    "--symlink", "/proc/self/fd/1", "/dev/stdout", "--symlink", "/proc/self/fd/2", "/dev/stderr",
+)  # fmt: skip
+"""What a program may want of /dev: bubblewrap's own has terminals too, and takes a fifth of the whole start."""
 PROGRAM = ("light_json", "wire", "program")
 ROLES = {"program": PROGRAM, "tests": (*PROGRAM, "harness"), "tests with pytest": (*PROGRAM, "like_pytest", "harness")}
 """What runs in a sandbox, and the modules of ours that it needs there; the last has its `main`."""
@@ -168,7 +175,7 @@ def command(limits: Limits, site_packages: Sequence[str] = (), *, filter_fd: int
         "--ro-bind", "/usr", "/usr", "--ro-bind-try", "/etc/ld.so.cache", "/etc/ld.so.cache",
         *(part for name, target in links for part in ("--symlink", target, name)),
         *(part for path in shown for part in ("--ro-bind", path, path)),
-        "--proc", "/proc", "--dev", "/dev", "--size", "65536", "--tmpfs", "/dev/shm", "--remount-ro", "/dev",
+        "--proc", "/proc", *DEVICES, "--size", "65536", "--tmpfs", "/dev/shm",
         "--size", str(limits.disk_mb * 2**20), "--tmpfs", "/tmp", "--remount-ro", "/", "--chdir", "/tmp",
         python, *(["-s", "-P"] if site_packages and sys.version_info >= (3, 11) else ["-I"]), "-S", "-B",
     ]  # fmt: skip
