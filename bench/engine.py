@@ -160,6 +160,10 @@ def clean() -> None:
         torch.cuda.empty_cache()
 
 
+def with_layers(config: Any, factor: int) -> Any:
+    return type(config)(**{**config.to_dict(), "num_hidden_layers": config.num_hidden_layers * factor})
+
+
 def growth() -> None:
     cuda = torch.cuda.is_available()
     base = replace(SHAPES["small"], completion=128) if cuda else SHAPES["cpu"]
@@ -169,6 +173,7 @@ def growth() -> None:
             "prompts": replace(base, completions=base.completions * factor),
             "prompt": replace(base, prompt=base.prompt * factor),
             "completion": replace(base, completion=base.completion * factor),
+            "layers": replace(base, config=with_layers(base.config, factor)),
         }.items():
             compare(f"{what} x{factor}", shape, ragged=False, ours_alone=True, compiled=[False])
 

@@ -16,6 +16,8 @@ import argparse
 import gc
 import itertools
 import json
+import multiprocessing
+import resource
 import statistics
 import tempfile
 import time
@@ -23,7 +25,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from shapes import SHAPES, Shape, completion, make_model, make_rows, make_tokenizer, qwen, reward
+from shapes import SHAPES, Shape, completion, make_model, make_rows, make_tokenizer, reward
 from transformers import TrainerCallback
 
 PEAK_FLOPS = 790e12
@@ -177,23 +179,37 @@ def compare(
 
 
 def growth(steps: int) -> None:
-    base = (
-        replace(SHAPES["small"], completions=32)
-        if torch.cuda.is_available()
-        else replace(SHAPES["cpu"], completions=16)
-    )
-    dtype = torch.bfloat16 if torch.cuda.is_available() else torch.float32
+    """Each thing doubled twice, each case in a process of its own, whose peak is its own."""
+    cuda = torch.cuda.is_available()
+    base = replace(SHAPES["small"], completions=32) if cuda else replace(SHAPES["cpu"], completions=16)
+    words = 37984 if cuda else base.config.vocab_size
+    context = multiprocessing.get_context("spawn")
     for factor in (1, 2, 4):
         for what, shape in {
             "K": replace(base, k=base.k * factor, completions=base.completions * factor),
             "prompt": replace(base, prompt=base.prompt * factor),
             "completion": replace(base, completion=base.completion * factor),
-            "vocabulary": replace(base, config=qwen(896, 4864, 24, 14, 37984 * factor)),
+            "vocabulary": replace(base, config=with_words(base.config, words * factor)),
         }.items():
-            if what == "vocabulary" and not torch.cuda.is_available():
-                continue
-            report(f"{what} x{factor}", "rloom", shape, run_rloom(shape, steps, dtype))
-            clean()
+            case = context.Process(target=grown, args=(f"{what} x{factor}", shape, steps))
+            case.start()
+            case.join()
+
+
+def with_words(config: Any, count: int) -> Any:
+    return type(config)(**{**config.to_dict(), "vocab_size": count})
+
+
+def grown(name: str, shape: Shape, steps: int) -> None:
+    """One case. On a CPU the peak is what the process has grown by since its model was loaded."""
+    draw_completions(shape, steps)
+    dtype = torch.bfloat16 if torch.cuda.is_available() else torch.float32
+    make_model(shape, dtype)
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    result = run_rloom(shape, steps, dtype)
+    if not torch.cuda.is_available():
+        result["peak_gib"] = round((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 2**20, 2)
+    report(name, "rloom", shape, result)
 
 
 def main() -> None:

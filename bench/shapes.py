@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import random
 from dataclasses import dataclass
@@ -58,7 +59,8 @@ SHAPES = {
 def make_model(shape: Shape, dtype: torch.dtype, device: str | None = None) -> Any:
     torch.manual_seed(0)
     with torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu")):
-        return AutoModelForCausalLM.from_config(shape.config, dtype=dtype)
+        # A copy: trainers write into their model's config, and the peer that comes next would inherit that.
+        return AutoModelForCausalLM.from_config(copy.deepcopy(shape.config), dtype=dtype)
 
 
 def make_tokenizer() -> PreTrainedTokenizerFast:

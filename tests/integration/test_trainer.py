@@ -449,3 +449,14 @@ def test_sft_and_reward_model_paths(config, rows, reward_model, tmp_path):
 def test_stop_token_id(config, rows):
     trainer, _ = train(config(max_steps=1, stop_token_id=9), rows)
     assert trainer.eos_token_ids == [2, 9]
+
+
+def test_the_models_cache_stays_as_it_was(config, model, tokenizer, rows):
+    """The Trainer would turn it off in the config, and in what is saved: whoever generates with that waits."""
+    from rloom import RLOOTrainer
+
+    assert model.config.use_cache
+    trainer = RLOOTrainer(
+        model, lambda completions, **kwargs: [0.0] * len(completions), config(), rows, processing_class=tokenizer
+    )
+    assert trainer.model.config.use_cache

@@ -45,7 +45,7 @@ ANY_VERSION = 2
 """Of marshal's format, as every Python reads it: the one in the sandbox may not be the one out here."""
 DEVICES = (
     "--dir", "/dev",
-    *(part for path in ("/dev/null", "/dev/zero", "/dev/random", "/dev/urandom") for part in ("--dev-bind", path, path)),
+    *(x for path in ("/dev/null", "/dev/zero", "/dev/random", "/dev/urandom") for x in ("--dev-bind", path, path)),
     "--symlink", "/proc/self/fd", "/dev/fd", "--symlink", "/proc/self/fd/0", "/dev/stdin",
     "--symlink", "/proc/self/fd/1", "/dev/stdout", "--symlink", "/proc/self/fd/2", "/dev/stderr",
 )  # fmt: skip

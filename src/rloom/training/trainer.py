@@ -119,6 +119,7 @@ class RLOOTrainer(UpdateLoop):
         chat = is_chat(train_dataset)
         policy = assemble.load(model, processing_class, args, quantization_config, peft_config, chat=chat)
         assemble.check_images(policy, image_column(train_dataset, eval_dataset), args)
+        use_cache = getattr(policy.model.config, "use_cache", None)
         super().__init__(
             model=policy.model,
             args=args,
@@ -129,6 +130,9 @@ class RLOOTrainer(UpdateLoop):
             callbacks=callbacks,
             optimizers=optimizers,
         )
+        if use_cache is not None and not args.use_cache:
+            # The Trainer turns it off for good, in what it saves too. The learner says so at each forward instead.
+            self.model.config.use_cache = use_cache
         assemble.check_devices(self)
         if optimizers[0] is not None:
             warn_of_lost_bits(self.model)
