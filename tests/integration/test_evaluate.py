@@ -149,7 +149,7 @@ def test_a_judge_that_fails(rows, quick, caplog):
     found = trainer_of(args, with_references(rows), eval_judge=judge).evaluate()
     assert "eval_win_rate" not in found
     assert math.isfinite(found["eval_reward"])
-    assert "no win rate this time: out of paper" in caplog.text
+    assert "no win rate this time: RewardError: out of paper" in caplog.text
     with pytest.raises(RewardError, match="out of paper"):
         trainer_of(quick(eval_reference_column="summary"), with_references(rows), eval_judge=judge).evaluate()
 
@@ -174,3 +174,27 @@ def test_wrong_column_is_said_before_a_model_is_loaded(rows, quick):
     args = quick(eval_reference_column="summry")
     with pytest.raises(DataError, match="no column 'summry' to compare with; did you mean 'summary'"):
         RLOOTrainer("no/such-model", even, args, rows, with_references(rows), eval_judge=lambda p, c: [1.0, 0.0])
+
+
+def test_a_judge_that_raises_costs_the_win_rate_and_not_the_run(rows, quick):
+    def judge(prompts, completions):
+        raise ConnectionError("nobody is there")
+
+    args = {"eval_reference_column": "summary"}
+    found = trainer_of(quick(on_reward_error="none", **args), with_references(rows), eval_judge=judge).evaluate()
+    assert "eval_win_rate" not in found
+    assert "eval_reward" in found
+    with pytest.raises(ConnectionError):
+        trainer_of(quick(**args), with_references(rows), eval_judge=judge).evaluate()
+
+
+def test_rows_without_a_reference_are_left_out_of_the_win_rate(rows, quick):
+    data = with_references(rows)
+    data[1] = {**data[1], "summary": None}
+    judge = lambda prompts, completions: [1.0, 0.0] if None not in completions else [0.0, 1.0]  # noqa: E731
+    assert trainer_of(quick(eval_reference_column="summary"), data, eval_judge=judge).evaluate()["eval_win_rate"] == 1.0
+
+
+def test_an_opponent_that_is_not_there_is_told_at_the_start(rows, quick):
+    with pytest.raises(ConfigError, match="eval_against"):
+        trainer_of(quick(eval_against="/no/such/model"), rows, eval_judge=lambda prompts, completions: [1.0, 0.0])

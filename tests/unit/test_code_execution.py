@@ -14,6 +14,7 @@ import threading
 import time
 from pathlib import Path
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -864,3 +865,26 @@ def test_without_bubblewrap_it_refuses(monkeypatch):
 def test_limits_that_make_no_sense():
     with pytest.raises(ValueError, match="memory_mb must be above 0"):
         Limits(memory_mb=0)
+
+
+@needs_sandbox
+def test_long_answers_and_long_requests_do_not_wait_for_each_other():
+    """The first answer fills its pipe; the second request, sent ahead, would fill the other."""
+    tests = [f"assert f(300000) == {'a' * 300000!r}", f"assert g({'b' * 300000!r}) == 300000"]
+    program = "def f(n): return 'a' * n\ndef g(text): return len(text)"
+    assert code_execution(time_limit=5.0)(completions=[program], tests=[tests]) == [1.0]
+
+
+@needs_sandbox
+def test_tests_that_are_texts_of_numpys():
+    tests = [np.str_("x = f(3)\nassert x == 'aaa'")]
+    assert code_execution()(completions=[np.str_("def f(n): return 'a' * n")], tests=[tests]) == [1.0]
+
+
+@needs_sandbox
+def test_marks_of_pytest_where_the_package_is_shown_too():
+    tests = ["import pytest\n@pytest.mark.parametrize('n', [1, 2])\ndef test_f(n): assert f(n) == 'a' * n\n"]
+    where = [str(Path(pytest.__file__).parent.parent)]
+    score = code_execution(site_packages=where)
+    assert score(completions=["def f(n): return 'a' * n"], tests=[tests]) == [1.0]
+    assert score(completions=["def f(n): return 'a'"], tests=[tests]) == [0.0]

@@ -309,3 +309,10 @@ def test_rewards_named_on_the_command_line(tmp_path, monkeypatch, capsys):
             load_reward(spec)
     assert main(["serve-reward", "some_rewards:doubel"]) == 1
     assert "did you mean 'double'" in capsys.readouterr().err
+
+
+def test_an_answer_may_have_the_words_of_the_address():
+    """What is in the query is not shown in messages; it is no secret of the data."""
+    with serving(lengths) as (url, _):
+        reward = http_reward(url + "/score?type=score&output=scores", retries=0, timeout=5.0)
+        assert reward(prompts=["p"], completions=["xx"], completion_ids=[[1]]) == [2]

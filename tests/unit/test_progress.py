@@ -39,3 +39,14 @@ def test_it_takes_the_place_of_the_usual_ones(config, rows, quiet):
     assert any(isinstance(c, usual) for c in plain.callback_handler.callbacks)
     live = trainer_of(config(disable_tqdm=quiet), rows, [LiveProgress()])
     assert not any(isinstance(c, (PrinterCallback, ProgressCallback)) for c in live.callback_handler.callbacks)
+
+
+def test_an_evaluation_may_come_before_training(config, rows):
+    progress = LiveProgress(Console(file=io.StringIO()))
+    trainer = RLOOTrainer(
+        make_model(), length, config(eval_strategy="no"), rows, eval_dataset=rows[:2], callbacks=[progress],
+        processing_class=make_tokenizer(),
+    )  # fmt: skip
+    trainer.evaluate()
+    progress.on_log(None, trainer.state, None, logs={"kl": float("inf"), "reward": 1.0})
+    assert progress.view()

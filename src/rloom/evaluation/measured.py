@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -10,6 +12,8 @@ from torch import Tensor
 
 from rloom.evaluation.statistics import Estimate, estimate, over_prompts, pass_at, per_token
 from rloom.types import Group, Prompt, Rollout
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -20,8 +24,13 @@ class Contest:
     compare: Callable[[list[Any], list[Any], list[Any]], list[float]]
 
     def held(self, prompts: Sequence[Prompt], ours: list[Any]) -> Estimate:
-        """The win rate."""
-        return estimate(self.compare([prompt.content for prompt in prompts], ours, self.replies(prompts)))
+        """The win rate; over prompts that there is a reply to."""
+        pairs = zip(prompts, ours, self.replies(prompts), strict=True)
+        held = [(prompt.content, our, their) for prompt, our, their in pairs if their is not None]
+        if len(held) < len(prompts):
+            logger.warning("%d of %d prompts have no text to compare with", len(prompts) - len(held), len(prompts))
+        contents, mine, theirs = (list(column) for column in zip(*held, strict=True)) if held else ([], [], [])
+        return estimate(self.compare(contents, mine, theirs) if held else [math.nan])
 
 
 @dataclass(slots=True, kw_only=True)

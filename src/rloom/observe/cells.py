@@ -8,12 +8,14 @@ from typing import Any
 def as_text(value: Any) -> str:
     """Numbers short, messages with their roles, control characters spelt out.
 
+    >>> as_text([1, 2])
+    '[1, 2]'
     >>> as_text(0.51234), as_text(None), as_text([{"role": "user", "content": "Hi"}]), as_text("a\\x1b[2J")
     ('0.51', '–', 'user: Hi', 'a\\\\x1b[2J')
     """
     if isinstance(value, float):
         return "–" if value != value else f"{value:.2f}"
-    if isinstance(value, list):  # messages
+    if isinstance(value, list) and all(isinstance(m, dict) for m in value):  # messages
         return _printable("\n".join(f"{m.get('role')}: {m.get('content')}" for m in value))
     return "–" if value is None else _printable(str(value))
 

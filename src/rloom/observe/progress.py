@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from typing import Any
 
@@ -75,6 +76,7 @@ class LiveProgress(TrainerCallback):
             console=self.console,
         )
         self.drawn = 0.0
+        self.task: Any = None  # until training begins; an evaluation may come before
         self.screen: InNotebook | InTerminal = InNotebook() if self.console.is_jupyter else InTerminal(self.console)
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
@@ -84,7 +86,7 @@ class LiveProgress(TrainerCallback):
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Move the bar, unless that was only just done."""
-        self.progress.update(self.task, completed=state.global_step)
+        self._move(state)
         if time.monotonic() - self.drawn > REDRAW_SECONDS:
             self._draw()
 
@@ -92,14 +94,19 @@ class LiveProgress(TrainerCallback):
         """Take the numbers in and redraw."""
         for name, values in self.history.items():
             value = (logs or {}).get(name)
-            if value is not None:
+            if value is not None and math.isfinite(float(value)):
                 values.append(float(value))
-        self.progress.update(self.task, completed=state.global_step)
+        self._move(state)
         self._draw()
+
+    def _move(self, state: Any) -> None:
+        if self.task is not None:
+            self.progress.update(self.task, completed=state.global_step)
 
     def _draw(self) -> None:
         self.drawn = time.monotonic()
-        self.screen.update(self)
+        if self.task is not None:
+            self.screen.update(self)
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Leave the last view on the screen."""
@@ -158,7 +165,8 @@ class InNotebook:
         """Replace it."""
         from IPython.display import HTML
 
-        self.handle.update(HTML(as_html(progress)))
+        if self.handle is not None:
+            self.handle.update(HTML(as_html(progress)))
 
     stop = update
 

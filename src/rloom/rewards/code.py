@@ -20,6 +20,7 @@ from typing import Any
 
 from rloom.errors import RewardError, SandboxError
 from rloom.rewards.compare import equals, shown
+from rloom.rewards.inside.light_json import dumps
 from rloom.rewards.inside.wire import WireError, encode, receive, send
 from rloom.rewards.marks import mark
 from rloom.rewards.sandbox import Limits, Sandboxed, TimeLeft, check_sandbox
@@ -348,12 +349,15 @@ def _asked(calls: list[Call], names: dict[str, Any], fds: dict[str, int], left: 
     """Make the calls and compare the answers. Some are sent ahead, so that the program need not wait for the next."""
     passed, why, sent = 0, "", 0
     ahead: deque[int] = deque()  # sizes of requests that are not answered yet
-    for number, call in enumerate(calls):
+    for call in calls:
         failure = _uncallable(call, names)
         try:
-            while sent < len(calls) and (sent <= number or sum(ahead) < AHEAD_BYTES):
+            while sent < len(calls):
                 if not _uncallable(calls[sent], names):
-                    ahead.append(send(fds["ask_write"], _request(calls[sent], names), left.write))
+                    request = _request(calls[sent], names)
+                    if ahead and sum(ahead) + len(dumps(request)) > AHEAD_BYTES:
+                        break  # it might not fit into the pipe, while the program waits for its answer to be read
+                    ahead.append(send(fds["ask_write"], request, left.write))
                 sent += 1
             if not failure:
                 failure = _failure(call, receive(fds["answer_read"], left.read))

@@ -110,12 +110,11 @@ def _part(fields: dict[str, Any], columns: dict[str, Any], part: slice) -> dict[
 
 
 def _scores(service: JsonService, payload: dict[str, Any]) -> list[Any]:
-    answer = service.safe(service.post(payload))
+    answer = service.post(payload)
     scores = answer.get("scores", answer.get("rewards")) if isinstance(answer, dict) else answer
     if not isinstance(scores, list):
-        raise RewardError(
-            f"{service.url} answered {str(answer)[:100]!r}; {{'scores': [one number per completion]}} is expected"
-        )
+        shown = service.safe(str(answer))[:100]
+        raise RewardError(f"{service.url} answered {shown!r}; {{'scores': [one number per completion]}} is expected")
     if len(scores) != len(payload["completions"]):
         raise RewardError(f"{service.url} answered {len(scores)} scores for {len(payload['completions'])} completions")
-    return scores
+    return [service.safe(score) if isinstance(score, str) else score for score in scores]  # a message may show it

@@ -218,7 +218,7 @@ class Worker:
         os.close(answer_write)
         self.loaded: set[int] = set()
         self.received = bytearray()
-        self.answered = 0  # samples of the present message
+        self.answered = self.asked = 0  # samples of the present message
         self._close = weakref.finalize(self, _close_all, self.request, self.answers_fd, self.process)
 
     @staticmethod
@@ -243,7 +243,7 @@ class Worker:
     def ask(self, request: dict[str, Any], seconds: float) -> None:
         """Send a request within `seconds`."""
         left = TimeLeft(seconds)
-        self.answered = 0
+        self.answered, self.asked = 0, len(request.get("samples", ()))
         PROGRESS.pack_into(self.progress, 0, 0, 0.0)  # it is idle, and does not write there now
         body = _pickled(request)
         data = memoryview(struct.pack(">I", len(body)) + body)
@@ -292,8 +292,9 @@ class Worker:
 
     def _begun(self) -> tuple[int, float]:
         """How many samples of the message it has begun, and when the latest."""
-        begun: tuple[int, float] = PROGRESS.unpack_from(self.progress)
-        return begun
+        begun, since = PROGRESS.unpack_from(self.progress)
+        # The function may write there too: it must not buy itself time with a clock that is ahead, or more samples.
+        return min(begun, self.asked), min(since, time.monotonic())
 
     def _how(self) -> str:
         _stop(self.process, wait=True)

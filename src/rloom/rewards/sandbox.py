@@ -7,6 +7,7 @@ nothing is run: there is no way around it.
 from __future__ import annotations
 
 import functools
+import json
 import marshal
 import os
 import select
@@ -195,7 +196,8 @@ class Sandboxed:
     ) -> None:
         self.role, self.limits = role, limits
         self.ready_fd, ready = os.pipe()
-        payload = {**payload, **fds, "ready_fd": ready, "limits": limits.inside()}
+        # By way of JSON: marshal would take a text of numpy's for bytes.
+        payload = json.loads(json.dumps({**payload, **fds, "ready_fd": ready, "limits": limits.inside()}))
         modules = [(name, _code(name)) for name in ROLES[role]]
         data = marshal.dumps({"modules": modules, "payload": payload}, ANY_VERSION)
         with seccomp_fd() as fd:

@@ -5,10 +5,11 @@ from __future__ import annotations
 import logging
 import os
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from torch import nn
-from transformers import ProcessorMixin
+from transformers import AutoConfig, ProcessorMixin
 
 from rloom.config import RLOOConfig
 from rloom.data import datasets
@@ -173,7 +174,12 @@ def choose_contest(args: Any, judge: Any) -> Contest | None:
 
 
 def _other_model(args: Any) -> OtherModel:
-    """Another model, sampled as ours is."""
+    """Another model, sampled as ours is. Whether there is one is asked now, and not at the first evaluation."""
+    try:
+        if not (Path(args.eval_against) / "adapter_config.json").exists():
+            AutoConfig.from_pretrained(args.eval_against, trust_remote_code=args.trust_remote_code)
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"eval_against: there is no model {args.eval_against!r}: {error}") from None
     return OtherModel(
         args.eval_against,
         seed=args.seed,

@@ -349,10 +349,10 @@ class RLOOTrainer(UpdateLoop):
         """A judge that cannot be reached costs a run its win rate, and ends it only where a failed reward would."""
         try:
             return measured.win_rate()
-        except RewardError as error:
+        except Exception as error:  # a user's own judge may raise anything
             if self.args.on_reward_error == "raise":
                 raise
-            logger.warning("no win rate this time: %s", error)
+            logger.warning("no win rate this time: %s: %s", type(error).__name__, error)
             return None
 
     def prediction_step(

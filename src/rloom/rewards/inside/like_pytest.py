@@ -121,10 +121,7 @@ def _made(name: str, fixtures: dict[str, Any], made: dict[str, Any], ends: ExitS
 
 
 def install() -> None:
-    """Let tests import it as pytest, where that is not there itself."""
-    try:
-        import pytest  # noqa: F401  (in `site_packages`)
-    except ImportError:
-        module = sys.modules["pytest"] = types.ModuleType("pytest")
-        module.raises, module.approx, module.fixture = raises, approx, fixture  # type: ignore[attr-defined]
-        module.mark = types.SimpleNamespace(parametrize=parametrize)  # type: ignore[attr-defined]
+    """Let tests import it as pytest, also where `site_packages` has that: `run_test` knows these marks alone."""
+    module = sys.modules["pytest"] = types.ModuleType("pytest")
+    module.raises, module.approx, module.fixture = raises, approx, fixture  # type: ignore[attr-defined]
+    module.mark = types.SimpleNamespace(parametrize=parametrize)  # type: ignore[attr-defined]
