@@ -186,3 +186,12 @@ def test_the_judge_s_command_of_the_older_document(here, monkeypatch):
         monkeypatch.setenv("OPENAI_BASE_URL", url)
         done = run([str(ROOT / "examples/scripts/evals/judge_tldr.py"), *shlex.split(JUDGE)], here)
     assert re.search(r"^Model win rate: 6\.25%$", done.stdout, re.MULTILINE)  # one tie in eight: half of 1/8
+
+
+def test_a_judge_whose_answers_cannot_be_read(here, capsys):
+    arguments = ["--judge_model", "j", "--reference_column", "completion", "--output_file", "n.json"]
+    with serving(answering(lambda question: "I would rather not say.")) as (url, _):
+        assert main([*BASE, *arguments, "--judge_url", url]) == 1
+    assert "no verdict of the judge could be read" in capsys.readouterr().err
+    assert json.loads((here / "n.json").read_text())["win_rate"]["value"] is None
+    assert "NaN" not in (here / "n.json").read_text()

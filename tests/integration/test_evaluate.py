@@ -198,3 +198,31 @@ def test_rows_without_a_reference_are_left_out_of_the_win_rate(rows, quick):
 def test_an_opponent_that_is_not_there_is_told_at_the_start(rows, quick):
     with pytest.raises(ConfigError, match="eval_against"):
         trainer_of(quick(eval_against="/no/such/model"), rows, eval_judge=lambda prompts, completions: [1.0, 0.0])
+
+
+def test_a_judge_that_is_not_there_is_told_at_the_start(rows, quick):
+    options = {"eval_judge_reward_model": "/no/such/judge", "eval_reference_column": "summary"}
+    with pytest.raises(ConfigError, match="eval_judge_reward_model: the model '/no/such/judge' cannot be loaded"):
+        trainer_of(quick(**options), with_references(rows))
+
+
+def test_evaluation_without_prompts_is_told_before_a_model_is_loaded(rows, config):
+    with pytest.raises(ConfigError, match="--eval_data"):
+        RLOOTrainer("/no/such/model", lambda completions: [0.0], config(eval_strategy="steps", eval_steps=1), rows)
+
+
+def test_a_win_rate_without_prompts_is_said(rows, config, caplog):
+    args = config(eval_reference_column="summary")
+    judge = lambda prompts, completions: [1.0, 0.0]  # noqa: E731
+    tokenizer = make_tokenizer()
+    RLOOTrainer(make_model(), lambda completions: [0.0], args, rows, processing_class=tokenizer, eval_judge=judge)
+    assert "there is no evaluation set" in caplog.text
+
+
+def test_a_reward_model_that_is_not_there_is_named(rows, config, monkeypatch):
+    def offline(*args, **kwargs):
+        raise OSError("there is no network")
+
+    monkeypatch.setattr("rloom.training.assemble.load_reward_model", offline)
+    with pytest.raises(RewardError, match="'math_accuracy' cannot be loaded: .* rloom.rewards.math_accuracy"):
+        RLOOTrainer(make_model(), "math_accuracy", config(), rows, processing_class=make_tokenizer())

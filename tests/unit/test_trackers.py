@@ -123,7 +123,11 @@ class HoldsWriter(TrainerCallback):
 
 @pytest.mark.parametrize(
     ("cadence", "steps"),
-    [({"log_completions": True}, [1, 2, 3, 4]), ({"num_sample_generations": 2}, [2, 4])],
+    [
+        ({"log_completions": True}, [1, 2, 3, 4]),
+        ({"num_sample_generations": 2}, [2, 4]),
+        ({"num_sample_generations": 4, "num_iterations": 2}, [1, 3]),  # a table for each rollout
+    ],
 )
 def test_cadence_of_a_run(config, rows, cadence, steps, monkeypatch):
     monkeypatch.setattr("transformers.trainer.get_reporting_integration_callbacks", lambda report_to: [])

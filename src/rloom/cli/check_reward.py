@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
-import logging
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 
+from rloom.cli.messages import show_messages
 from rloom.cli.spec import find_reward
 from rloom.errors import DataError
 from rloom.rewards.build import build_reward, load_reward_model, reward_tokenizer
@@ -20,7 +20,7 @@ from rloom.rewards.collection import RewardSet
 
 def run(options: Any) -> int:
     """The verb: 0 when nothing stands against training with these rewards, 1 when something does."""
-    logging.basicConfig(format="%(message)s")
+    show_messages()
     console = Console()
     functions = [_loaded(find_reward(spec)) for spec in options.rewards]
     samples = read_samples(options.data, options.prompts)

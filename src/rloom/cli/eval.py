@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import logging
+import math
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -15,6 +15,7 @@ from rich.console import Console
 from rich.table import Table
 
 from rloom.cli.flags import Flags
+from rloom.cli.messages import show_messages
 from rloom.cli.spec import find_reward
 from rloom.data.images import has_places, images_of
 from rloom.data.sources import load_rows
@@ -84,7 +85,7 @@ def main(argv: Sequence[str]) -> int:
     """The verb: 0 when measured."""
     parser = flags()
     options = EvalOptions(**parser.given(argv))
-    logging.basicConfig(format="%(message)s", stream=sys.stderr)
+    show_messages()
     try:
         _check(options)
     except ConfigError as error:
@@ -96,9 +97,18 @@ def main(argv: Sequence[str]) -> int:
 
         print(as_percent(win_rate.value))
     if options.output_file:
-        content = {name: dataclasses.asdict(value) for name, value in found.items()}
-        Path(options.output_file).write_text(json.dumps(content, indent=1) + "\n")
+        content = {name: _plain(value) for name, value in found.items()}
+        Path(options.output_file).write_text(json.dumps(content, indent=1, allow_nan=False) + "\n")
+    if win_rate is not None and win_rate.count == 0:
+        print("rloom: no verdict of the judge could be read; its messages are above", file=sys.stderr)
+        return 1
     return 0
+
+
+def _plain(value: Estimate) -> dict[str, Any]:
+    """As JSON knows it: null for what is no number."""
+    fields = dataclasses.asdict(value)
+    return {name: None if isinstance(x, float) and not math.isfinite(x) else x for name, x in fields.items()}
 
 
 def _check(options: EvalOptions) -> None:

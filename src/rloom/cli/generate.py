@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import logging
 import sys
 import time
 from collections.abc import Iterator
@@ -11,6 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TextIO
 
+from rloom.cli.messages import show_messages
 from rloom.errors import DataError
 from rloom.evaluation.writer import Writer
 from rloom.seeds import derive_seed
@@ -21,7 +21,7 @@ PROMPTS_AT_ONCE = 512
 
 def run(options: Any) -> int:
     """The verb. What is written is written as groups finish; a line says how fast it went."""
-    logging.basicConfig(format="%(message)s")
+    show_messages()
     rows = read_prompts(options.prompts)
     writer = Writer(
         options.model,

@@ -5,7 +5,6 @@ TRL keeps these two well; a second implementation would be one more to keep. It 
 
 from __future__ import annotations
 
-import logging
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -15,6 +14,7 @@ from typing import Any
 import torch
 
 from rloom.cli.flags import Flags, split
+from rloom.cli.messages import show_messages
 from rloom.cli.options import DataOptions, LoraOptions, ModelOptions, init_kwargs, lora_config
 from rloom.cli.options import quantization as quantization_of
 from rloom.config import _bf16_is_fast
@@ -72,7 +72,7 @@ def run(
     `columns` are the sets of columns that rows may have, one of which they must.
     """
     values = parser.given(argv)
-    logging.basicConfig(format="%(message)s", stream=sys.stderr)
+    show_messages()
     try:
         made = _make(values, config, trainer, columns, lora)
     except ConfigError as error:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import argparse
-import logging
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from rloom.cli.flags import Flags, split
+from rloom.cli.messages import show_messages
 from rloom.cli.options import DataOptions, LoraOptions, ModelOptions, RewardOptions, init_kwargs, lora_config
 from rloom.cli.options import quantization as quantization_of
 from rloom.cli.spec import find_reward
@@ -48,7 +48,7 @@ def main(argv: Sequence[str]) -> int:
     """The verb: 0 when trained and saved; wrong usage leaves with 2."""
     parser = flags()
     values = parser.given(argv)
-    logging.basicConfig(format="%(message)s", stream=sys.stderr)
+    show_messages()
     try:
         plan = _plan(values)
     except (ConfigError, UnknownOptionError) as error:

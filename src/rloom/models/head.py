@@ -94,6 +94,7 @@ def run_head(
         logprobs, entropy = _LinearHead.apply(hidden.to(dtype), head.weight.to(dtype), bias, targets, transform, keep)
     else:  # an adapter on the head, a quantized head: recomputed through the module itself
         logprobs, entropy = _through_module(logits, hidden, targets, _num_logits(head), keep)
+    entropy = entropy.clamp(min=0.0)  # of a distribution that is all but certain, rounding may leave less
     return HeadOutput(logprobs=logprobs, entropy=entropy, hidden=hidden, logits=logits)
 
 

@@ -15,6 +15,7 @@ from statistics import fmean, median
 from typing import Any
 
 WINDOW = 3  # logs that a value is averaged over
+FAR = 4  # times a limit: told at once
 KL_PER_TOKEN = 0.5  # nats; text has usually come apart by then
 ALIKE = 0.9  # share of groups without signal
 TRUNCATED = 0.5
@@ -66,11 +67,13 @@ Rule = Callable[[Logs, Any], str | None]
 def kl_explodes(logs: Logs, args: Any) -> str | None:
     """The policy runs away from the reference."""
     kl = logs["kl"]
+    what = f"lower learning_rate (now {args.learning_rate:g}), or raise beta (now {args.beta:g})"
+    if len(kl) and kl.values[-1] > FAR * KL_PER_TOKEN:  # nobody has the time to wait for a trend
+        return f"the KL is {kl.values[-1]:.2g} per token: the policy has left the reference; {what}"
     if not logs.long("kl") or kl.last() < KL_PER_TOKEN or kl.last() <= fmean(kl.values[-2 * WINDOW : -WINDOW]):
         return None
     return (
-        f"the KL is {kl.last():.2g} per token and rising: the policy leaves the reference, and texts come apart; raise "
-        f"beta (now {args.beta:g}), or lower learning_rate (now {args.learning_rate:g})"
+        f"the KL is {kl.last():.2g} per token and rising: the policy leaves the reference, and texts come apart; {what}"
     )
 
 

@@ -40,9 +40,10 @@ class FunctionReward:
             return arguments
         for name, required in self.accepted.items():
             if required and name not in arguments:
+                nearest = did_you_mean(name, arguments) or "."
                 raise RewardError(
                     f"The reward function '{self.name}' wants an argument '{name}', which is neither a column of the "
-                    f"data set nor one of the documented arguments{did_you_mean(name, arguments)} The columns are: "
+                    f"data set nor one of the documented arguments{nearest} The columns are: "
                     f"{', '.join(sorted(batch.columns)) or 'none'}"
                 )
         return {name: arguments[name] for name in self.accepted if name in arguments}

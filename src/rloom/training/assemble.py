@@ -11,6 +11,7 @@ from typing import Any
 from torch import nn
 from transformers import AutoConfig, ProcessorMixin
 
+from rloom import rewards as ready_made
 from rloom.config import RLOOConfig
 from rloom.data import datasets
 from rloom.data.batching import Batcher
@@ -19,7 +20,7 @@ from rloom.data.model_inputs import placeholder_ids
 from rloom.data.plan import PlanSampler
 from rloom.data.prompts import PromptEncoder
 from rloom.data.vision import is_vision
-from rloom.errors import ConfigError, DataError, UnknownOptionError, did_you_mean
+from rloom.errors import ConfigError, DataError, RewardError, UnknownOptionError, did_you_mean
 from rloom.evaluation.measured import Contest
 from rloom.evaluation.opponents import OtherModel, judge_of, pairwise, texts_of_column
 from rloom.generation.base import Engine, Sampling
@@ -158,6 +159,8 @@ def choose_contest(args: Any, judge: Any) -> Contest | None:
         )
     if not any(opponents):
         return None
+    for option in ("eval_against", "eval_judge_reward_model"):
+        _check_there(args, option)
     replies = texts_of_column(args.eval_reference_column) if args.eval_reference_column else _other_model(args)
     compare = (
         pairwise(judge)
@@ -173,13 +176,19 @@ def choose_contest(args: Any, judge: Any) -> Contest | None:
     return Contest(replies=replies, compare=compare)
 
 
-def _other_model(args: Any) -> OtherModel:
-    """Another model, sampled as ours is. Whether there is one is asked now, and not at the first evaluation."""
+def _check_there(args: Any, option: str) -> None:
+    """Whether there is such a model is asked now, and not at the first evaluation."""
+    name = getattr(args, option)
+    if not name or (Path(name) / "adapter_config.json").exists():
+        return
     try:
-        if not (Path(args.eval_against) / "adapter_config.json").exists():
-            AutoConfig.from_pretrained(args.eval_against, trust_remote_code=args.trust_remote_code)
+        AutoConfig.from_pretrained(name, trust_remote_code=args.trust_remote_code)
     except (OSError, ValueError) as error:
-        raise ConfigError(f"eval_against: there is no model {args.eval_against!r}: {error}") from None
+        raise ConfigError(f"{option}: the model {name!r} cannot be loaded: {error}") from None
+
+
+def _other_model(args: Any) -> OtherModel:
+    """Another model, sampled as ours is."""
     return OtherModel(
         args.eval_against,
         seed=args.seed,
@@ -205,6 +214,7 @@ def check_data(train: Any, evaluation: Any, args: Any) -> tuple[Any, Any]:
         args.accelerator_config.dispatch_batches = False
     train = datasets.check_train_dataset(train, args.max_steps)
     evaluation = datasets.check_eval_dataset(evaluation)
+    _check_evaluation(evaluation, args)
     _check_reference_column(evaluation, args.eval_reference_column)
     datasets.check_same_format(train, evaluation)
     if datasets.is_iterable(train):
@@ -218,6 +228,21 @@ def check_data(train: Any, evaluation: Any, args: Any) -> tuple[Any, Any]:
             loaders.schedule(args), len(train), shuffle=False, seed=0
         )  # refuses a data set that fills no rollout
     return train, evaluation
+
+
+def _check_evaluation(evaluation: Any, args: Any) -> None:
+    """Evaluation that was asked for has something to work on."""
+    if evaluation is not None:
+        return
+    if args.eval_strategy != "no":
+        raise ConfigError(
+            "eval_strategy asks for evaluation, and there are no prompts for it: give `eval_dataset` (--eval_data, "
+            "--dataset_test_split), or leave eval_strategy out"
+        )
+    if args.eval_reference_column or args.eval_against:
+        logger.warning(
+            "a win rate is asked for and there is no evaluation set: only evaluate(eval_dataset=…) reports it"
+        )
 
 
 def _check_reference_column(evaluation: Any, column: str | None) -> None:
@@ -375,6 +400,19 @@ def _batcher(trainer: Any, policy: Policy, args: Any) -> Batcher:
     )
 
 
+def _reward_model(name: str, args: Any) -> nn.Module:
+    options = {"trust_remote_code": args.trust_remote_code, "init_kwargs": args.model_init_kwargs}
+    try:
+        return load_reward_model(name, **options)
+    except OSError as error:
+        known = (
+            f". The ready-made reward of that name is the function rloom.rewards.{name}"
+            if name in ready_made.__all__
+            else ""
+        )
+        raise RewardError(f"the reward model {name!r} cannot be loaded: {error}{known}") from error
+
+
 def _rewards(
     trainer: Any, functions: list[Any], terms: list[Term], classes: list[Any], args: Any
 ) -> tuple[RewardSet, list[Any], Composition]:
@@ -383,9 +421,7 @@ def _rewards(
     for index, function in enumerate(functions):
         by_name = isinstance(function, str) and not is_url(function)
         if by_name:
-            functions[index] = load_reward_model(
-                function, trust_remote_code=args.trust_remote_code, init_kwargs=args.model_init_kwargs
-            )
+            functions[index] = _reward_model(function, args)
         if isinstance(functions[index], nn.Module):
             classes[index] = reward_tokenizer(
                 functions[index],

@@ -71,12 +71,16 @@ class SampleTable(TrainerCallback):
 
     def __init__(self, log: CompletionLog, times: int, callbacks: list[Any]) -> None:
         self.log, self.times, self.callbacks = log, times, callbacks
+        self.shown = -1  # completions that there were at the last table
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Print and send when the step is due."""
         step, total = state.global_step, state.max_steps
         due = step * self.times // total > (step - 1) * self.times // total  # so often, whatever divides what
+        if due and self.log.count == self.shown:
+            return  # several updates on one rollout: the table would be the same under another number
         if due and state.is_world_process_zero:
+            self.shown = self.log.count
             self.log.print(state.global_step, args.num_completions_to_print or 5)
             self.log.send(state.global_step, args, tensorboard_writer(self.callbacks))
 
