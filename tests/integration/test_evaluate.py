@@ -224,5 +224,5 @@ def test_a_reward_model_that_is_not_there_is_named(rows, config, monkeypatch):
         raise OSError("there is no network")
 
     monkeypatch.setattr("rloom.training.assemble.load_reward_model", offline)
-    with pytest.raises(RewardError, match="'math_accuracy' cannot be loaded: .* rloom.rewards.math_accuracy"):
+    with pytest.raises(RewardError, match=r"'math_accuracy' cannot be loaded: .* rloom.rewards.math_accuracy"):
         RLOOTrainer(make_model(), "math_accuracy", config(), rows, processing_class=make_tokenizer())
