@@ -6,6 +6,7 @@ import os
 import subprocess
 import threading
 import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -403,3 +404,14 @@ def test_groups_that_were_replaced_are_in_the_store_without_an_advantage(config)
     assert replaced
     assert all(r["scores"]["by_row"] == 1.0 for r in replaced)
     assert any(r["advantage"] for r in rows)
+
+
+@pytest.mark.parametrize("kind", [str, Path])
+def test_a_resumed_run_goes_on_in_its_store(config, kind):
+    options = {"save_strategy": "steps", "save_steps": 1, "max_steps": 3}
+    trainer_of(config, length, **options).train()
+    again = trainer_of(config, length, **options)
+    before = read_store(again.args.output_dir)
+    again.train(resume_from_checkpoint=kind(f"{again.args.output_dir}/checkpoint-1"))
+    assert read_store(again.args.output_dir) == before
+    assert [p.name for p in Path(again.args.output_dir).glob("_rollouts*")] == ["_rollouts"]
