@@ -86,12 +86,79 @@ def test_a_torn_line_longer_than_a_block(tmp_path):
     assert only_part(tmp_path).read_bytes().endswith(b"}\n")
 
 
-def test_a_damaged_line_in_the_middle_is_named(tmp_path):
-    written(RunStore(tmp_path), 1)
+DAMAGE = [b"{half\n", b"\0" * 4096 + b"\n", b"\xff\xfe\n", b"17\n", b'{"no": "step"}\n', b"[" * 10**5 + b"\n"]
+
+
+@pytest.mark.parametrize("damage", DAMAGE, ids=["half", "zeros", "no text", "a number", "no step", "deep"])
+def test_damaged_lines_are_counted_and_passed_over(tmp_path, caplog, damage):
+    written(RunStore(tmp_path), 1, 2, 3)
     part = only_part(tmp_path)
-    part.write_text("{half\n" + part.read_text())
-    with pytest.raises(ValueError, match="line 1 is damaged"):
-        read_store(tmp_path)
+    lines = part.read_bytes().splitlines(keepends=True)
+    part.write_bytes(b"".join([*lines[:1], damage, *lines[1:2], damage, *lines[2:]]))
+    assert steps(tmp_path) == [1, 1, 2, 2, 3, 3]
+    assert f"2 lines are damaged in {part}" in caplog.text
+    caplog.clear()
+    again = RunStore(tmp_path)
+    again.resume(2)
+    assert f"2 lines are damaged in {part}" in caplog.text
+    written(again, 3, 4)
+    assert steps(tmp_path) == [1, 1, 2, 2, 3, 3, 4, 4]
+
+
+@pytest.mark.parametrize("name", ["2024-notes.jsonl", "1.jsonl", "000000001-copy.jsonl", "notes.txt"])
+def test_a_foreign_file_is_let_be(tmp_path, name):
+    written(RunStore(tmp_path), 1, 2)
+    (tmp_path / FOLDER / name).write_text("mine")
+    again = RunStore(tmp_path)
+    again.resume(1)
+    written(again, 2)
+    assert steps(tmp_path) == [1, 1, 2, 2]
+    assert (tmp_path / FOLDER / name).read_text() == "mine"
+    again.begin()
+    assert (tmp_path / f"{FOLDER}-1" / name).read_text() == "mine"
+
+
+def refuse(*args, **kwargs):
+    raise PermissionError(errno.EPERM, os.strerror(errno.EPERM))
+
+
+def test_a_store_that_cannot_be_set_aside_is_left_alone(tmp_path, monkeypatch, caplog):
+    written(RunStore(tmp_path), 1)
+    store = RunStore(tmp_path)
+    monkeypatch.setattr(Path, "rename", refuse)
+    store.begin()
+    assert "NOT written down" in caplog.text
+    written(store, 1, 2)
+    assert steps(tmp_path) == [1, 1]
+    monkeypatch.undo()
+    store.begin()  # the next run can
+    written(store, 1, 2)
+    assert steps(tmp_path) == [1, 1, 2, 2]
+
+
+@pytest.mark.parametrize(("owner", "name"), [(os, "truncate"), (Path, "open")])
+def test_a_store_that_cannot_be_cut_is_set_aside(tmp_path, monkeypatch, caplog, owner, name):
+    written(RunStore(tmp_path), 1, 2)
+    store = RunStore(tmp_path)
+    monkeypatch.setattr(owner, name, refuse)
+    store.resume(1)
+    monkeypatch.undo()
+    assert "begins anew" in caplog.text
+    written(store, 2)
+    assert steps(tmp_path) == [2, 2]
+    assert len(list((tmp_path / f"{FOLDER}-1").iterdir())) == 1
+
+
+def test_a_folder_where_nothing_may_be_changed_costs_the_store_and_not_the_run(tmp_path, monkeypatch, caplog):
+    written(RunStore(tmp_path), 1, 2)
+    store = RunStore(tmp_path)
+    for owner, name in [(os, "truncate"), (Path, "rename"), (Path, "unlink"), (Path, "mkdir")]:
+        monkeypatch.setattr(owner, name, refuse)
+    store.resume(1)
+    written(store, 2)
+    monkeypatch.undo()
+    assert "NOT written down" in caplog.text
+    assert steps(tmp_path) == [1, 1, 2, 2]
 
 
 def test_a_new_run_sets_an_earlier_one_aside(tmp_path):

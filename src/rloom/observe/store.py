@@ -1,7 +1,8 @@
 """What a run leaves on disk: a line of JSON per completion, with every function's value as it came.
 
 Lines are only ever added, in the order of the steps. A kill can cost the line that is being written and no other; a
-resumed run drops the lines of steps that its checkpoint does not know, and writes them again.
+resumed run drops the lines of steps that its checkpoint does not know, and writes them again. Whatever is wrong with
+what is on disk is said, and never stops a run.
 """
 
 from __future__ import annotations
@@ -37,6 +38,7 @@ class RunStore:
     def __init__(self, output_dir: str | Path, *, texts: bool = True, part_bytes: int = PART_BYTES) -> None:
         self.folder, self.texts, self.part_bytes = Path(output_dir) / FOLDER, texts, part_bytes
         self._waiting: list[dict[str, Any]] = []
+        self._off = False  # whether it could not be opened, so that nothing is written
         self._own = False  # whether what is on disk is this run's
         self._trained = False  # whether rows of training are among it
         self._checked: Path | None = None  # the part whose end is known to be a whole line
@@ -46,26 +48,50 @@ class RunStore:
     def begin(self) -> None:
         """A run starts from nothing: an earlier one's rows are set aside, under another name."""
         self.forget()
-        if _parts(self.folder) and (self._trained or not self._own):
-            aside = next(p for n in itertools.count(1) if not (p := self.folder.with_name(f"{FOLDER}-{n}")).exists())
-            self.folder.rename(aside)
-            logger.info("the completions of an earlier run are now in %s", aside)
-        self._own, self._trained, self._checked = True, False, None
+        self._off = False
+        if self._trained or not self._own:
+            self._set_aside()
+        self._own, self._trained, self._checked = not self._off, False, None
 
     def resume(self, step: int) -> None:
         """A run goes on after `step`: rows of later steps are dropped, since they will come again."""
         self.forget()
-        self._own, self._trained, self._checked = True, True, None
-        dropped = 0
-        for part in reversed(_parts(self.folder)):
-            if _first_step(part) > step:
-                dropped += sum(1 for _ in _lines(part, last=True))
-                part.unlink()
-                continue
-            dropped += _cut(part, step)
-            break
+        self._own, self._trained, self._checked, self._off = True, True, None, False
+        try:
+            dropped = self._drop_after(step)
+        except (OSError, ValueError) as error:
+            # Beside rows that should be gone, new ones would be there twice.
+            logger.warning("the run cannot go on with the completions in %s, and begins anew: %s", self.folder, error)
+            self._set_aside()
+            return
         if dropped:
             logger.info("%d completions of steps after %d are dropped from %s", dropped, step, self.folder)
+
+    def _set_aside(self) -> None:
+        """What is there gets another name. Where that may not be, nothing is written: it would mix two runs."""
+        try:
+            if not _parts(self.folder):
+                return
+            aside = next(p for n in itertools.count(1) if not (p := self.folder.with_name(f"{FOLDER}-{n}")).exists())
+            self.folder.rename(aside)
+            logger.info("the completions of an earlier run are now in %s", aside)
+        except (OSError, ValueError) as error:
+            self._off = True
+            logger.warning(
+                "the completions of an earlier run in %s cannot be set aside: those of this run are NOT written down. "
+                "Its training goes on. %s",
+                self.folder,
+                error,
+            )
+
+    def _drop_after(self, step: int) -> int:
+        dropped = 0
+        for part in reversed(_parts(self.folder)):
+            if _first_step(part) <= step:
+                return dropped + _cut(part, step)
+            dropped += sum(row is not None for _, row in _lines(part, last=True))
+            part.unlink()
+        return dropped
 
     # -- rows
 
@@ -88,11 +114,13 @@ class RunStore:
         """Write all that waits, as of a step, of training or of an evaluation's name. A full disk costs these rows and
         not the run."""
         rows, self._waiting = self._waiting, []
-        if not rows or not self._may_write():
+        if not rows or self._off:
             return
-        self._trained = self._trained or mode == "train"
-        data = "".join(_line({"step": step, "mode": mode, **self._kept(row)}) + "\n" for row in rows).encode()
         try:
+            if not self._may_write():
+                return
+            self._trained = self._trained or mode == "train"
+            data = "".join(_line({"step": step, "mode": mode, **self._kept(row)}) + "\n" for row in rows).encode()
             self._append(data, step)
         except OSError as error:
             logger.warning("%d completions of step %d could not be written down: %s", len(rows), step, error)
@@ -166,31 +194,51 @@ def _text(value: Any) -> str:
 
 
 def _parts(folder: Path) -> list[Path]:
-    return sorted(folder.glob("[0-9]*.jsonl"))
+    """The store's own files, in order; others that somebody put there are none of its business."""
+    return sorted(folder.glob("[0-9]" * 9 + ".jsonl"))
 
 
 def _first_step(part: Path) -> int:
     return int(part.stem)
 
 
-def _lines(part: Path, *, last: bool) -> Iterator[tuple[int, dict[str, Any]]]:
-    """Where each row begins, and the row. At the end of the last file half a line may stand, which is passed over."""
+def _lines(part: Path, *, last: bool) -> Iterator[tuple[int, dict[str, Any] | None]]:
+    """Where each line begins, and its row: None where it is damaged. At the end of the last file half a line may stand,
+    which is passed over."""
     position = 0
     with part.open("rb") as file:
-        for number, line in enumerate(file, 1):
+        for line in file:
             if last and not line.endswith(b"\n"):
                 return
-            try:
-                yield position, json.loads(line)
-            except ValueError as error:
-                raise ValueError(f"{part}, line {number} is damaged: {error}") from None
+            yield position, _row(line)
             position += len(line)
+
+
+def _row(line: bytes) -> dict[str, Any] | None:
+    """A line as it was written; None for anything else, such as the zeros that a crash of the machine leaves."""
+    try:
+        row = json.loads(line)
+    except (ValueError, RecursionError):
+        return None
+    return row if isinstance(row, dict) and isinstance(row.get("step"), int) else None
+
+
+def _warn_of_damage(count: int, where: Path) -> None:
+    if count:
+        lines = "1 line is" if count == 1 else f"{count} lines are"
+        logger.warning("%s damaged in %s, and passed over", lines, where)
 
 
 def _cut(part: Path, step: int) -> int:
     """Cut a file before the first row of a later step; returns how many rows that costs."""
     _drop_torn_line(part)
-    later = [position for position, row in _lines(part, last=True) if row["step"] > step]
+    later, damaged = [], 0
+    for position, row in _lines(part, last=True):
+        if row is None:
+            damaged += 1
+        elif row["step"] > step:
+            later.append(position)
+    _warn_of_damage(damaged, part)
     if later:
         os.truncate(part, later[0])
     return len(later)
@@ -217,7 +265,8 @@ def _drop_torn_line(part: Path) -> None:
 def read_store(output_dir: str | Path, *, first: int = 0, last: int | None = None) -> list[dict[str, Any]]:
     """The completions that a run has written down, in order: one dict each, as docs/rewards.md describes them.
 
-    `pandas.json_normalize(read_store("out"))` makes a table of them.
+    `pandas.json_normalize(read_store("out"))` makes a table of them. Damaged lines are passed over, with a warning that
+    counts them.
 
     Args:
         output_dir: the run's folder. It may still be running.
@@ -240,7 +289,11 @@ def read_store(output_dir: str | Path, *, first: int = 0, last: int | None = Non
     for number, part in enumerate(parts):
         if last is not None and _first_step(part) > last:
             break
+        damaged = 0
         for _, row in _lines(part, last=number == len(parts) - 1):
-            if row["step"] >= first and (last is None or row["step"] <= last):
+            if row is None:
+                damaged += 1
+            elif row["step"] >= first and (last is None or row["step"] <= last):
                 rows.append(row)
+        _warn_of_damage(damaged, part)
     return rows
