@@ -6,6 +6,7 @@ import os
 import subprocess
 import threading
 import time
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -404,6 +405,19 @@ def test_groups_that_were_replaced_are_in_the_store_without_an_advantage(config)
     assert replaced
     assert all(r["scores"]["by_row"] == 1.0 for r in replaced)
     assert any(r["advantage"] for r in rows)
+    members = Counter(r["group"] for r in rows)
+    assert members == dict.fromkeys(range(len(rows) // 4), 4)
+    assert all(len({r["advantage"] is None for r in rows if r["group"] == group}) == 1 for group in members)
+
+
+def test_groups_of_an_evaluation_in_batches_are_told_apart_in_the_store(config):
+    options = {"per_device_eval_batch_size": 8, "eval_strategy": "steps", "eval_steps": 1}
+    trainer = trainer_of(config, length, eval_rows=ROWS, **options)
+    trainer.train()
+    rows = read_store(trainer.args.output_dir)
+    for step in (1, 2):
+        there = [(r["group"], r["prompt"]) for r in rows if (r["step"], r["mode"]) == (step, "eval")]
+        assert there == [(number, row["prompt"]) for number, row in enumerate(ROWS) for _ in range(4)]
 
 
 @pytest.mark.parametrize("kind", [str, Path])

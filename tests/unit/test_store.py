@@ -181,6 +181,43 @@ def test_evaluating_does_not_write_into_another_run(tmp_path, caplog):
     assert "belongs to another run" in caplog.text
 
 
+def groups(folder: Path) -> list[tuple[int, str, int]]:
+    return [(r["step"], r["mode"], r["group"]) for r in read_store(folder)]
+
+
+@pytest.mark.parametrize("part_bytes", [1, 10**6])
+def test_a_group_has_a_number_of_its_own_in_its_step(tmp_path, part_bytes):
+    def collected(store, *numbers):
+        store.add([row(n, group=n) for n in numbers])
+
+    store = RunStore(tmp_path, part_bytes=part_bytes)
+    store.begin()
+    collected(store, 0, 0, 1, 1)
+    collected(store, 0, 0)  # another rollout of the same update
+    store.write(1)
+    for mode in ("eval", "eval", "test", "eval"):
+        collected(store, 0, 1)
+        store.write(1, mode)
+    expected = [(1, "train", n) for n in (0, 0, 1, 1, 2, 2)]
+    expected += [(1, "eval", n) for n in range(4)] + [(1, "test", n) for n in range(2)]
+    expected += [(1, "eval", n) for n in (4, 5)]
+    assert groups(tmp_path) == expected
+    collected(store, 0)
+    store.write(2)
+    assert groups(tmp_path) == [*expected, (2, "train", 0)]
+    again = RunStore(tmp_path, part_bytes=part_bytes)
+    again.resume(1)
+    collected(again, 0)
+    again.write(1, "eval")  # once more, as of the step that was resumed from
+    collected(again, 0)
+    again.write(2)
+    assert groups(tmp_path) == [*expected, (1, "eval", 6), (2, "train", 0)]
+    again.begin()
+    collected(again, 0)
+    again.write(1)
+    assert groups(tmp_path) == [(1, "train", 0)]
+
+
 def test_anything_can_be_kept(tmp_path):
     endless: list = []
     endless.append(endless)

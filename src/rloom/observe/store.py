@@ -12,7 +12,7 @@ import json
 import logging
 import math
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +38,8 @@ class RunStore:
     def __init__(self, output_dir: str | Path, *, texts: bool = True, part_bytes: int = PART_BYTES) -> None:
         self.folder, self.texts, self.part_bytes = Path(output_dir) / FOLDER, texts, part_bytes
         self._waiting: list[dict[str, Any]] = []
+        self._step = -1  # the step whose groups are counted
+        self._groups: dict[str, int] = {}  # how many groups of it are written down already, by mode
         self._off = False  # whether it could not be opened, so that nothing is written
         self._own = False  # whether what is on disk is this run's
         self._trained = False  # whether rows of training are among it
@@ -59,6 +61,7 @@ class RunStore:
         self._own, self._trained, self._checked, self._off = True, True, None, False
         try:
             dropped = self._drop_after(step)
+            self._step, self._groups = step, _groups_of(self.folder, step)
         except (OSError, ValueError) as error:
             # Beside rows that should be gone, new ones would be there twice.
             logger.warning("the run cannot go on with the completions in %s, and begins anew: %s", self.folder, error)
@@ -74,6 +77,7 @@ class RunStore:
                 return
             aside = next(p for n in itertools.count(1) if not (p := self.folder.with_name(f"{FOLDER}-{n}")).exists())
             self.folder.rename(aside)
+            self._step, self._groups = -1, {}
             logger.info("the completions of an earlier run are now in %s", aside)
         except (OSError, ValueError) as error:
             self._off = True
@@ -96,9 +100,10 @@ class RunStore:
     # -- rows
 
     def add(self, rows: Sequence[dict[str, Any]]) -> list[int]:
-        """Take in completions whose advantages are not known yet; returns their numbers."""
-        first = len(self._waiting)
-        self._waiting += rows
+        """Take in completions whose advantages are not known yet; returns their numbers. Their groups are counted on
+        from those that wait already: an update can take several rollouts."""
+        first, before = len(self._waiting), _count_groups(self._waiting)
+        self._waiting += [_renumbered(row, before) for row in rows]
         return list(range(first, first + len(rows)))
 
     def settle(self, numbers: Sequence[int], advantages: Sequence[float]) -> None:
@@ -116,14 +121,26 @@ class RunStore:
         rows, self._waiting = self._waiting, []
         if not rows or self._off:
             return
+        before = self._count_on(rows, step, mode)
         try:
             if not self._may_write():
                 return
             self._trained = self._trained or mode == "train"
-            data = "".join(_line({"step": step, "mode": mode, **self._kept(row)}) + "\n" for row in rows).encode()
+            data = "".join(self._as_line(row, step, mode, before) + "\n" for row in rows).encode()
             self._append(data, step)
         except OSError as error:
             logger.warning("%d completions of step %d could not be written down: %s", len(rows), step, error)
+
+    def _as_line(self, row: dict[str, Any], step: int, mode: str, before: int) -> str:
+        return _line({"step": step, "mode": mode, **self._kept(_renumbered(row, before))})
+
+    def _count_on(self, rows: Sequence[dict[str, Any]], step: int, mode: str) -> int:
+        """How many groups the step has before these: an evaluation is written batch by batch."""
+        if step != self._step:
+            self._step, self._groups = step, {}
+        before = self._groups.get(mode, 0)
+        self._groups[mode] = before + _count_groups(rows)
+        return before
 
     def _may_write(self) -> bool:
         """Evaluating alone must not mix its rows into the store of a run that somebody else made."""
@@ -158,6 +175,15 @@ class RunStore:
         new = self.folder / f"{step:09d}.jsonl"
         newest = _parts(self.folder)[-1:]
         return newest[0] if newest and newest[0].stat().st_size < self.part_bytes else max([new, *newest])
+
+
+def _count_groups(rows: Iterable[dict[str, Any]]) -> int:
+    """As many as the largest number says; rows need not have one."""
+    return max((row["group"] + 1 for row in rows if isinstance(row.get("group"), int)), default=0)
+
+
+def _renumbered(row: dict[str, Any], before: int) -> dict[str, Any]:
+    return {**row, "group": row["group"] + before} if "group" in row else dict(row)
 
 
 def _shortest(value: Any) -> Any:
@@ -242,6 +268,19 @@ def _cut(part: Path, step: int) -> int:
     if later:
         os.truncate(part, later[0])
     return len(later)
+
+
+def _groups_of(folder: Path, step: int) -> dict[str, int]:
+    """How many groups of the newest step are there, by mode. It may have begun in an earlier file than the last."""
+    counts: dict[str, int] = {}
+    for part in reversed(_parts(folder)):
+        for _, row in _lines(part, last=False):
+            if row is not None and row["step"] == step:
+                mode = str(row.get("mode"))
+                counts[mode] = max(counts.get(mode, 0), _count_groups([row]))
+        if _first_step(part) < step:
+            break
+    return counts
 
 
 def _drop_torn_line(part: Path) -> None:
