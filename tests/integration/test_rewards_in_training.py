@@ -429,3 +429,22 @@ def test_a_resumed_run_goes_on_in_its_store(config, kind):
     again.train(resume_from_checkpoint=kind(f"{again.args.output_dir}/checkpoint-1"))
     assert read_store(again.args.output_dir) == before
     assert [p.name for p in Path(again.args.output_dir).glob("_rollouts*")] == ["_rollouts"]
+
+
+def test_columns_of_the_same_name_are_both_in_the_store(config):
+    def first(completions, log_extra, **kwargs):
+        log_extra("length", [len(c) for c in completions])
+        return [0.0] * len(completions)
+
+    def second(completions, log_extra, **kwargs):
+        log_extra("length", [-len(c) for c in completions])
+        return [float(len(c)) for c in completions]
+
+    trainer = trainer_of(config, [first, second])
+    trainer.train()
+    rows = read_store(trainer.args.output_dir)
+    assert [r["extra"] for r in rows] == [
+        {"length": len(r["completion"]), "length (2)": -len(r["completion"])} for r in rows
+    ]
+    table = trainer.completion_log.table(2)
+    assert table["length"] == [-value for value in table["length (2)"]] == [len(c) for c in table["completion"]]

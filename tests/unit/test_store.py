@@ -272,14 +272,20 @@ def test_a_full_disk_costs_rows_and_not_the_run(tmp_path, monkeypatch, caplog):
 
 
 def test_every_line_is_json_for_others_too(tmp_path):
+    nan, inf = float("nan"), float("inf")
     store = RunStore(tmp_path)
-    store.add([row(1, scores={"f": float("nan")})])
+    changes = {"prompt": [{"content": inf}], "extra": {"x": nan, "y": (1.0, [-inf]), "z": 1e300, "o": Path("a")}}
+    store.add([row(1, scores={"f": nan, "g": 1e300, "h": -inf, "i": 0.5}, **changes), row(2, extra={nan: 1})])
     store.write(1)
 
     def refuse(name):
         raise AssertionError(name)
 
-    assert json.loads(only_part(tmp_path).read_text(), parse_constant=refuse)["scores"] == {"f": None}
+    first, second = (json.loads(line, parse_constant=refuse) for line in only_part(tmp_path).read_text().splitlines())
+    assert first["scores"] == {"f": None, "g": None, "h": None, "i": 0.5}
+    assert first["prompt"] == [{"content": None}]
+    assert first["extra"] == {"x": None, "y": [1.0, [None]], "z": 1e300, "o": "a"}
+    assert second["extra"] == "{nan: 1}"
 
 
 def test_no_run_no_rows(tmp_path):

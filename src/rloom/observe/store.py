@@ -128,7 +128,7 @@ class RunStore:
             self._trained = self._trained or mode == "train"
             data = "".join(self._as_line(row, step, mode, before) + "\n" for row in rows).encode()
             self._append(data, step)
-        except OSError as error:
+        except (OSError, ValueError) as error:
             logger.warning("%d completions of step %d could not be written down: %s", len(rows), step, error)
 
     def _as_line(self, row: dict[str, Any], step: int, mode: str, before: int) -> str:
@@ -187,26 +187,46 @@ def _renumbered(row: dict[str, Any], before: int) -> dict[str, Any]:
 
 
 def _shortest(value: Any) -> Any:
-    """Numbers with as many digits as float32, in which scores are kept, has; what is no number as null.
+    """Numbers with as many digits as float32, in which scores are kept, has; what is no number there as null.
 
     >>> import torch
     >>> _shortest({"a": torch.tensor(0.1).item(), "b": float("nan"), "c": "text"})
     {'a': 0.1, 'b': None, 'c': 'text'}
+    >>> _shortest(1e300) is None
+    True
     """
     if isinstance(value, dict):
         return {name: _shortest(v) for name, v in value.items()}
     if isinstance(value, float):
-        return float(str(np.float32(value))) if math.isfinite(value) else None
+        with np.errstate(over="ignore"):
+            short = float(str(np.float32(value)))
+        return short if math.isfinite(short) else None
     return value
 
 
+def _finite(value: Any) -> Any:
+    """Without infinities and NaN, which JSON does not have: null in their place.
+
+    >>> _finite({"a": [1.0, float("inf")], "b": (float("nan"), "text")})
+    {'a': [1.0, None], 'b': [None, 'text']}
+    """
+    if isinstance(value, dict):
+        return {name: _finite(v) for name, v in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_finite(v) for v in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
 def _line(row: dict[str, Any]) -> str:
-    """A row as JSON. Prompts and further columns are the user's, and may hold anything; what JSON does not know becomes
-    text, and so does what contains itself."""
-    try:
-        return json.dumps(row, default=_text)
-    except (TypeError, ValueError, RecursionError):
-        return json.dumps({name: _text(value) if name in TEXTS else value for name, value in row.items()})
+    """A row as JSON. Prompts and further columns are the user's, and may hold anything: what is no number becomes null,
+    what JSON does not know text, and so does what contains itself."""
+    for plain in (lambda value: value, _finite, _text):  # most rows need nothing, and copying them takes time
+        try:
+            made = {name: plain(value) if name in TEXTS else value for name, value in row.items()}
+            return json.dumps(made, default=_text, allow_nan=False)
+        except (TypeError, ValueError, RecursionError):
+            continue
+    raise ValueError(f"a row that is no JSON: {_text(row)}")
 
 
 def _text(value: Any) -> str:
