@@ -6,6 +6,8 @@ import os
 import subprocess
 import threading
 import time
+from collections import Counter
+from pathlib import Path
 
 import pytest
 import torch
@@ -403,3 +405,46 @@ def test_groups_that_were_replaced_are_in_the_store_without_an_advantage(config)
     assert replaced
     assert all(r["scores"]["by_row"] == 1.0 for r in replaced)
     assert any(r["advantage"] for r in rows)
+    members = Counter(r["group"] for r in rows)
+    assert members == dict.fromkeys(range(len(rows) // 4), 4)
+    assert all(len({r["advantage"] is None for r in rows if r["group"] == group}) == 1 for group in members)
+
+
+def test_groups_of_an_evaluation_in_batches_are_told_apart_in_the_store(config):
+    options = {"per_device_eval_batch_size": 8, "eval_strategy": "steps", "eval_steps": 1}
+    trainer = trainer_of(config, length, eval_rows=ROWS, **options)
+    trainer.train()
+    rows = read_store(trainer.args.output_dir)
+    for step in (1, 2):
+        there = [(r["group"], r["prompt"]) for r in rows if (r["step"], r["mode"]) == (step, "eval")]
+        assert there == [(number, row["prompt"]) for number, row in enumerate(ROWS) for _ in range(4)]
+
+
+@pytest.mark.parametrize("kind", [str, Path])
+def test_a_resumed_run_goes_on_in_its_store(config, kind):
+    options = {"save_strategy": "steps", "save_steps": 1, "max_steps": 3}
+    trainer_of(config, length, **options).train()
+    again = trainer_of(config, length, **options)
+    before = read_store(again.args.output_dir)
+    again.train(resume_from_checkpoint=kind(f"{again.args.output_dir}/checkpoint-1"))
+    assert read_store(again.args.output_dir) == before
+    assert [p.name for p in Path(again.args.output_dir).glob("_rollouts*")] == ["_rollouts"]
+
+
+def test_columns_of_the_same_name_are_both_in_the_store(config):
+    def first(completions, log_extra, **kwargs):
+        log_extra("length", [len(c) for c in completions])
+        return [0.0] * len(completions)
+
+    def second(completions, log_extra, **kwargs):
+        log_extra("length", [-len(c) for c in completions])
+        return [float(len(c)) for c in completions]
+
+    trainer = trainer_of(config, [first, second])
+    trainer.train()
+    rows = read_store(trainer.args.output_dir)
+    assert [r["extra"] for r in rows] == [
+        {"length": len(r["completion"]), "length (2)": -len(r["completion"])} for r in rows
+    ]
+    table = trainer.completion_log.table(2)
+    assert table["length"] == [-value for value in table["length (2)"]] == [len(c) for c in table["completion"]]

@@ -86,12 +86,79 @@ def test_a_torn_line_longer_than_a_block(tmp_path):
     assert only_part(tmp_path).read_bytes().endswith(b"}\n")
 
 
-def test_a_damaged_line_in_the_middle_is_named(tmp_path):
-    written(RunStore(tmp_path), 1)
+DAMAGE = [b"{half\n", b"\0" * 4096 + b"\n", b"\xff\xfe\n", b"17\n", b'{"no": "step"}\n', b"[" * 10**5 + b"\n"]
+
+
+@pytest.mark.parametrize("damage", DAMAGE, ids=["half", "zeros", "no text", "a number", "no step", "deep"])
+def test_damaged_lines_are_counted_and_passed_over(tmp_path, caplog, damage):
+    written(RunStore(tmp_path), 1, 2, 3)
     part = only_part(tmp_path)
-    part.write_text("{half\n" + part.read_text())
-    with pytest.raises(ValueError, match="line 1 is damaged"):
-        read_store(tmp_path)
+    lines = part.read_bytes().splitlines(keepends=True)
+    part.write_bytes(b"".join([*lines[:1], damage, *lines[1:2], damage, *lines[2:]]))
+    assert steps(tmp_path) == [1, 1, 2, 2, 3, 3]
+    assert f"2 lines are damaged in {part}" in caplog.text
+    caplog.clear()
+    again = RunStore(tmp_path)
+    again.resume(2)
+    assert f"2 lines are damaged in {part}" in caplog.text
+    written(again, 3, 4)
+    assert steps(tmp_path) == [1, 1, 2, 2, 3, 3, 4, 4]
+
+
+@pytest.mark.parametrize("name", ["2024-notes.jsonl", "1.jsonl", "000000001-copy.jsonl", "notes.txt"])
+def test_a_foreign_file_is_let_be(tmp_path, name):
+    written(RunStore(tmp_path), 1, 2)
+    (tmp_path / FOLDER / name).write_text("mine")
+    again = RunStore(tmp_path)
+    again.resume(1)
+    written(again, 2)
+    assert steps(tmp_path) == [1, 1, 2, 2]
+    assert (tmp_path / FOLDER / name).read_text() == "mine"
+    again.begin()
+    assert (tmp_path / f"{FOLDER}-1" / name).read_text() == "mine"
+
+
+def refuse(*args, **kwargs):
+    raise PermissionError(errno.EPERM, os.strerror(errno.EPERM))
+
+
+def test_a_store_that_cannot_be_set_aside_is_left_alone(tmp_path, monkeypatch, caplog):
+    written(RunStore(tmp_path), 1)
+    store = RunStore(tmp_path)
+    monkeypatch.setattr(Path, "rename", refuse)
+    store.begin()
+    assert "NOT written down" in caplog.text
+    written(store, 1, 2)
+    assert steps(tmp_path) == [1, 1]
+    monkeypatch.undo()
+    store.begin()  # the next run can
+    written(store, 1, 2)
+    assert steps(tmp_path) == [1, 1, 2, 2]
+
+
+@pytest.mark.parametrize(("owner", "name"), [(os, "truncate"), (Path, "open")])
+def test_a_store_that_cannot_be_cut_is_set_aside(tmp_path, monkeypatch, caplog, owner, name):
+    written(RunStore(tmp_path), 1, 2)
+    store = RunStore(tmp_path)
+    monkeypatch.setattr(owner, name, refuse)
+    store.resume(1)
+    monkeypatch.undo()
+    assert "begins anew" in caplog.text
+    written(store, 2)
+    assert steps(tmp_path) == [2, 2]
+    assert len(list((tmp_path / f"{FOLDER}-1").iterdir())) == 1
+
+
+def test_a_folder_where_nothing_may_be_changed_costs_the_store_and_not_the_run(tmp_path, monkeypatch, caplog):
+    written(RunStore(tmp_path), 1, 2)
+    store = RunStore(tmp_path)
+    for owner, name in [(os, "truncate"), (Path, "rename"), (Path, "unlink"), (Path, "mkdir")]:
+        monkeypatch.setattr(owner, name, refuse)
+    store.resume(1)
+    written(store, 2)
+    monkeypatch.undo()
+    assert "NOT written down" in caplog.text
+    assert steps(tmp_path) == [1, 1, 2, 2]
 
 
 def test_a_new_run_sets_an_earlier_one_aside(tmp_path):
@@ -112,6 +179,43 @@ def test_evaluating_does_not_write_into_another_run(tmp_path, caplog):
     written(RunStore(tmp_path), 0, mode="eval")
     assert steps(tmp_path) == [1, 1]
     assert "belongs to another run" in caplog.text
+
+
+def groups(folder: Path) -> list[tuple[int, str, int]]:
+    return [(r["step"], r["mode"], r["group"]) for r in read_store(folder)]
+
+
+@pytest.mark.parametrize("part_bytes", [1, 10**6])
+def test_a_group_has_a_number_of_its_own_in_its_step(tmp_path, part_bytes):
+    def collected(store, *numbers):
+        store.add([row(n, group=n) for n in numbers])
+
+    store = RunStore(tmp_path, part_bytes=part_bytes)
+    store.begin()
+    collected(store, 0, 0, 1, 1)
+    collected(store, 0, 0)  # another rollout of the same update
+    store.write(1)
+    for mode in ("eval", "eval", "test", "eval"):
+        collected(store, 0, 1)
+        store.write(1, mode)
+    expected = [(1, "train", n) for n in (0, 0, 1, 1, 2, 2)]
+    expected += [(1, "eval", n) for n in range(4)] + [(1, "test", n) for n in range(2)]
+    expected += [(1, "eval", n) for n in (4, 5)]
+    assert groups(tmp_path) == expected
+    collected(store, 0)
+    store.write(2)
+    assert groups(tmp_path) == [*expected, (2, "train", 0)]
+    again = RunStore(tmp_path, part_bytes=part_bytes)
+    again.resume(1)
+    collected(again, 0)
+    again.write(1, "eval")  # once more, as of the step that was resumed from
+    collected(again, 0)
+    again.write(2)
+    assert groups(tmp_path) == [*expected, (1, "eval", 6), (2, "train", 0)]
+    again.begin()
+    collected(again, 0)
+    again.write(1)
+    assert groups(tmp_path) == [(1, "train", 0)]
 
 
 def test_anything_can_be_kept(tmp_path):
@@ -168,14 +272,20 @@ def test_a_full_disk_costs_rows_and_not_the_run(tmp_path, monkeypatch, caplog):
 
 
 def test_every_line_is_json_for_others_too(tmp_path):
+    nan, inf = float("nan"), float("inf")
     store = RunStore(tmp_path)
-    store.add([row(1, scores={"f": float("nan")})])
+    changes = {"prompt": [{"content": inf}], "extra": {"x": nan, "y": (1.0, [-inf]), "z": 1e300, "o": Path("a")}}
+    store.add([row(1, scores={"f": nan, "g": 1e300, "h": -inf, "i": 0.5}, **changes), row(2, extra={nan: 1})])
     store.write(1)
 
     def refuse(name):
         raise AssertionError(name)
 
-    assert json.loads(only_part(tmp_path).read_text(), parse_constant=refuse)["scores"] == {"f": None}
+    first, second = (json.loads(line, parse_constant=refuse) for line in only_part(tmp_path).read_text().splitlines())
+    assert first["scores"] == {"f": None, "g": None, "h": None, "i": 0.5}
+    assert first["prompt"] == [{"content": None}]
+    assert first["extra"] == {"x": None, "y": [1.0, [None]], "z": 1e300, "o": "a"}
+    assert second["extra"] == "{nan: 1}"
 
 
 def test_no_run_no_rows(tmp_path):

@@ -1,7 +1,8 @@
 """What a run leaves on disk: a line of JSON per completion, with every function's value as it came.
 
 Lines are only ever added, in the order of the steps. A kill can cost the line that is being written and no other; a
-resumed run drops the lines of steps that its checkpoint does not know, and writes them again.
+resumed run drops the lines of steps that its checkpoint does not know, and writes them again. Whatever is wrong with
+what is on disk is said, and never stops a run.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import json
 import logging
 import math
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +38,9 @@ class RunStore:
     def __init__(self, output_dir: str | Path, *, texts: bool = True, part_bytes: int = PART_BYTES) -> None:
         self.folder, self.texts, self.part_bytes = Path(output_dir) / FOLDER, texts, part_bytes
         self._waiting: list[dict[str, Any]] = []
+        self._step = -1  # the step whose groups are counted
+        self._groups: dict[str, int] = {}  # how many groups of it are written down already, by mode
+        self._off = False  # whether it could not be opened, so that nothing is written
         self._own = False  # whether what is on disk is this run's
         self._trained = False  # whether rows of training are among it
         self._checked: Path | None = None  # the part whose end is known to be a whole line
@@ -46,33 +50,60 @@ class RunStore:
     def begin(self) -> None:
         """A run starts from nothing: an earlier one's rows are set aside, under another name."""
         self.forget()
-        if _parts(self.folder) and (self._trained or not self._own):
-            aside = next(p for n in itertools.count(1) if not (p := self.folder.with_name(f"{FOLDER}-{n}")).exists())
-            self.folder.rename(aside)
-            logger.info("the completions of an earlier run are now in %s", aside)
-        self._own, self._trained, self._checked = True, False, None
+        self._off = False
+        if self._trained or not self._own:
+            self._set_aside()
+        self._own, self._trained, self._checked = not self._off, False, None
 
     def resume(self, step: int) -> None:
         """A run goes on after `step`: rows of later steps are dropped, since they will come again."""
         self.forget()
-        self._own, self._trained, self._checked = True, True, None
-        dropped = 0
-        for part in reversed(_parts(self.folder)):
-            if _first_step(part) > step:
-                dropped += sum(1 for _ in _lines(part, last=True))
-                part.unlink()
-                continue
-            dropped += _cut(part, step)
-            break
+        self._own, self._trained, self._checked, self._off = True, True, None, False
+        try:
+            dropped = self._drop_after(step)
+            self._step, self._groups = step, _groups_of(self.folder, step)
+        except (OSError, ValueError) as error:
+            # Beside rows that should be gone, new ones would be there twice.
+            logger.warning("the run cannot go on with the completions in %s, and begins anew: %s", self.folder, error)
+            self._set_aside()
+            return
         if dropped:
             logger.info("%d completions of steps after %d are dropped from %s", dropped, step, self.folder)
+
+    def _set_aside(self) -> None:
+        """What is there gets another name. Where that may not be, nothing is written: it would mix two runs."""
+        try:
+            if not _parts(self.folder):
+                return
+            aside = next(p for n in itertools.count(1) if not (p := self.folder.with_name(f"{FOLDER}-{n}")).exists())
+            self.folder.rename(aside)
+            self._step, self._groups = -1, {}
+            logger.info("the completions of an earlier run are now in %s", aside)
+        except (OSError, ValueError) as error:
+            self._off = True
+            logger.warning(
+                "the completions of an earlier run in %s cannot be set aside: those of this run are NOT written down. "
+                "Its training goes on. %s",
+                self.folder,
+                error,
+            )
+
+    def _drop_after(self, step: int) -> int:
+        dropped = 0
+        for part in reversed(_parts(self.folder)):
+            if _first_step(part) <= step:
+                return dropped + _cut(part, step)
+            dropped += sum(row is not None for _, row in _lines(part, last=True))
+            part.unlink()
+        return dropped
 
     # -- rows
 
     def add(self, rows: Sequence[dict[str, Any]]) -> list[int]:
-        """Take in completions whose advantages are not known yet; returns their numbers."""
-        first = len(self._waiting)
-        self._waiting += rows
+        """Take in completions whose advantages are not known yet; returns their numbers. Their groups are counted on
+        from those that wait already: an update can take several rollouts."""
+        first, before = len(self._waiting), _count_groups(self._waiting)
+        self._waiting += [_renumbered(row, before) for row in rows]
         return list(range(first, first + len(rows)))
 
     def settle(self, numbers: Sequence[int], advantages: Sequence[float]) -> None:
@@ -88,14 +119,28 @@ class RunStore:
         """Write all that waits, as of a step, of training or of an evaluation's name. A full disk costs these rows and
         not the run."""
         rows, self._waiting = self._waiting, []
-        if not rows or not self._may_write():
+        if not rows or self._off:
             return
-        self._trained = self._trained or mode == "train"
-        data = "".join(_line({"step": step, "mode": mode, **self._kept(row)}) + "\n" for row in rows).encode()
+        before = self._count_on(rows, step, mode)
         try:
+            if not self._may_write():
+                return
+            self._trained = self._trained or mode == "train"
+            data = "".join(self._as_line(row, step, mode, before) + "\n" for row in rows).encode()
             self._append(data, step)
-        except OSError as error:
+        except (OSError, ValueError) as error:
             logger.warning("%d completions of step %d could not be written down: %s", len(rows), step, error)
+
+    def _as_line(self, row: dict[str, Any], step: int, mode: str, before: int) -> str:
+        return _line({"step": step, "mode": mode, **self._kept(_renumbered(row, before))})
+
+    def _count_on(self, rows: Sequence[dict[str, Any]], step: int, mode: str) -> int:
+        """How many groups the step has before these: an evaluation is written batch by batch."""
+        if step != self._step:
+            self._step, self._groups = step, {}
+        before = self._groups.get(mode, 0)
+        self._groups[mode] = before + _count_groups(rows)
+        return before
 
     def _may_write(self) -> bool:
         """Evaluating alone must not mix its rows into the store of a run that somebody else made."""
@@ -132,27 +177,56 @@ class RunStore:
         return newest[0] if newest and newest[0].stat().st_size < self.part_bytes else max([new, *newest])
 
 
+def _count_groups(rows: Iterable[dict[str, Any]]) -> int:
+    """As many as the largest number says; rows need not have one."""
+    return max((row["group"] + 1 for row in rows if isinstance(row.get("group"), int)), default=0)
+
+
+def _renumbered(row: dict[str, Any], before: int) -> dict[str, Any]:
+    return {**row, "group": row["group"] + before} if "group" in row else dict(row)
+
+
 def _shortest(value: Any) -> Any:
-    """Numbers with as many digits as float32, in which scores are kept, has; what is no number as null.
+    """Numbers with as many digits as float32, in which scores are kept, has; what is no number there as null.
 
     >>> import torch
     >>> _shortest({"a": torch.tensor(0.1).item(), "b": float("nan"), "c": "text"})
     {'a': 0.1, 'b': None, 'c': 'text'}
+    >>> _shortest(1e300) is None
+    True
     """
     if isinstance(value, dict):
         return {name: _shortest(v) for name, v in value.items()}
     if isinstance(value, float):
-        return float(str(np.float32(value))) if math.isfinite(value) else None
+        with np.errstate(over="ignore"):
+            short = float(str(np.float32(value)))
+        return short if math.isfinite(short) else None
     return value
 
 
+def _finite(value: Any) -> Any:
+    """Without infinities and NaN, which JSON does not have: null in their place.
+
+    >>> _finite({"a": [1.0, float("inf")], "b": (float("nan"), "text")})
+    {'a': [1.0, None], 'b': [None, 'text']}
+    """
+    if isinstance(value, dict):
+        return {name: _finite(v) for name, v in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_finite(v) for v in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
 def _line(row: dict[str, Any]) -> str:
-    """A row as JSON. Prompts and further columns are the user's, and may hold anything; what JSON does not know becomes
-    text, and so does what contains itself."""
-    try:
-        return json.dumps(row, default=_text)
-    except (TypeError, ValueError, RecursionError):
-        return json.dumps({name: _text(value) if name in TEXTS else value for name, value in row.items()})
+    """A row as JSON. Prompts and further columns are the user's, and may hold anything: what is no number becomes null,
+    what JSON does not know text, and so does what contains itself."""
+    for plain in (lambda value: value, _finite, _text):  # most rows need nothing, and copying them takes time
+        try:
+            made = {name: plain(value) if name in TEXTS else value for name, value in row.items()}
+            return json.dumps(made, default=_text, allow_nan=False)
+        except (TypeError, ValueError, RecursionError):
+            continue
+    raise ValueError(f"a row that is no JSON: {_text(row)}")
 
 
 def _text(value: Any) -> str:
@@ -166,34 +240,67 @@ def _text(value: Any) -> str:
 
 
 def _parts(folder: Path) -> list[Path]:
-    return sorted(folder.glob("[0-9]*.jsonl"))
+    """The store's own files, in order; others that somebody put there are none of its business."""
+    return sorted(folder.glob("[0-9]" * 9 + ".jsonl"))
 
 
 def _first_step(part: Path) -> int:
     return int(part.stem)
 
 
-def _lines(part: Path, *, last: bool) -> Iterator[tuple[int, dict[str, Any]]]:
-    """Where each row begins, and the row. At the end of the last file half a line may stand, which is passed over."""
+def _lines(part: Path, *, last: bool) -> Iterator[tuple[int, dict[str, Any] | None]]:
+    """Where each line begins, and its row: None where it is damaged. At the end of the last file half a line may stand,
+    which is passed over."""
     position = 0
     with part.open("rb") as file:
-        for number, line in enumerate(file, 1):
+        for line in file:
             if last and not line.endswith(b"\n"):
                 return
-            try:
-                yield position, json.loads(line)
-            except ValueError as error:
-                raise ValueError(f"{part}, line {number} is damaged: {error}") from None
+            yield position, _row(line)
             position += len(line)
+
+
+def _row(line: bytes) -> dict[str, Any] | None:
+    """A line as it was written; None for anything else, such as the zeros that a crash of the machine leaves."""
+    try:
+        row = json.loads(line)
+    except (ValueError, RecursionError):
+        return None
+    return row if isinstance(row, dict) and isinstance(row.get("step"), int) else None
+
+
+def _warn_of_damage(count: int, where: Path) -> None:
+    if count:
+        lines = "1 line is" if count == 1 else f"{count} lines are"
+        logger.warning("%s damaged in %s, and passed over", lines, where)
 
 
 def _cut(part: Path, step: int) -> int:
     """Cut a file before the first row of a later step; returns how many rows that costs."""
     _drop_torn_line(part)
-    later = [position for position, row in _lines(part, last=True) if row["step"] > step]
+    later, damaged = [], 0
+    for position, row in _lines(part, last=True):
+        if row is None:
+            damaged += 1
+        elif row["step"] > step:
+            later.append(position)
+    _warn_of_damage(damaged, part)
     if later:
         os.truncate(part, later[0])
     return len(later)
+
+
+def _groups_of(folder: Path, step: int) -> dict[str, int]:
+    """How many groups of the newest step are there, by mode. It may have begun in an earlier file than the last."""
+    counts: dict[str, int] = {}
+    for part in reversed(_parts(folder)):
+        for _, row in _lines(part, last=False):
+            if row is not None and row["step"] == step:
+                mode = str(row.get("mode"))
+                counts[mode] = max(counts.get(mode, 0), _count_groups([row]))
+        if _first_step(part) < step:
+            break
+    return counts
 
 
 def _drop_torn_line(part: Path) -> None:
@@ -217,7 +324,8 @@ def _drop_torn_line(part: Path) -> None:
 def read_store(output_dir: str | Path, *, first: int = 0, last: int | None = None) -> list[dict[str, Any]]:
     """The completions that a run has written down, in order: one dict each, as docs/rewards.md describes them.
 
-    `pandas.json_normalize(read_store("out"))` makes a table of them.
+    `pandas.json_normalize(read_store("out"))` makes a table of them. Damaged lines are passed over, with a warning that
+    counts them.
 
     Args:
         output_dir: the run's folder. It may still be running.
@@ -240,7 +348,11 @@ def read_store(output_dir: str | Path, *, first: int = 0, last: int | None = Non
     for number, part in enumerate(parts):
         if last is not None and _first_step(part) > last:
             break
+        damaged = 0
         for _, row in _lines(part, last=number == len(parts) - 1):
-            if row["step"] >= first and (last is None or row["step"] <= last):
+            if row is None:
+                damaged += 1
+            elif row["step"] >= first and (last is None or row["step"] <= last):
                 rows.append(row)
+        _warn_of_damage(damaged, part)
     return rows

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import os
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -111,9 +112,13 @@ class UpdateLoop(Trainer):
 
     # -- checkpoints
 
-    def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Any:
+    def train(
+        self, resume_from_checkpoint: str | os.PathLike[str] | bool | None = None, *args: Any, **kwargs: Any
+    ) -> Any:
         """Train. `resume_from_checkpoint=True` goes on from the newest checkpoint that is whole; `"auto"` does too, and
         starts anew where there is none, so that one script serves the first run and every restart."""
+        if isinstance(resume_from_checkpoint, os.PathLike):
+            resume_from_checkpoint = os.fspath(resume_from_checkpoint)
         if resume_from_checkpoint == "auto":
             resume_from_checkpoint = checkpoint.newest_whole(self.args.output_dir) is not None
         if resume_from_checkpoint is True:

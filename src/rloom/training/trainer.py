@@ -6,6 +6,7 @@ How its loop and its checkpoints are fitted to that is in `loop.py`, how it is p
 from __future__ import annotations
 
 import functools
+import itertools
 import logging
 import time
 from collections.abc import Iterator
@@ -262,8 +263,11 @@ class RLOOTrainer(UpdateLoop):
         )
 
     def _log_extra(self, column: str, values: list[Any]) -> None:
+        taken = self.collector.extra  # of this rollout: two functions may choose the same name, and both are kept
+        names = itertools.chain([column], (f"{column} ({n})" for n in itertools.count(2)))
+        column = next(name for name in names if name not in taken)
         self._logs["extra"][column].extend(values)
-        self.collector.extra[column] = list(values)
+        taken[column] = list(values)
 
     def _log_metric(self, name: str, value: float) -> None:
         if not name.startswith(TOTALS):
