@@ -121,3 +121,14 @@ def test_during_a_run(config, rows, caplog):
     args = config(max_steps=5, diagnosis=False)
     RLOOTrainer(make_model(), zero, args, rows, processing_class=make_tokenizer()).train()
     assert not [message for message in caplog.messages if "diagnosis" in message]
+
+
+def test_a_kl_far_above_the_limit_is_told_at_once():
+    from types import SimpleNamespace
+
+    from rloom.observe.diagnose import Doctor
+
+    args = SimpleNamespace(learning_rate=1.0, beta=0.05, max_completion_length=8)
+    (line,) = Doctor().look([{"kl": 0.0, "loss": 0.0}, {"kl": 3.2, "loss": 0.0}], args, step=2)
+    assert "the KL is 3.2 per token" in line
+    assert "lower learning_rate (now 1)" in line

@@ -67,13 +67,14 @@ Rule = Callable[[Logs, Any], str | None]
 def kl_explodes(logs: Logs, args: Any) -> str | None:
     """The policy runs away from the reference."""
     kl = logs["kl"]
-    what = f"lower learning_rate (now {args.learning_rate:g}), or raise beta (now {args.beta:g})"
-    if len(kl) and kl.values[-1] > FAR * KL_PER_TOKEN:  # nobody has the time to wait for a trend
-        return f"the KL is {kl.values[-1]:.2g} per token: the policy has left the reference; {what}"
-    if not logs.long("kl") or kl.last() < KL_PER_TOKEN or kl.last() <= fmean(kl.values[-2 * WINDOW : -WINDOW]):
+    far = len(kl) > 0 and kl.values[-1] > FAR * KL_PER_TOKEN  # nobody has the time to wait for a trend
+    rising = logs.long("kl") and kl.last() >= KL_PER_TOKEN and kl.last() > fmean(kl.values[-2 * WINDOW : -WINDOW])
+    if not (far or rising):
         return None
+    value, course = (kl.values[-1] if far else kl.last()), (" and rising" if rising else "")
     return (
-        f"the KL is {kl.last():.2g} per token and rising: the policy leaves the reference, and texts come apart; {what}"
+        f"the KL is {value:.2g} per token{course}: the policy leaves the reference, and texts come apart; lower "
+        f"learning_rate (now {args.learning_rate:g}), or raise beta (now {args.beta:g})"
     )
 
 
