@@ -30,7 +30,7 @@ from rloom.rewards.sandbox import TimeLeft
 
 WORKER = Path(__file__).with_name("worker.py")
 LOAD_SECONDS = 300.0
-AT_ONCE_SECONDS, MAX_AT_ONCE = 0.05, 32
+AT_ONCE_SECONDS, MAX_AT_ONCE = 0.05, 64
 """Samples that take so long together, and so many at most, are handed to a worker at once."""
 PROGRESS = struct.Struct("Qd")
 """How many samples of a message a worker has begun, and when (monotonic clock) the latest."""
