@@ -5,11 +5,10 @@ from __future__ import annotations
 import logging
 import os
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from torch import nn
-from transformers import AutoConfig, ProcessorMixin
+from transformers import ProcessorMixin
 
 from rloom import rewards as ready_made
 from rloom.config import RLOOConfig
@@ -20,9 +19,7 @@ from rloom.data.model_inputs import placeholder_ids
 from rloom.data.plan import PlanSampler
 from rloom.data.prompts import PromptEncoder
 from rloom.data.vision import is_vision
-from rloom.errors import ConfigError, DataError, RewardError, UnknownOptionError, did_you_mean
-from rloom.evaluation.measured import Contest
-from rloom.evaluation.opponents import OtherModel, judge_of, pairwise, texts_of_column
+from rloom.errors import ConfigError, RewardError, UnknownOptionError, did_you_mean
 from rloom.generation.base import Engine, Sampling
 from rloom.generation.choose import choose_engine
 from rloom.generation.images import ImageRouter
@@ -37,7 +34,7 @@ from rloom.rewards.base import unique_names
 from rloom.rewards.build import as_list, build_reward, check_rewards, is_url, load_reward_model, reward_tokenizer
 from rloom.rewards.collection import RewardSet
 from rloom.rewards.compose import Composition, Term, as_terms
-from rloom.training import loaders
+from rloom.training import contest, loaders
 from rloom.training.budget import TokenBudget
 from rloom.training.credit import Credit, Shaper
 from rloom.training.learner import Learner
@@ -146,62 +143,6 @@ def choose_rewards(
     return functions, terms, check_rewards(functions, processing_classes)
 
 
-def choose_contest(args: Any, judge: Any) -> Contest | None:
-    """Who evaluation compares completions with, and who compares; None where no win rate was asked for."""
-    judges = [judge, args.eval_judge_model, args.eval_judge_reward_model]
-    opponents = [args.eval_reference_column, args.eval_against]
-    if judge is not None and (args.eval_judge_model or args.eval_judge_reward_model):
-        raise ConfigError("the judge is given twice, as `eval_judge` and by name in the options: give one of them")
-    if any(judges) != any(opponents):
-        raise ConfigError(
-            "a win rate in evaluation needs an opponent (eval_reference_column, eval_against) and a judge "
-            "(eval_judge_model, eval_judge_reward_model, or the trainer's argument `eval_judge`)"
-        )
-    if not any(opponents):
-        return None
-    for option in ("eval_against", "eval_judge_reward_model"):
-        _check_there(args, option)
-    replies = texts_of_column(args.eval_reference_column) if args.eval_reference_column else _other_model(args)
-    compare = (
-        pairwise(judge)
-        if judge is not None
-        else judge_of(
-            model=args.eval_judge_model,
-            url=args.eval_judge_url,
-            reward_model=args.eval_judge_reward_model,
-            rubric=args.eval_judge_rubric,
-            cache=args.eval_judge_cache,
-        )
-    )
-    return Contest(replies=replies, compare=compare)
-
-
-def _check_there(args: Any, option: str) -> None:
-    """Whether there is such a model is asked now, and not at the first evaluation."""
-    name = getattr(args, option)
-    if not name or (Path(name) / "adapter_config.json").exists():
-        return
-    try:
-        AutoConfig.from_pretrained(name, trust_remote_code=args.trust_remote_code)
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"{option}: the model {name!r} cannot be loaded: {error}") from None
-
-
-def _other_model(args: Any) -> OtherModel:
-    """Another model, sampled as ours is."""
-    return OtherModel(
-        args.eval_against,
-        seed=args.seed,
-        max_completion_length=args.max_completion_length,
-        trust_remote_code=args.trust_remote_code,
-        temperature=args.temperature,
-        top_p=args.top_p,
-        top_k=args.top_k,
-        min_p=args.min_p,
-        repetition_penalty=args.repetition_penalty,
-    )
-
-
 def check_data(train: Any, evaluation: Any, args: Any) -> tuple[Any, Any]:
     """Both data sets, checked."""
     evaluations = evaluation.values() if isinstance(evaluation, dict) else [evaluation]
@@ -214,8 +155,7 @@ def check_data(train: Any, evaluation: Any, args: Any) -> tuple[Any, Any]:
         args.accelerator_config.dispatch_batches = False
     train = datasets.check_train_dataset(train, args.max_steps)
     evaluation = datasets.check_eval_dataset(evaluation)
-    _check_evaluation(evaluation, args)
-    _check_reference_column(evaluation, args.eval_reference_column)
+    contest.check_evaluation(evaluation, args)
     datasets.check_same_format(train, evaluation)
     if datasets.is_iterable(train):
         if args.dynamic_sampling:
@@ -228,30 +168,6 @@ def check_data(train: Any, evaluation: Any, args: Any) -> tuple[Any, Any]:
             loaders.schedule(args), len(train), shuffle=False, seed=0
         )  # refuses a data set that fills no rollout
     return train, evaluation
-
-
-def _check_evaluation(evaluation: Any, args: Any) -> None:
-    """Evaluation that was asked for has something to work on."""
-    if evaluation is not None:
-        return
-    if args.eval_strategy != "no":
-        raise ConfigError(
-            "eval_strategy asks for evaluation, and there are no prompts for it: give `eval_dataset` (--eval_data, "
-            "--dataset_test_split), or leave eval_strategy out"
-        )
-    if args.eval_reference_column or args.eval_against:
-        logger.warning(
-            "a win rate is asked for and there is no evaluation set: only evaluate(eval_dataset=…) reports it"
-        )
-
-
-def _check_reference_column(evaluation: Any, column: str | None) -> None:
-    """Known before a model is loaded; of a stream, when it has been generated for."""
-    for data in evaluation.values() if isinstance(evaluation, dict) else [evaluation]:
-        if column and data is not None and not datasets.is_iterable(data) and column not in data[0]:
-            raise DataError(
-                f"the evaluation set has no column {column!r} to compare with{did_you_mean(column, data[0])}"
-            )
 
 
 # -- loading

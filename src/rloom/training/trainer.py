@@ -37,7 +37,7 @@ from rloom.observe.trackers import tensorboard_writer
 from rloom.rewards.base import RewardBatch
 from rloom.rewards.judging import TOTALS
 from rloom.seeds import derive_seed
-from rloom.training import assemble, loaders
+from rloom.training import assemble, contest, loaders
 from rloom.training.advice import advise
 from rloom.training.callbacks import Diagnose, FitBudget, SampleTable, SyncReference, one_progress
 from rloom.training.loop import UpdateLoop
@@ -113,7 +113,7 @@ class RLOOTrainer(UpdateLoop):
         functions, terms, reward_classes = assemble.choose_rewards(
             reward_funcs, reward_model, reward_processing_classes, args
         )
-        self.contest = assemble.choose_contest(args, eval_judge)
+        self.contest = contest.choose_contest(args, eval_judge)
         train_dataset, eval_dataset = assemble.check_data(train_dataset, eval_dataset, args)
         # Everything above is checked before any model is loaded; adapters draw random weights, hence the seed here.
         set_seed(args.seed)
@@ -148,6 +148,10 @@ class RLOOTrainer(UpdateLoop):
         self._publish(policy, functions, parts)
         # Each process draws its own dropout.
         set_seed(args.seed, device_specific=True)
+        self._add_own_callbacks(args)
+
+    def _add_own_callbacks(self, args: RLOOConfig) -> None:
+        """What happens beside the updates, as the options say."""
         asked = args.max_tokens_per_micro_batch is not None
         self.add_callback(FitBudget(self.learner, self.collector.encoder, asked=asked))
         if args.sync_ref_model:
