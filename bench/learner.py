@@ -179,7 +179,7 @@ def compare(
 
 
 def growth(steps: int) -> None:
-    """Each thing doubled twice, each case in a process of its own, whose peak is its own."""
+    """Each thing doubled twice. On a CPU each case has a process of its own, whose peak is its own."""
     cuda = torch.cuda.is_available()
     base = replace(SHAPES["small"], completions=32) if cuda else replace(SHAPES["cpu"], completions=16)
     words = 37984 if cuda else base.config.vocab_size
@@ -191,6 +191,10 @@ def growth(steps: int) -> None:
             "completion": replace(base, completion=base.completion * factor),
             "vocabulary": replace(base, config=with_words(base.config, words * factor)),
         }.items():
+            if cuda:
+                grown(f"{what} x{factor}", shape, steps)
+                clean()
+                continue
             case = context.Process(target=grown, args=(f"{what} x{factor}", shape, steps))
             case.start()
             case.join()

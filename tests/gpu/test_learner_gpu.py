@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import random
 
 import pytest
@@ -32,10 +33,10 @@ CONFIGS = {
 }
 
 
-def make_rollout():
+def make_rollout(seed=0):
     from rloom.types import Rollout
 
-    draw = random.Random(0)
+    draw = random.Random(seed)
     prompts, completions, groups = [], [], []
     for group in range(4):
         tokens = [draw.randrange(512) for _ in range(draw.randint(5, 300))]
@@ -73,34 +74,43 @@ def run(model, rollout, packed):
         return step()
 
 
-@pytest.mark.parametrize("name", CONFIGS)
-def test_packed_is_as_close_to_float32_as_padded(name):
-    torch.manual_seed(0)
+def errors_in_bfloat16(name, seed):
+    """How far log-probabilities and gradients are from float32's, packed and padded."""
+    torch.manual_seed(seed)
     exact = tf.AutoModelForCausalLM.from_config(CONFIGS[name](), dtype=torch.float32).cuda().eval()
     with torch.no_grad():
         for p in exact.parameters():
             if p.dim() > 1:
                 p.mul_(3)
             p.copy_(p.bfloat16().float())
-    import copy
-
     half = copy.deepcopy(exact).bfloat16()
-    rollout = make_rollout()
+    rollout = make_rollout(seed)
     truth, true_grads = run(exact, rollout, packed=False)
-    padded, padded_grads = run(half, rollout, packed=False)
-    packed, packed_grads = run(half, rollout, packed=True)
-    error = lambda x: float((x - truth).abs().mean())  # noqa: E731
-    print(f"{name}: log-probabilities off by {error(packed):.2e} packed, {error(padded):.2e} padded")
-    assert error(packed) < 1.1 * error(padded) + 1e-4
-    for parameter, gradient in true_grads.items():
-        if "router" in parameter:  # bfloat16 flips which experts a token goes to, in either path
-            continue
-        scale = gradient.abs().max() + 1e-6
-        ours = float((packed_grads[parameter] - gradient).abs().mean() / scale)
-        theirs = float((padded_grads[parameter] - gradient).abs().mean() / scale)
-        # A sink is eight numbers a layer, so noisier: 1.5 was missed once (0.0143 against 0.0121).
-        slack = 3.0 if "sinks" in parameter else 1.5
-        assert ours < slack * theirs + 1e-4, (parameter, ours, theirs)
+    found = {}
+    for packed in (True, False):
+        logprobs, grads = run(half, rollout, packed=packed)
+        names = [n for n in true_grads if "router" not in n]  # bfloat16 flips a token's experts, in either path
+        found[packed] = {n: gradient_error([(grads[n], true_grads[n])]) for n in names}
+        found[packed]["all gradients"] = gradient_error([(grads[n], true_grads[n]) for n in names])
+        found[packed]["log-probabilities"] = float((logprobs - truth).abs().mean())
+    return found[True], found[False]
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_packed_is_as_close_to_float32_as_padded(name):
+    runs = [errors_in_bfloat16(name, seed) for seed in range(4)]
+    ratios = {what: sum(ours[what] / theirs[what] for ours, theirs in runs) / len(runs) for what in runs[0][0]}
+    print({what: round(ratio, 3) for what, ratio in ratios.items() if "." not in what}, name)
+    assert ratios["log-probabilities"] < 1.03
+    assert ratios["all gradients"] < 1.03
+    # A single tensor may be of few numbers, and lucky in either path: a sink is eight of them a layer.
+    assert {what: ratio for what, ratio in ratios.items() if ratio > 1.3} == {}
+
+
+def gradient_error(pairs):
+    """Of gradients (found, true): the length of the difference, over that of the truth."""
+    off = sum(float((found - true).double().square().sum()) for found, true in pairs)
+    return (off / sum(float(true.double().square().sum()) for _, true in pairs)) ** 0.5
 
 
 def test_float32_on_the_gpu_takes_the_two_part_form():

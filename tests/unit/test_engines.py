@@ -10,6 +10,7 @@ import transformers as tf
 
 from rloom.errors import ConfigError, EngineError
 from rloom.generation import ForkedEngine, NativeEngine, Sampling, TransformersEngine, choose_engine
+from rloom.generation.native.runner import Runner
 from rloom.types import Prompt
 from tests.conftest import make_model, make_tokenizer
 
@@ -172,6 +173,32 @@ def test_rollouts_may_be_interleaved_and_abandoned():
     found += list(first)
     assert {len(g.prompt.token_ids): tokens(g) for g in found} == alone
     assert not model.training
+
+
+def test_steps_begun_before_a_look_draw_the_same(monkeypatch):
+    """As on a GPU, where graphs of the next steps run while the host still reads: ends, limits and hand-overs."""
+    model = make_model()
+    draw = lambda: {  # noqa: E731
+        len(g.prompt.token_ids): [(c.token_ids, c.stop_reason, c.logprobs) for c in g.completions]
+        for g in NativeEngine(lambda: model, sampling(max_completion_length=30)).generate(prompts(3, 5, 9), 4, seed=1)
+    }
+    expected = draw()
+    ahead = []
+
+    def go_on(runner, cache, steps):
+        rows = runner.bucket.rows
+        rows.go_on(steps)
+        ahead.append(steps)
+        for _ in range(steps):
+            runner._step(rows, cache)
+            cache.stepped()
+        return rows.look(steps)
+
+    monkeypatch.setattr(Runner, "can_go_on", lambda runner, sequences: runner.bucket.rows.loaded == sequences)
+    monkeypatch.setattr(Runner, "go_on", go_on)
+    assert draw() == expected
+    assert len(ahead) > 1
+    assert {stop for found in expected.values() for _, stop, _ in found} == {"eos", "length"}
 
 
 def test_weights_that_are_broken_are_told():

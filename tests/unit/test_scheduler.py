@@ -11,10 +11,15 @@ from rloom.generation.native.pages import Pages
 from rloom.generation.native.scheduler import Scheduler, Sequence, SharedPrompt
 
 
-def simulate(scheduler, lengths, chunk):
-    """Run to the end, drawing token i as its position; returns every finished sequence's tokens, and checks pages."""
+def simulate(scheduler, lengths, chunk, ahead=0):
+    """Run to the end, drawing token i as its position; returns every finished sequence's tokens, and checks pages.
+
+    `ahead`: steps that are begun before those before them are looked at, as the engine does; the rows of a look are
+    those with which it was begun.
+    """
     finished = {}
     rounds = 0
+    looks = []  # (sequences, steps)
 
     def end(sequence):
         finished[sequence] = list(sequence.tokens)
@@ -23,23 +28,32 @@ def simulate(scheduler, lengths, chunk):
     while not scheduler.done:
         rounds += 1
         assert rounds < 10_000, "no progress"
-        while prompts := scheduler.next_prefill():
-            for prompt in prompts:
-                assert len(prompt.pages) * scheduler.pages.size >= len(prompt.token_ids)
-                for sequence in prompt.sequences:
-                    sequence.extend([0], [[0.0] * 3])
-                    if lengths[sequence] == 1:
-                        end(sequence)
-                    else:
-                        scheduler.start(sequence)
-        steps = scheduler.fill(chunk)
+        if not looks:
+            while prompts := scheduler.next_prefill():
+                for prompt in prompts:
+                    assert len(prompt.pages) * scheduler.pages.size >= len(prompt.token_ids)
+                    for sequence in prompt.sequences:
+                        sequence.extend([0], [[0.0] * 3])
+                        if lengths[sequence] == 1:
+                            end(sequence)
+                        else:
+                            scheduler.start(sequence)
+            looks = [(scheduler.fill(chunk), list(scheduler.running))]
+        if ahead and looks[0][1] == scheduler.running and (more := scheduler.go_on(looks[0][0], ahead)):
+            for sequence in scheduler.running:
+                last = min(sequence.cached + looks[0][0] + more, scheduler.max_new_tokens)
+                assert last <= len(sequence.pages) * scheduler.pages.size
+            looks.append((more, list(scheduler.running)))
+        steps, sequences = looks.pop(0)
         assert len(scheduler.running) <= scheduler.max_sequences
         held = [p for prompt in scheduler.held for p in prompt.pages] + [p for s in scheduler.running for p in s.pages]
         assert len(held) == len(set(held))  # nobody writes into another's page
         assert 0 not in held
         assert len(held) + scheduler.pages.free == scheduler.pages.usable
         going = []
-        for sequence in scheduler.running:
+        for sequence in sequences:
+            if sequence in finished:
+                continue
             for _ in range(steps):
                 position = len(sequence.tokens)
                 assert sequence.cached < len(sequence.pages) * scheduler.pages.size  # room for the next key
@@ -75,7 +89,7 @@ def test_every_token_is_kept_whatever_the_memory(data):
         max_sequences=data.draw(st.integers(1, 12)),
         prefill_tokens=data.draw(st.integers(1, 40)),
     )
-    finished = simulate(scheduler, lengths, chunk=data.draw(st.integers(1, 7)))
+    finished = simulate(scheduler, lengths, chunk=data.draw(st.integers(1, 7)), ahead=data.draw(st.integers(0, 5)))
     assert finished == {sequence: list(range(length)) for sequence, length in lengths.items()}
 
 

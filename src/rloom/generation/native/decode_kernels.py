@@ -43,10 +43,13 @@ def _stretch(  # type: ignore[no-untyped-def]
 ):  # fmt: skip
     """Fold tokens first … last of a paged stretch in; `offset` is the position of its token 0."""
     d, e = tl.arange(0, BD), tl.arange(0, BE)
+    following = tl.load(table + first // PAGE, mask=first < last, other=0)
     for n in range(first, last, BN):
         at = n + tl.arange(0, BN)
         seen = at < last
-        page = tl.load(table + n // PAGE).to(tl.int64)
+        page = following.to(tl.int64)
+        # One ahead: keys and values wait for the number of their page, which must not wait for them.
+        following = tl.load(table + (n + BN) // PAGE, mask=n + BN < last, other=0)
         line = (page * PAGE + n % PAGE + tl.arange(0, BN)) * KV + kv
         keys = tl.load(k + line[:, None] * D + d[None, :], mask=seen[:, None] & (d[None, :] < D), other=0.0)
         s = tl.dot(queries, tl.trans(keys), input_precision="ieee") * scale

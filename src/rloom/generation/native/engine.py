@@ -4,6 +4,7 @@ finish."""
 from __future__ import annotations
 
 import logging
+from collections import deque
 from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Listing
 from typing import Any
@@ -17,8 +18,8 @@ from rloom.generation.base import Sampling, is_end
 from rloom.generation.native.noise import key_of
 from rloom.generation.native.pages import Pages
 from rloom.generation.native.proof import why_not_native
-from rloom.generation.native.rows import Rows, not_finite
-from rloom.generation.native.runner import Runner
+from rloom.generation.native.rows import Look, not_finite
+from rloom.generation.native.runner import AHEAD, Runner
 from rloom.generation.native.sampler import Sampler
 from rloom.generation.native.scheduler import Scheduler, Sequence, SharedPrompt
 from rloom.types import Completion, Group, Prompt
@@ -73,9 +74,9 @@ class NativeEngine:
     def _current_runner(self) -> Runner:
         """The runner of the present model; a new one where weights have moved, since graphs hold their addresses."""
         model = self.get_model()
-        weights = _fingerprint(model)
-        if self.runner is None or self._seen != weights:
-            self.runner, self._seen = self._new_runner(model), weights
+        if self.runner is None or self._seen != _fingerprint(model):
+            self.runner = self._new_runner(model)
+            self._seen = _fingerprint(model)  # after the runner has laid weights together
         return self.runner
 
     # -- a rollout
@@ -96,12 +97,13 @@ class NativeEngine:
             if left[sequence.group] == 0:
                 finished.append(sequence.group)
 
+        looks: deque[Look] = deque()
         with runner.ready():
             cache, scheduler = self._begin(runner, shared)
         while not scheduler.done:
             with runner.ready():
                 while not (finished or scheduler.done):
-                    self._advance(runner, cache, scheduler, end)
+                    self._advance(runner, cache, scheduler, looks, end)
             while finished:  # outside: whoever is handed a group may want the model as it was
                 group = finished.pop(0)
                 yield Group(prompt=prompts[group], completions=[self._completion(s) for s in groups[group]])
@@ -149,8 +151,28 @@ class NativeEngine:
         room = int(SHARE_OF_FREE_MEMORY * _free_memory(runner.device)) // (runner.geometry.bytes_per_token * size)
         return min(wanted, room) + 1
 
-    def _advance(self, runner: Runner, cache: Any, scheduler: Scheduler, end: Callable[..., None]) -> None:
-        """Prefill who fits, then some steps of all that run."""
+    def _advance(
+        self, runner: Runner, cache: Any, scheduler: Scheduler, looks: deque[Look], end: Callable[..., None]
+    ) -> None:
+        """Some steps of all that run, and a look at what they have drawn, while the next are under way if possible."""
+        if not looks:
+            self._start(runner, cache, scheduler, looks, end)
+        if looks and self._nothing_hangs_on(looks[-1], runner, scheduler):
+            steps = scheduler.go_on(ahead=looks[-1].steps, steps=AHEAD)
+            if steps:
+                looks.append(runner.go_on(cache, steps))
+        if looks:
+            self._take(looks.popleft(), scheduler, end)
+
+    def _nothing_hangs_on(self, look: Look, runner: Runner, scheduler: Scheduler) -> bool:
+        """Whether the next steps can begin before it is read: the device knows end tokens and limits, not texts."""
+        same = look.sequences == scheduler.running and runner.can_go_on(look.sequences)
+        return same and not self.sampling.stop_strings
+
+    def _start(
+        self, runner: Runner, cache: Any, scheduler: Scheduler, looks: deque[Look], end: Callable[..., None]
+    ) -> None:
+        """Prefill who fits, then begin some steps of all that run."""
         while prompts := scheduler.next_prefill():
             cache.begin_prefill(prompts)
             logits = runner.prefill([p.token_ids for p in prompts], cache)
@@ -159,8 +181,7 @@ class NativeEngine:
         if not scheduler.running:
             return
         expected = max(self.sampling.max_completion_length - len(s.tokens) for s in scheduler.running)
-        rows = runner.decode(scheduler.running, cache, steps, expected)
-        self._take(rows, steps, scheduler, end)
+        looks.append(runner.decode(scheduler.running, cache, steps, expected))
 
     def _first_tokens(
         self, runner: Runner, prompts: list[SharedPrompt], logits: Any, scheduler: Scheduler, end: Callable[..., None]
@@ -188,10 +209,12 @@ class NativeEngine:
             else:
                 end(sequence, scheduler)
 
-    def _take(self, rows: Rows, steps: int, scheduler: Scheduler, end: Callable[..., None]) -> None:
+    def _take(self, look: Look, scheduler: Scheduler, end: Callable[..., None]) -> None:
         """Read what was drawn, and let go of who has ended."""
         going: list[Sequence] = []
-        for sequence, tokens, stats in zip(scheduler.running, *rows.read(steps), strict=False):
+        for sequence, tokens, stats in zip(look.sequences, *look.read(), strict=False):
+            if sequence.stop_reason is not None:
+                continue  # it ended in the look before this one, and drew nothing since
             if self.sampling.stop_strings:
                 self._append_one_by_one(sequence, tokens, stats)
             else:  # the device has stopped at end tokens and at the limit: the last token says which

@@ -17,9 +17,10 @@ from rloom.types import PackedRow
 
 PAGE = 64
 QUERIES_AT_ONCE = 64  # rows times repeated heads that one program takes to a prompt
-STRETCHES = 8  # into which a prompt or a completion is cut, at most
-STRETCH = 128  # tokens that are worth a program of their own
-LAUNCHES = {128: (64, 4, 2), 256: (32, 4, 2)}  # heads up to a width: tokens folded in at a time, warps, stages
+PROGRAMS = 512  # that fill a GPU
+STRETCHES = 16  # into which a prompt or a completion is cut, at most
+ON_PROMPT, ON_OWN = 64, 256  # tokens of either that are worth a program of their own
+LAUNCHES = {128: (64, 4, 3), 256: (32, 4, 3)}  # heads up to a width: tokens folded in at a time, warps, stages
 
 
 @dataclass(slots=True, eq=False)
@@ -57,7 +58,7 @@ class PagedCache:
         self.layers = [
             (make(x.heads, x.width, x.dtype), make(x.heads, x.value_width, x.dtype)) for x in geometry.layers
         ]
-        self.pointers = torch.tensor([tensor.data_ptr() for pair in self.layers for tensor in pair])
+        self.pointers = self._pinned(torch.tensor([tensor.data_ptr() for pair in self.layers for tensor in pair]))
         self.where: Tensor | None = None
         self.tables: Tables | None = None
 
@@ -92,10 +93,7 @@ class PagedCache:
         """Tell the kernels which rows read which pages."""
         tables = self.tables
         assert tables is not None
-        self.addresses.copy_(self.pointers)  # another rollout may have been begun meanwhile
-        own = np.zeros(tables.own.shape, dtype=np.int32)
-        for row, sequence in enumerate(sequences):
-            own[row, : len(sequence.pages)] = sequence.pages
+        self.lengthen(sequences)
         members = np.full(tables.members.shape, -1, dtype=np.int32)
         prompts = np.zeros(tables.prompts.shape, dtype=np.int32)
         lengths = np.zeros(tables.lengths.shape, dtype=np.int32)
@@ -103,11 +101,24 @@ class PagedCache:
             members[index, : len(found)] = found
             prompts[index, : len(prompt.pages)] = prompt.pages
             lengths[index] = len(prompt.token_ids)
-        for target, source in zip(
-            (tables.own, tables.members, tables.prompts, tables.lengths), (own, members, prompts, lengths), strict=True
-        ):
+        sources = (members, prompts, lengths)
+        for target, source in zip((tables.members, tables.prompts, tables.lengths), sources, strict=True):
             target.copy_(torch.from_numpy(source))
         tables.tops.zero_()  # rows that do nothing have no prompt: their part must weigh nothing
+
+    def lengthen(self, sequences: list[Sequence]) -> None:
+        """Tell the kernels of pages that rows have got since; nobody waits for steps that are under way."""
+        assert self.tables is not None
+        self.addresses.copy_(self.pointers, non_blocking=True)  # another rollout may have been begun meanwhile
+        own = torch.zeros(self.tables.own.shape, dtype=torch.int32)
+        lines = own.numpy()
+        for row, sequence in enumerate(sequences):
+            lines[row, : len(sequence.pages)] = sequence.pages
+        self.tables.own.copy_(self._pinned(own), non_blocking=True)
+
+    def _pinned(self, tensor: Tensor) -> Tensor:
+        """As the device can read it by itself."""
+        return tensor.pin_memory() if self.device.type == "cuda" else tensor
 
     def stepped(self) -> None:
         """Nothing to do: lengths are on the device."""
@@ -168,8 +179,9 @@ def make_tables(
     """
     heads = max(layer.query_heads for layer in geometry.layers)
     width = max(layer.value_width for layer in geometry.layers)
-    on_prompt = min(STRETCHES, -(-max_prompt // STRETCH))
-    on_own = min(STRETCHES, -(-max_new_tokens // STRETCH))
+    shared = min(layer.heads for layer in geometry.layers)
+    on_prompt = stretches(-(-max_prompt // ON_PROMPT), groups * shared)
+    on_own = stretches(-(-max_new_tokens // ON_OWN), count * shared)
     short: dict[str, Any] = {"dtype": torch.int32, "device": device}
     lines = count * heads * (on_prompt + on_own)
     large = [other.sums for other in others or [] if len(other.sums) >= lines]
@@ -183,6 +195,15 @@ def make_tables(
         on_prompt=on_prompt,
         on_own=on_own,
     )
+
+
+def stretches(most: int, sequences: int) -> int:
+    """Into how many each of these is cut: no more than fill the GPU together, since every one has to be started.
+
+    >>> stretches(4, 256), stretches(4, 16), stretches(4, 1024)
+    (2, 4, 1)
+    """
+    return max(1, min(most, PROGRAMS // sequences, STRETCHES))
 
 
 def _power(width: int) -> int:

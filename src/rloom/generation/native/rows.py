@@ -22,6 +22,30 @@ CHUNK = 16
 
 
 @dataclass(slots=True, eq=False)
+class Look:
+    """What some steps have drawn, on its way to the host."""
+
+    sequences: list[Sequence]  # who the first rows are
+    steps: int
+    tokens: Tensor  # (B, CHUNK) int64, −1: nothing was drawn
+    stats: Tensor  # (B, CHUNK, 3)
+    arrived: Any = None  # an event, where the device writes it by itself
+
+    def read(self) -> tuple[list[list[int]], np.ndarray]:
+        """What each row has drawn: tokens, and their statistics, (B, CHUNK, 3).
+
+        In arrays: as lists, the statistics of 128 rows would take the host as long as two steps take the device.
+        """
+        if self.arrived is not None:
+            self.arrived.synchronize()
+        tokens, stats = self.tokens.numpy(), self.stats.numpy()
+        drawn = tokens >= 0
+        if np.isnan(stats[..., 0][drawn]).any():
+            raise not_finite()
+        return [row[:count].tolist() for row, count in zip(tokens, drawn.sum(1), strict=True)], stats
+
+
+@dataclass(slots=True, eq=False)
 class Rows:
     """State of B rows, some of which may do nothing (`alive` 0)."""
 
@@ -102,8 +126,13 @@ class Rows:
             index = torch.from_numpy(np.stack([rows, np.concatenate(tokens)])).to(self.seen.device)
             self.seen[index[0], index[1]] = True
 
+    def go_on(self, steps: int) -> None:
+        """Make ready for more steps of the same rows; the host need not know yet where they are."""
+        self.lengths = [length + steps for length in self.lengths]
+        self.rewind()
+
     def rewind(self) -> None:
-        """The host has read what was drawn."""
+        """What was drawn is on its way to the host."""
         self.step.zero_()
         self.out_tokens.fill_(-1)
 
@@ -132,17 +161,14 @@ class Rows:
         self.alive.copy_(goes_on)
         self.step += 1
 
-    def read(self, steps: int) -> tuple[list[list[int]], np.ndarray]:
-        """What each row has drawn in the last `steps` steps: tokens, and their statistics, (B, steps, 3).
-
-        In arrays: as lists, the statistics of 128 rows would take the host as long as two steps take the device.
-        """
-        tokens = self.out_tokens[:, :steps].cpu().numpy()
-        stats = self.out_stats[:, :steps].cpu().numpy()
-        drawn = tokens >= 0
-        if np.isnan(stats[..., 0][drawn]).any():
-            raise not_finite()
-        return [row[:count].tolist() for row, count in zip(tokens, drawn.sum(1), strict=True)], stats
+    def look(self, steps: int) -> Look:
+        """Send what was drawn to the host, without waiting for it; the rows may go on meanwhile."""
+        if not self.tokens.is_cuda:
+            return Look(self.loaded, steps, self.out_tokens.clone(), self.out_stats.clone())
+        tokens, stats = (x.to("cpu", non_blocking=True) for x in (self.out_tokens, self.out_stats))
+        arrived = torch.cuda.Event()
+        arrived.record()
+        return Look(self.loaded, steps, tokens, stats, arrived)
 
 
 def not_finite() -> EngineError:

@@ -18,8 +18,9 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from rloom.generation.native.attention import decoding, native_attention, prefilling
 from rloom.generation.native.dense import DenseCache
 from rloom.generation.native.geometry import Geometry
+from rloom.generation.native.joined import join_layers
 from rloom.generation.native.paged import PAGE, PagedCache, Tables, fits_kernels, make_tables, rows_at_once
-from rloom.generation.native.rows import CHUNK, Rows, groups_of
+from rloom.generation.native.rows import CHUNK, Look, Rows, groups_of
 from rloom.generation.native.sampler import Drawn, Sampler
 from rloom.generation.native.scheduler import Sequence
 from rloom.models.attention import forwards_replaced
@@ -30,6 +31,9 @@ logger = logging.getLogger(__name__)
 
 BUCKETS = [1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024]
 """Numbers of rows that graphs are captured for."""
+
+AHEAD = 8
+"""Steps that are begun before those before them were looked at: who has ended meanwhile draws nothing in them."""
 
 CHUNK_ON_CPU = 4
 """Steps between two looks on a CPU, where looking costs nothing and rows that have ended do."""
@@ -55,6 +59,7 @@ class Runner:
         self.model = model
         self.base = model.get_base_model() if is_peft_model(model) else model
         self.modules = list(model.modules())
+        self.joined = join_layers(model)
         self.sampler, self.max_new_tokens = sampler, max_new_tokens
         self.accepts = frozenset(inspect.signature(type(self.base).forward).parameters)
         self.device = next(model.parameters()).device
@@ -67,6 +72,7 @@ class Runner:
         self.geometry: Geometry | None = None
         self.addresses: Tensor | None = None
         self.layers: list[tuple[nn.Module, Any]] = []
+        self.bucket: Bucket | None = None  # of the last steps
         self.pool: Any = None  # of memory, for all graphs: one of them runs at a time
         self.seconds = {"capture": 0.0}
 
@@ -74,12 +80,12 @@ class Runner:
 
     @contextmanager
     def ready(self) -> Iterator[None]:
-        """The model as the engine runs it: its attention, no dropout, no gradients."""
+        """The model as the engine runs it: its attention, joined products, no dropout, no gradients."""
         in_training = [module for module in self.modules if module.training]
         for module in in_training:  # `eval` and `train` would walk the model anew at every hand-over
             module.training = False
         try:
-            with torch.no_grad(), native_attention(self.base):
+            with torch.no_grad(), native_attention(self.base), forwards_replaced(self.joined):
                 yield
         finally:
             for module in in_training:
@@ -147,6 +153,8 @@ class Runner:
         if longest_prompt > self.max_prompt or largest_group > self.largest_group:
             self.max_prompt = max(self.max_prompt, PAGE, 1 << (longest_prompt - 1).bit_length())
             self.largest_group = max(self.largest_group, largest_group)
+            if self.buckets and self.device.type == "cuda":
+                torch.cuda.synchronize()  # no graph goes while another rollout still runs in it
             self.buckets.clear()
 
     # -- decode
@@ -156,9 +164,9 @@ class Runner:
         """Steps between two looks at what was drawn."""
         return CHUNK if self.device.type == "cuda" else CHUNK_ON_CPU
 
-    def decode(self, sequences: list[Sequence], cache: Any, steps: int, expected: int) -> Rows:
+    def decode(self, sequences: list[Sequence], cache: Any, steps: int, expected: int) -> Look:
         """Draw up to `steps` more tokens for each sequence. `expected`: steps that are likely still to come."""
-        bucket = self._bucket(sequences)
+        bucket = self.bucket = self._bucket(sequences)
         if isinstance(cache, PagedCache):
             cache.tables = bucket.tables
         bucket.rows.load(sequences, self.max_new_tokens, steps)
@@ -172,7 +180,21 @@ class Runner:
                 self._step(bucket.rows, cache)
                 cache.stepped()
                 bucket.steps += 1
-        return bucket.rows
+        return bucket.rows.look(steps)
+
+    def can_go_on(self, sequences: list[Sequence]) -> bool:
+        """Whether the last steps were of just these rows, in a graph: more of them need nothing from the host."""
+        return self.bucket is not None and self.bucket.graph is not None and self.bucket.rows.loaded == sequences
+
+    def go_on(self, cache: PagedCache, steps: int) -> Look:
+        """`steps` more of the rows of the last steps, which may still be under way."""
+        assert self.bucket is not None
+        rows = self.bucket.rows
+        rows.go_on(steps)
+        cache.lengthen(rows.loaded)
+        for _ in range(steps):
+            self.bucket.graph.replay()
+        return rows.look(steps)
 
     def _bucket(self, sequences: list[Sequence]) -> Bucket:
         """Buffers that hold these: for just so many rows, or the next size for which graphs are captured."""

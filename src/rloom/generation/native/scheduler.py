@@ -164,6 +164,16 @@ class Scheduler:
         assert self.running or not self.ready, "a sequence alone must fit"
         return steps
 
+    def go_on(self, ahead: int, steps: int) -> int:
+        """Give pages for `steps` tokens after the `ahead` that are just being drawn; says how many steps it may be.
+
+        None where somebody waits, for a place or for pages: those who come next are chosen when it is known who left.
+        """
+        if self.waiting or self.ready:
+            return 0
+        steps = min(steps, max((self.max_new_tokens - len(s.tokens) for s in self.running), default=0) - ahead)
+        return steps if steps > 0 and all(self._reserve(s, ahead + steps) for s in self.running) else 0
+
     def finish(self, sequence: Sequence) -> bool:
         """A sequence has ended: its pages are free. True if it was the last of its prompt."""
         self.pages.give(sequence.pages)
