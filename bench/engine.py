@@ -167,7 +167,8 @@ def with_layers(config: Any, factor: int) -> Any:
 def growth() -> None:
     cuda = torch.cuda.is_available()
     base = replace(SHAPES["small"], completion=128) if cuda else SHAPES["cpu"]
-    for factor in (1, 2, 4):
+    compare("x1", base, ragged=False, ours_alone=True, compiled=[False])
+    for factor in (2, 4):
         for what, shape in {
             "K (batch grows)": replace(base, k=base.k * factor, completions=base.completions * factor),
             "prompts": replace(base, completions=base.completions * factor),

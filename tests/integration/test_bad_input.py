@@ -171,8 +171,14 @@ def test_arguments_of_other_trainers(config, rows):
 
 def test_several_processes_are_refused(monkeypatch):
     """Also where accelerate does not notice them, as on a CPU without `use_cpu`."""
-    lone = SimpleNamespace(args=SimpleNamespace(n_gpu=0), accelerator=SimpleNamespace(num_processes=1))
+    lone = SimpleNamespace(args=SimpleNamespace(n_gpu=0), accelerator=SimpleNamespace(num_processes=1, state=None))
     check_devices(lone)
+    lone.accelerator.state = SimpleNamespace(deepspeed_plugin=SimpleNamespace(zero_stage=2))
+    check_devices(lone)
+    lone.accelerator.state.deepspeed_plugin.zero_stage = 3
+    with pytest.raises(ConfigError, match="stage is 3; set it to 2"):
+        check_devices(lone)
+    lone.accelerator.state = None
     monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(ConfigError, match="trains in one process"):
         check_devices(lone)

@@ -232,6 +232,12 @@ def check_devices(trainer: Any) -> None:
         )
     if trainer.accelerator.num_processes > 1 or int(os.environ.get("WORLD_SIZE", "1")) > 1:
         raise ConfigError("this version of rloom trains in one process; launch the script with plain `python`")
+    stage = getattr(getattr(trainer.accelerator.state, "deepspeed_plugin", None), "zero_stage", 2)
+    if stage != 2:  # 3 shards weights, which one process cannot; 1 counts some micro-batches twice
+        raise ConfigError(
+            f"with DeepSpeed, this version of rloom trains in one process and with ZeRO-2: zero_optimization.stage is "
+            f"{stage}; set it to 2 (with offload_optimizer, if memory is short), or leave `deepspeed` out"
+        )
 
 
 # -- building
@@ -263,6 +269,7 @@ def build(
         budget=TokenBudget(args.max_tokens_per_micro_batch or DEFAULT_TOKENS),
         aux_loss_weight=_aux_loss_weight(trainer.model, args.router_aux_loss_coef),
     )
+    learner.keeps_gradients = not trainer.is_deepspeed_enabled
     collector = Collector(
         encoder=_encoder(policy, args),
         engine=engine or _engine(trainer, policy, args),

@@ -43,9 +43,10 @@ class FitBudget(TrainerCallback):
         self.learner, self.encoder, self.asked = learner, encoder, asked
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Once, on a GPU."""
+        """Once, on a GPU, where gradients can be taken back."""
         if (
             self.learner.budget.tried
+            or not self.learner.keeps_gradients
             or not torch.cuda.is_available()
             or next(kwargs["model"].parameters()).device.type != "cuda"
         ):

@@ -76,6 +76,7 @@ class Learner:
         self.attending = [self.forward.base]
         if self.reference_forward is not self.forward:
             self.attending.append(self.reference_forward.base)
+        self.keeps_gradients = True  # False: somebody else does (DeepSpeed), and nothing can be taken back from them
         self.compiled = CompiledLayers(self.attending) if config.compile_layers and batcher.packed else None
         self.denominator = 1.0  # of the update in progress
         self.tokens_in_update = 1
@@ -153,13 +154,14 @@ class Learner:
         """Gradients of the update's loss, summed into the parameters; returns the loss.
 
         `backward(loss, last)` runs one micro-batch backward; `last` marks the one at which processes may synchronise.
-        Out of memory, the update is redone from its start in smaller micro-batches.
+        Out of memory, the update is redone from its start in smaller micro-batches, where gradients are kept here.
         """
         shares = merge(shares)
         for share in shares:  # of a checkpoint, it was not prepared here
             self.batcher.settle(share.rollout)
         self._count(shares)
-        return self.budget.retrying(lambda: self._accumulate(model, shares, compute_loss, backward), undo=self._undo)
+        work = lambda: self._accumulate(model, shares, compute_loss, backward)  # noqa: E731
+        return self.budget.retrying(work, undo=self._undo) if self.keeps_gradients else work()
 
     def _undo(self) -> None:
         """Take back what a failed update has added to the gradients."""

@@ -231,6 +231,10 @@ class RLOOTrainer(UpdateLoop):
 
     def _backward(self, loss: Tensor, last: bool) -> None:
         """Gradients of one micro-batch; processes synchronise at the last one only."""
+        if self.is_deepspeed_enabled:  # it steps by itself, where it is told that the gradients are complete
+            self.accelerator.sync_gradients = last
+            self.accelerator.backward(loss, scale_wrt_gas=False)
+            return
         with nullcontext() if last else self.accelerator.no_sync(self.model_wrapped):
             self.accelerator.backward(loss)
 

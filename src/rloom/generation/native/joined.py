@@ -53,10 +53,23 @@ def _plain(layer: Any) -> nn.Linear | None:
 def _can_join(layers: list[nn.Linear]) -> bool:
     parameters = [p for layer in layers for p in layer.parameters()]
     kinds = {(layer.bias is None, layer.in_features, p.dtype, p.device) for layer in layers for p in layer.parameters()}
-    return len(kinds) == 1 and all(
-        type(p) is nn.Parameter and p.is_contiguous() and p.numel() * p.element_size() % ALIGNMENT == 0
-        for p in parameters
+    return (
+        len(kinds) == 1
+        and all(
+            type(p) is nn.Parameter and p.is_contiguous() and p.numel() * p.element_size() % ALIGNMENT == 0
+            for p in parameters
+        )
+        and all(
+            _can_lay_together(part) for part in ([layer.weight for layer in layers], [layer.bias for layer in layers])
+        )
     )
+
+
+def _can_lay_together(parameters: list[Any]) -> bool:
+    """Whether they have memory of their own. Views of somebody else's buffer (DeepSpeed's) must stay where they are."""
+    if parameters[0] is None or _are_together(parameters):
+        return True
+    return all(p.untyped_storage().nbytes() == p.numel() * p.element_size() for p in parameters)
 
 
 def _joined(layers: list[nn.Linear]) -> list[tuple[nn.Module, Callable[[Tensor], Tensor]]]:

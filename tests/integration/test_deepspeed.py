@@ -1,0 +1,75 @@
+"""One process under DeepSpeed: the same weights, with the master weights that DeepSpeed keeps and no others."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from rloom.training.loop import UpdateLoop
+from tests.conftest import make_model
+
+SCRIPT = """
+import sys, torch, transformers as tf
+from rloom import RLOOConfig, RLOOTrainer
+from tests.conftest import make_tokenizer
+
+def by_length(completions, **kwargs):
+    return [float(len(text)) for text in completions]
+
+zero = {"train_batch_size": "auto", "train_micro_batch_size_per_gpu": "auto", "gradient_accumulation_steps": "auto",
+        "bf16": {"enabled": True}, "zero_optimization": {"stage": 2}, "gradient_clipping": "auto",
+        "data_types": {"grad_accum_dtype": "fp32"}}
+torch.manual_seed(0)
+shape = dict(vocab_size=64, hidden_size=64, intermediate_size=96, num_hidden_layers=2)
+model = tf.Qwen2ForCausalLM(tf.Qwen2Config(**shape, num_attention_heads=4, num_key_value_heads=2)).bfloat16()
+config = RLOOConfig(
+    sys.argv[1], deepspeed=zero if sys.argv[2] == "with" else None, bf16=True, use_cpu=True, max_steps=4, beta=0.1,
+    per_device_train_batch_size=8, gradient_accumulation_steps=2, num_generations=4, max_completion_length=6,
+    max_tokens_per_micro_batch=50, learning_rate=1e-3, report_to="none", save_strategy="no",
+)
+rows = [{"prompt": "2 + 3 ="}, {"prompt": "4 + 3 ="}] * 32
+trainer = RLOOTrainer(model, by_length, config, rows, processing_class=make_tokenizer())
+trainer.train()
+print(type(trainer.optimizer.optimizer).__name__)
+torch.save([p.detach().float() for p in model.parameters()], sys.argv[3])
+"""
+
+
+@pytest.mark.skipif(
+    importlib.util.find_spec("deepspeed") is None, reason="DeepSpeed is not in the development set: it compiles itself"
+)
+def test_several_micro_batches_train_as_without(tmp_path):
+    def run(how):
+        environment = {**os.environ, "RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1",
+                       "MASTER_PORT": "29533"}  # fmt: skip
+        line = [sys.executable, "-c", SCRIPT, str(tmp_path / how), how, str(tmp_path / f"{how}.pt")]
+        root = Path(__file__).parents[2]
+        done = subprocess.run(
+            line, cwd=root, env=environment if how == "with" else None, capture_output=True, text=True
+        )
+        assert done.returncode == 0, done.stderr[-2000:]
+        return done.stdout.splitlines()[-1], torch.load(tmp_path / f"{how}.pt")
+
+    (plain, expected), (theirs, found) = run("without"), run("with")
+    assert (plain, theirs) == ("SplitAdamW", "DeepSpeedZeroOptimizer")
+    off = sum(float((a - b).abs().sum()) for a, b in zip(expected, found, strict=True))
+    assert off < 0.01 * sum(float(a.abs().sum()) for a in expected)
+
+
+def test_no_second_master_under_deepspeed():
+    model = make_model().bfloat16()
+    args = SimpleNamespace(
+        optim="adamw_torch", optim_args=None, learning_rate=1e-3, adam_beta1=0.9, adam_beta2=0.999, adam_epsilon=1e-8
+    )
+    choose = lambda enabled: UpdateLoop.get_optimizer_cls_and_kwargs(  # noqa: E731
+        SimpleNamespace(is_deepspeed_enabled=enabled), args, model
+    )[0]
+    assert choose(False).__name__ == "SplitAdamW"
+    assert choose(True) is torch.optim.AdamW
