@@ -69,7 +69,11 @@ class Nursery:
         with theirs:
             self.process = boot("nursery", payload, line, fds={"control_fd": theirs.fileno()})
         self.close = weakref.finalize(self, _end, self.process, self.control)
-        self._hear()
+        try:
+            self._hear()
+        except BaseException:
+            self.close()
+            raise
 
     def fork(self, role: str, payload: dict[str, Any], limits: Limits, *, fds: dict[str, int]) -> Forked:
         """A sandbox with a role in it; `OSError` or [`SandboxError`] where there can be none."""

@@ -193,7 +193,6 @@ def checked(result: int) -> None:
 
 def program(fds: dict[str, int]) -> None:
     """Process 2: read what is to be run, and run it."""
-    os.setsid()
     content_fd = fds.pop("content_fd")
     parts = []
     while part := os.read(content_fd, 2**20):
