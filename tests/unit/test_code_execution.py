@@ -6,6 +6,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import select
 import shutil
 import socket
 import struct
@@ -1070,16 +1071,37 @@ except OSError: pass
         assert first["children"] == second["children"] == Limits().processes
 
 
-def test_a_nursery_that_dies_is_replaced(home, monkeypatch):
+def test_a_nursery_that_died_is_replaced(home):
     with nursery.kept():
         assert run(RIGHT).share == 1.0
         first = nursery._here.kept[()]
         first.process.kill()
         first.process.wait()
-        assert run(RIGHT).share == 1.0  # by bubblewrap
+        assert run(RIGHT).share == 1.0
         assert run(RIGHT, HARNESS).share == 1.0
         assert nursery._here.kept[()] is not first
     assert nursery._here.kept is None
+
+
+@pytest.mark.parametrize("tests", FORMS.values(), ids=FORMS)
+@pytest.mark.parametrize("moment", range(1, 5))
+def test_a_nursery_that_dies_costs_no_program_its_score(home, monkeypatch, tests, moment):
+    """Killed at the first, second, … of the moments at which something is read from a sandbox."""
+    reads = []
+
+    def read(left, fd, size):
+        reads.append(fd)
+        if len(reads) == moment:
+            (current,) = nursery._here.kept.values()
+            current.process.kill()
+            current.process.wait()
+        left.wait(fd, select.POLLIN)
+        return os.read(fd, size)
+
+    with nursery.kept():
+        assert run(RIGHT, tests).share == 1.0
+        monkeypatch.setattr(sandbox.TimeLeft, "read", read)
+        assert run(RIGHT, tests, limits=Limits(seconds=30.0)).share == 1.0
 
 
 @pytest.mark.parametrize("why", ["refused", "not as proven"])

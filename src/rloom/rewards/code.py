@@ -23,7 +23,7 @@ from rloom.rewards.compare import equals, shown
 from rloom.rewards.inside.light_json import dumps
 from rloom.rewards.inside.wire import WireError, encode, receive, send
 from rloom.rewards.marks import mark
-from rloom.rewards.nursery import keep, kept, sandboxed
+from rloom.rewards.nursery import keep, kept, lost, sandboxed
 from rloom.rewards.sandbox import Limits, TimeLeft, check_sandbox
 from rloom.rewards.texts import text_of, without_surrogates
 
@@ -260,8 +260,20 @@ def judge_program(
     program: str, tests: Tests, limits: Limits, *, partial: bool = False, site_packages: Sequence[str] = ()
 ) -> Verdict:
     """Run a program against its tests, in sandboxes made for it alone. Without `partial` the share is 1 or 0."""
+    program = without_surrogates(program)
     try:
-        verdict = _judged(without_surrogates(program), tests, limits, partial, site_packages)
+        verdict = _verdict(program, tests, limits, partial, site_packages)
+    except SandboxError:
+        if not lost():
+            raise
+        return _verdict(program, tests, limits, partial, site_packages)
+    # What its sandboxes were forked of may have been killed, by a machine that is short of memory: not its fault.
+    return _verdict(program, tests, limits, partial, site_packages) if lost() else verdict
+
+
+def _verdict(program: str, tests: Tests, limits: Limits, partial: bool, packages: Sequence[str]) -> Verdict:
+    try:
+        verdict = _judged(program, tests, limits, partial, packages)
     except TimeoutError:
         return Verdict(share=0.0, why=f"not done after {limits.seconds:g} seconds")
     except (RewardError, SandboxError):  # the tests' fault, or the machine's

@@ -69,11 +69,17 @@ class Nursery:
         with theirs:
             self.process = boot("nursery", payload, line, fds={"control_fd": theirs.fileno()})
         self.close = weakref.finalize(self, _end, self.process, self.control)
+        self.failed = False
         try:
             self._hear()
         except BaseException:
             self.close()
             raise
+
+    @property
+    def lost(self) -> bool:
+        """Whether it is over, or could not do what it is for."""
+        return self.failed or self.process.poll() is not None
 
     def fork(self, role: str, payload: dict[str, Any], limits: Limits, *, fds: dict[str, int]) -> Forked:
         """A sandbox with a role in it; `OSError` or [`SandboxError`] where there can be none."""
@@ -172,17 +178,35 @@ def sandboxed(
     role: str, payload: dict[str, Any], limits: Limits, *, fds: dict[str, int], site_packages: Sequence[str] = ()
 ) -> Sandboxed:
     """A sandbox with a role in it: forked where this thread does so and it can be, else by bubblewrap."""
-    packages = tuple(site_packages)
-    if _here.kept is not None and works():
+    nursery = _nursery(tuple(site_packages))
+    if nursery is not None and not nursery.lost:
         try:
-            if packages not in _here.kept:
-                _here.kept[packages] = Nursery(packages)
-            return Sandboxed(role, payload, limits, fds=fds, fork=_here.kept[packages].fork)
+            return Sandboxed(role, payload, limits, fds=fds, fork=nursery.fork)
         except (OSError, SandboxError) as error:  # it was killed, say, or there are too many namespaces
             logger.info("a sandbox could not be forked, and is made anew: %s", error)
-            if packages in _here.kept:
-                _here.kept.pop(packages).close()
-    return Sandboxed(role, payload, limits, fds=fds, site_packages=packages)
+            nursery.failed = True  # not closed yet: another sandbox of it may be in use
+    return Sandboxed(role, payload, limits, fds=fds, site_packages=site_packages)
+
+
+def _nursery(packages: tuple[str, ...]) -> Nursery | None:
+    if _here.kept is None or not works():
+        return None
+    if packages not in _here.kept:
+        try:
+            _here.kept[packages] = Nursery(packages)
+        except (OSError, SandboxError) as error:
+            logger.info("what sandboxes are forked of does not start: %s", error)
+            return None
+    return _here.kept[packages]
+
+
+def lost() -> bool:
+    """Whether what this thread forked sandboxes of came to an end, and they with it. The next one forks of another."""
+    gone = [packages for packages, nursery in (_here.kept or {}).items() if nursery.lost]
+    for packages in gone:
+        assert _here.kept is not None
+        _here.kept.pop(packages).close()
+    return bool(gone)
 
 
 @functools.cache

@@ -207,6 +207,7 @@ def boot(
     role: str, payload: dict[str, Any], line: Sequence[str], *, fds: dict[str, int], more_fds: Sequence[int] = ()
 ) -> subprocess.Popen[bytes]:
     """Start a role by bubblewrap's command line. It gets `fds` by their names, `more_fds` are for bubblewrap."""
+    data = content(ROLES[role], {**payload, **fds})
     process = subprocess.Popen(
         [*line, "-c", BOOTSTRAP],
         stdin=subprocess.PIPE,
@@ -217,7 +218,7 @@ def boot(
     )
     assert process.stdin is not None
     try:
-        process.stdin.write(content(ROLES[role], {**payload, **fds}))
+        process.stdin.write(data)
         process.stdin.close()
     except BrokenPipeError:  # it is gone already: who waits for it says so
         pass
@@ -227,9 +228,8 @@ def boot(
 def content(modules: Sequence[str], payload: dict[str, Any], **more: Any) -> bytes:
     """What is read inside: modules of ours, and what their `main` is given."""
     payload = json.loads(json.dumps(payload))  # marshal would take a text of numpy's for bytes
-    return marshal.dumps(
-        {"modules": [(name, _code(name)) for name in modules], "payload": payload, **more}, ANY_VERSION
-    )
+    code = [(name, _code(name)) for name in modules]
+    return marshal.dumps({"modules": code, "payload": payload, **more}, ANY_VERSION)
 
 
 class Sandboxed:

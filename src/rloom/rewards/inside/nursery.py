@@ -111,7 +111,8 @@ def first_process(request: dict[str, Any], fds: list[int], made: int, payload: d
     os.setsid()  # a signal to one's group would reach others, whatever tree they are in
     furnish(request["disk"])
     confine(payload["filter"])
-    limit(request["limits"])  # here too: the program can write to this process's memory
+    # Here too: the program may write to this process's memory. Processes later: older kernels count those of all.
+    limit({name: value for name, value in request["limits"].items() if name != "RLIMIT_NPROC"})
     os.write(made, MADE)
     os.close(made)
     if os.fork() == 0:
@@ -119,6 +120,7 @@ def first_process(request: dict[str, Any], fds: list[int], made: int, payload: d
             program(dict(zip(request["names"], fds, strict=True)))
         finally:
             os._exit(1)
+    limit(request["limits"])
     _signal.signal(_signal.SIGINT, _signal.SIG_DFL)  # as a first process, it is deaf to what it does not handle
     only([])
     try:
