@@ -90,25 +90,30 @@ def batch_of(texts: list[str], columns: dict[str, list[Any]], first: int = 0) ->
 
 
 def compare(name: str, count: int, repeats: int) -> None:
-    """The function in a plain loop, one sample after the other, against a RewardSet; and against two such loops."""
+    """The function in a plain loop, one sample after the other, against a RewardSet; then two such loops side by side,
+    and one call with all samples."""
     function, make = functions()[name]
     reward = FunctionReward(function)
     rewards = RewardSet([reward], None)
     warm = make(64, 0)  # so that workers and imports are there
     assert rewards.score(warm)[:, 0].tolist() == [reward.score(warm.take([row]))[0] for row in range(64)]
-    loop, ours, both = [], [], []
+    loop, ours, both, once = [], [], [], []
     for turn in range(1, repeats + 1):  # in turns, so that whatever else runs here disturbs both alike
         batch = make(count, turn * 100_000)
         loop.append(seconds(lambda b=batch: [reward.score(b.take([row])) for row in range(count)]))  # type: ignore[misc]
         batch = make(count, turn * 100_000 + 50_000)
         ours.append(seconds(lambda b=batch: rewards.score(b)))  # type: ignore[misc]
         both.append(halves(name, count, turn * 100_000 + 20_000))
+        batch = make(count, turn * 100_000 + 70_000)
+        once.append(seconds(lambda b=batch: reward.score(b)))  # type: ignore[misc]
     rewards.close()
     a, b = statistics.median(loop), statistics.median(ours)
     best = min(loop) / min(ours)
     each, limit = b / count * 1000, a / statistics.median(both)
     print(f"{name}: plain loop {a:.2f} s, ours {b:.2f} s ({each:.2f} ms a sample): {a / b:.2f}×; the best: {best:.2f}×")
     print(f"  two plain loops side by side, half of the samples each: {limit:.2f}×")
+    print(f"  one call with all samples: {statistics.median(once):.2f} s")
+    print(f"  turn by turn: {', '.join(f'{x:.2f} / {y:.2f} s' for x, y in zip(loop, ours, strict=True))}")
 
 
 def halves(name: str, count: int, first: int) -> float:

@@ -6,6 +6,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import select
 import shutil
 import socket
 import struct
@@ -20,7 +21,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rloom.errors import RewardError, SandboxError
-from rloom.rewards import code_execution, sandbox
+from rloom.rewards import FunctionReward, RewardBatch, RewardSet, code_execution, nursery, sandbox
 from rloom.rewards.code import Limits, judge_program, program_of, read_tests
 from rloom.rewards.inside import light_json
 from rloom.rewards.inside.wire import WireError, receive, send
@@ -30,7 +31,25 @@ try:
     MISSING = ""
 except SandboxError as error:
     MISSING = str(error)
-needs_sandbox = pytest.mark.skipif(bool(MISSING), reason=MISSING)
+
+
+def needs_sandbox(test):
+    """Run a test with sandboxes by bubblewrap alone, and once more with forked ones."""
+    return pytest.mark.skipif(bool(MISSING), reason=MISSING)(pytest.mark.usefixtures("way")(test))
+
+
+@pytest.fixture(params=["bubblewrap", "forked"])
+def way(request, monkeypatch):
+    if request.param == "bubblewrap":
+        monkeypatch.setattr(nursery, "works", lambda: False)
+        yield
+        return
+    if not nursery.works():
+        pytest.skip("sandboxes cannot be forked here")
+    monkeypatch.setattr(sandbox, "_anew", lambda *args: pytest.fail("bubblewrap was used instead"))
+    with nursery.kept():
+        yield
+
 
 SIMPLE = ["assert double(2) == 4", "assert double(-3) == -6", "assert double(x=0.5) == 1.0"]
 HARNESS = "import math\n" + "\n".join(SIMPLE) + "\nassert math.isclose(double(1.5), 3.0)\n"
@@ -808,6 +827,7 @@ def _text(path: Path) -> str:
 
 @needs_sandbox
 def test_no_descriptors_are_lost():
+    run(RIGHT)  # what sandboxes are forked of is there from now on
     before = len(os.listdir("/proc/self/fd"))
     for program in (RIGHT, "import os\nos._exit(0)", "while True: pass"):
         for tests in FORMS.values():
@@ -888,3 +908,237 @@ def test_marks_of_pytest_where_the_package_is_shown_too():
     score = code_execution(site_packages=where)
     assert score(completions=["def f(n): return 'a' * n"], tests=[tests]) == [1.0]
     assert score(completions=["def f(n): return 'a'"], tests=[tests]) == [0.0]
+
+
+# -- one nursery for several programs
+
+
+@contextlib.contextmanager
+def forked(home: nursery.Nursery, program: str):
+    """A program in a sandbox that a nursery forks: what it says that it defines, while it goes on."""
+    fds = {name: os.pipe() for name in ("ask", "answer")}
+    theirs = {"read_fd": fds["ask"][0], "write_fd": fds["answer"][1]}
+    try:
+        with sandbox.Sandboxed("program", {"program": program}, Limits(), fds=theirs, fork=home.fork):
+            hello = receive(fds["answer"][0], sandbox.TimeLeft(30).read)
+            assert "names" in hello, hello
+            yield hello["names"]
+    finally:
+        for fd in (*fds["ask"], *fds["answer"]):
+            os.close(fd)
+
+
+@pytest.fixture
+def home():
+    if MISSING or not nursery.works():
+        pytest.skip("sandboxes cannot be forked here")
+    home = nursery.Nursery()
+    yield home
+    home.close()
+
+
+@pytest.mark.skipif(bool(MISSING), reason=MISSING)
+def test_sandboxes_are_forked_where_namespaces_can_be_nested():
+    """So that a mistake of ours does not pass for a machine on which it cannot be done."""
+    nested = "import ctypes\nprint(ctypes.CDLL(None).unshare(0x10000000 | 0x20000))"  # of users and mounts
+    line = [*sandbox.command(Limits(), nested=True), "-c", nested]
+    if subprocess.run(line, capture_output=True, text=True).stdout == "0\n" and sandbox.seccomp.program():
+        assert nursery.works()
+
+
+LEAVES = """
+import builtins, os, resource, signal, socket, sys, threading, time
+for name in ("/tmp/left", "/dev/shm/left"): open(name, "w").write("x")
+builtins.left = sys.modules["left"] = os.environ["LEFT"] = "left behind"
+os.nice(5); os.umask(0o77)
+try: socket.sethostname("left")
+except OSError: pass
+listening = []
+for family, address in ((socket.AF_UNIX, "\\0left"), (socket.AF_UNIX, "/tmp/socket"), (socket.AF_INET, ("127.0.0.1", 5005))):
+    listening.append(socket.socket(family)); listening[-1].bind(address); listening[-1].listen()
+if os.fork() == 0:
+    os.setsid()
+    for number in range(1, 64):
+        try: signal.signal(number, signal.SIG_IGN)
+        except (OSError, ValueError): pass
+    time.sleep(100)
+done = True
+"""
+LOOKS = """
+import builtins, os, socket, sys
+found = [name for name in ("/tmp/left", "/dev/shm/left", "/tmp/socket") if os.path.exists(name)]
+found += [name for name in ("left",) if hasattr(builtins, name) or name in sys.modules or "LEFT" in os.environ]
+found += [pid for pid in os.listdir("/proc") if pid.isdigit() and int(pid) > 2]
+found += [socket.gethostname()] if socket.gethostname() == "left" else []
+found += [os.nice(0)] if os.nice(0) else []
+found += ["umask"] if os.umask(0) == 0o77 else []
+for family, address in ((socket.AF_UNIX, "\\0left"), (socket.AF_INET, ("127.0.0.1", 5005))):
+    try: socket.socket(family).connect(address); found.append(str(address))
+    except OSError: pass
+targets = []
+for fd in os.listdir("/proc/self/fd"):
+    try: targets.append(os.readlink(f"/proc/self/fd/{fd}").split(":")[0])
+    except OSError: pass  # of the listing itself
+targets.sort()
+"""
+
+
+def test_nothing_passes_from_a_forked_program_to_others(home):
+    with forked(home, LEAVES) as names:
+        assert names["done"] is True
+        with forked(home, LOOKS) as seen:  # while the first one is still there
+            assert seen["found"] == []
+            assert seen["targets"] == ["/dev/null"] * 4 + ["pipe"] * 3
+    with forked(home, LOOKS) as seen:  # and when it is gone
+        assert seen["found"] == []
+    with forked(home, LEAVES + LOOKS) as seen:
+        assert len(seen["found"]) == 9  # all but the host's name, which cannot be changed
+
+
+FINDS = """
+shift = bytes((byte + 1) % 256 for byte in range(256))  # so that what is looked for is not in memory for being looked for
+count = 0
+with open("/proc/self/maps") as maps, open("/proc/self/mem", "rb", 0) as memory:
+    for line in maps:
+        if " rw" in line:
+            first, last = (int(text, 16) for text in line.split()[0].split("-"))
+            memory.seek(first)
+            count += memory.read(last - first).translate(shift).count(SHIFTED)
+"""
+
+
+def test_no_text_of_another_program_is_in_a_forked_ones_memory(home):
+    secret = "kept between programs"
+    finds = f"SHIFTED = {bytes(byte + 1 for byte in secret.encode())}{FINDS}"
+    with forked(home, f"text = {secret!r}") as names:
+        assert names["text"] == secret
+        with forked(home, finds) as seen:
+            assert seen["count"] == 0
+    with forked(home, f"text = {secret!r}\n{finds}") as seen:
+        assert seen["count"] > 0  # it would be found
+
+
+SIGNALS = """
+import os, signal
+for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGINT, signal.SIGUSR1):
+    signal.signal(number, signal.SIG_IGN)
+sent = []
+for pid in (0, -1, 1, os.getppid(), -os.getpgid(0), -os.getsid(0), 2, 3, 4, 5, 6, 7, 8):
+    for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGINT, signal.SIGUSR1, signal.SIGKILL, signal.SIGSTOP):
+        if number in (signal.SIGKILL, signal.SIGSTOP) and pid in (0, 2, os.getpid(), -os.getpgid(0)): continue
+        try: os.kill(pid, number); sent.append(pid)
+        except OSError: pass
+for kind in (os.PRIO_PROCESS, os.PRIO_PGRP, os.PRIO_USER):
+    try: os.setpriority(kind, 0, 19)
+    except OSError: pass
+group = [os.getpgid(1), os.getsid(1), os.getpgid(0), os.getppid()]
+"""
+
+
+def test_signals_of_a_forked_program_reach_no_other(home):
+    with forked(home, "x = 1") as other, forked(home, SIGNALS) as names:
+        assert names["group"] == [1, 1, 1, 1]
+        assert other["x"] == 1
+        assert set(names["sent"]) <= {0, -1, 1, 2}  # itself, and the first process of its own tree
+        with forked(home, "import os\nnice = os.nice(0)") as seen:
+            assert seen["nice"] == 0
+    assert home.process.poll() is None
+
+
+@needs_sandbox
+def test_signals_of_a_program_do_not_reach_its_tests():
+    assert run(SIGNALS + RIGHT, HARNESS).share == 1.0
+
+
+def test_the_first_process_of_a_forked_programs_tree_is_held_within_the_same_limits(home):
+    """The program may write to its memory, where the kernel allows that."""
+    with forked(home, "limits = [open(f'/proc/{pid}/limits').read() for pid in (1, 2)]") as names:
+        assert names["limits"][0] == names["limits"][1]
+
+
+def test_limits_on_processes_hold_for_each_forked_program(home):
+    program = """
+import os
+children = 0
+try:
+    while children < 50:
+        if os.fork() == 0:
+            import time; time.sleep(100)
+        children += 1
+except OSError: pass
+"""
+    with forked(home, program) as first, forked(home, program) as second:
+        assert first["children"] == second["children"] == Limits().processes
+
+
+def test_a_nursery_that_died_is_replaced(home):
+    with nursery.kept():
+        assert run(RIGHT).share == 1.0
+        first = nursery._here.kept[()]
+        first.process.kill()
+        first.process.wait()
+        assert run(RIGHT).share == 1.0
+        assert run(RIGHT, HARNESS).share == 1.0
+        assert nursery._here.kept[()] is not first
+    assert nursery._here.kept is None
+
+
+@pytest.mark.parametrize("tests", FORMS.values(), ids=FORMS)
+@pytest.mark.parametrize("moment", range(1, 5))
+def test_a_nursery_that_dies_costs_no_program_its_score(home, monkeypatch, tests, moment):
+    """Killed at the first, second, … of the moments at which something is read from a sandbox."""
+    reads = []
+
+    def read(left, fd, size):
+        reads.append(fd)
+        if len(reads) == moment:
+            (current,) = nursery._here.kept.values()
+            current.process.kill()
+            current.process.wait()
+        left.wait(fd, select.POLLIN)
+        return os.read(fd, size)
+
+    with nursery.kept():
+        assert run(RIGHT, tests).share == 1.0
+        monkeypatch.setattr(sandbox.TimeLeft, "read", read)
+        assert run(RIGHT, tests, limits=Limits(seconds=30.0)).share == 1.0
+
+
+@pytest.mark.parametrize("why", ["refused", "not as proven"])
+def test_where_nothing_can_be_forked_each_program_gets_bubblewrap(home, monkeypatch, why):
+    if why == "refused":
+        own = sandbox.command
+        monkeypatch.setattr(nursery, "command", lambda *args, **options: own(*args))  # which forbids namespaces within
+    else:
+        monkeypatch.setattr(nursery, "PROVEN", {"said": []})
+    nursery.works.cache_clear()
+    try:
+        assert not nursery.works()
+        with nursery.kept():
+            assert run(RIGHT).share == 1.0
+            assert nursery._here.kept == {}
+    finally:
+        nursery.works.cache_clear()
+
+
+def children() -> set[str]:
+    return {pid for path in Path("/proc/self/task").glob("*/children") for pid in _text(path).split()}
+
+
+def test_what_forks_sandboxes_ends_with_the_call_or_with_its_threads(home):
+    before = children()
+    reward = code_execution()
+    assert reward(completions=[RIGHT] * 3, tests=[SIMPLE] * 3) == [1.0] * 3
+    assert children() == before
+    rewards = RewardSet([FunctionReward(reward)], None, workers=1)
+    batch = RewardBatch(
+        prompts=["p"] * 8, completions=[RIGHT] * 8, completion_ids=[[1]] * 8, columns={"tests": [SIMPLE] * 8}
+    )
+    assert rewards.score(batch)[:, 0].tolist() == [1.0] * 8
+    assert len(children() - before) == 2  # of two threads
+    rewards.close()
+    for _ in range(100):
+        if children() == before:
+            return
+        time.sleep(0.1)
+    pytest.fail("a nursery outlived its thread")

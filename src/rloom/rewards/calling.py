@@ -119,7 +119,8 @@ class Caller:
         if self._threads is None:  # a function that does not say that it may is never called twice at a time
             # Twice as many threads as cores: they wait for something most of the time.
             count = (self.marks.concurrency or 2 * self.options.workers) if self.marks.threads else 1
-            self._threads = ThreadPoolExecutor(count, thread_name_prefix=f"rloom-{self.name}")
+            first = self.marks.in_each_thread
+            self._threads = ThreadPoolExecutor(count, thread_name_prefix=f"rloom-{self.name}", initializer=first)
         return self._threads
 
     def call(self, batch: RewardBatch) -> Answer:

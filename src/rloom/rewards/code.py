@@ -14,7 +14,7 @@ import os
 import re
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -23,7 +23,8 @@ from rloom.rewards.compare import equals, shown
 from rloom.rewards.inside.light_json import dumps
 from rloom.rewards.inside.wire import WireError, encode, receive, send
 from rloom.rewards.marks import mark
-from rloom.rewards.sandbox import Limits, Sandboxed, TimeLeft, check_sandbox
+from rloom.rewards.nursery import keep, kept, lost, sandboxed
+from rloom.rewards.sandbox import Limits, TimeLeft, check_sandbox
 from rloom.rewards.texts import text_of, without_surrogates
 
 logger = logging.getLogger(__name__)
@@ -97,20 +98,22 @@ def code_execution(
         completions: list[Any], prompts: list[Any] | None = None, log_extra: Any = None, **columns: Any
     ) -> list[float | None]:
         names = [n for n, v in columns.items() if isinstance(v, (list, tuple)) and len(v) == len(completions)]
-        verdicts: list[Verdict | None] = []
-        for index, completion in enumerate(completions):
+
+        def verdict(index: int) -> Verdict | None:
             tests = read_tests({name: columns[name][index] for name in names}, harness)
             if tests is None:
-                verdicts.append(None)
-                continue
-            program = program_of(text_of(completion), prompts[index] if prompts else None, tests.entry_point)
-            verdicts.append(judge_program(program, tests, limits, partial=partial, site_packages=site_packages))
+                return None
+            program = program_of(text_of(completions[index]), prompts[index] if prompts else None, tests.entry_point)
+            return judge_program(program, tests, limits, partial=partial, site_packages=site_packages)
+
+        with kept() if len(completions) > 1 else nullcontext():
+            verdicts = [verdict(index) for index in range(len(completions))]
         if log_extra is not None:
             log_extra("tests", [v.why or "passed" if v else None for v in verdicts])
         return [None if v is None else v.share for v in verdicts]
 
     code_execution_reward.__name__ = "code_execution"
-    return mark(code_execution_reward, streaming=True, per_sample=True, threads=True)
+    return mark(code_execution_reward, streaming=True, per_sample=True, threads=True, in_each_thread=keep)
 
 
 # -- what to run
@@ -257,8 +260,20 @@ def judge_program(
     program: str, tests: Tests, limits: Limits, *, partial: bool = False, site_packages: Sequence[str] = ()
 ) -> Verdict:
     """Run a program against its tests, in sandboxes made for it alone. Without `partial` the share is 1 or 0."""
+    program = without_surrogates(program)
     try:
-        verdict = _judged(without_surrogates(program), tests, limits, partial, site_packages)
+        verdict = _verdict(program, tests, limits, partial, site_packages)
+    except SandboxError:
+        if not lost():
+            raise
+        return _verdict(program, tests, limits, partial, site_packages)
+    # What its sandboxes were forked of may have been killed, by a machine that is short of memory: not its fault.
+    return _verdict(program, tests, limits, partial, site_packages) if lost() else verdict
+
+
+def _verdict(program: str, tests: Tests, limits: Limits, partial: bool, packages: Sequence[str]) -> Verdict:
+    try:
+        verdict = _judged(program, tests, limits, partial, packages)
     except TimeoutError:
         return Verdict(share=0.0, why=f"not done after {limits.seconds:g} seconds")
     except (RewardError, SandboxError):  # the tests' fault, or the machine's
@@ -333,7 +348,7 @@ def _by_calls(program: str, calls: list[Call], limits: Limits, partial: bool, pa
     """Make each call in the program's sandbox and compare the answer here. No code of anybody's runs here."""
     with _pipes("ask", "answer") as fds:
         theirs = {"read_fd": fds["ask_read"], "write_fd": fds["answer_write"]}
-        with Sandboxed("program", {"program": program}, limits, fds=theirs, site_packages=packages) as sandbox:
+        with sandboxed("program", {"program": program}, limits, fds=theirs, site_packages=packages) as sandbox:
             for name in ("ask_read", "answer_write"):  # so that the end of the program is seen as the end of the pipe
                 os.close(fds.pop(name))
             sandbox.wait_ready()
@@ -401,7 +416,7 @@ def _by_cases(program: str, tests: Tests, limits: Limits, partial: bool, package
     passed, why = 0, ""
     with _pipes("answer") as fds:
         theirs = {"write_fd": fds["answer_write"]}
-        with Sandboxed("program", payload, limits, fds=theirs, site_packages=packages) as sandbox:
+        with sandboxed("program", payload, limits, fds=theirs, site_packages=packages) as sandbox:
             os.close(fds.pop("answer_write"))
             sandbox.wait_ready()
             left = TimeLeft(limits.seconds)
@@ -435,8 +450,8 @@ def _by_harness(program: str, tests: Tests, limits: Limits, partial: bool, packa
         ours = {"read_fd": fds["answer_read"], "write_fd": fds["ask_write"], "verdict_fd": fds["verdict_write"]}
         theirs = {"read_fd": fds["ask_read"], "write_fd": fds["answer_write"]}
         with (
-            Sandboxed(role, payload, limits, fds=ours, site_packages=packages) as harness,
-            Sandboxed("program", {"program": program}, limits, fds=theirs, site_packages=packages) as sandbox,
+            sandboxed(role, payload, limits, fds=ours, site_packages=packages) as harness,
+            sandboxed("program", {"program": program}, limits, fds=theirs, site_packages=packages) as sandbox,
         ):
             for name in ("ask_read", "ask_write", "answer_read", "answer_write", "verdict_write"):
                 os.close(fds.pop(name))

@@ -23,6 +23,7 @@ class Marks:
     threads: bool = False  # called in several threads: for functions that wait for something outside Python
     time_limit: float | None = None  # seconds per sample (isolated) or call (async)
     concurrency: int | None = None  # calls of an async function, or of one in threads, that run at a time
+    in_each_thread: Callable[[], None] | None = None  # called first in each of its threads; for our own rewards
 
 
 def marks_of(function: Any) -> Marks:

@@ -15,11 +15,11 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from rloom.errors import SandboxError
 from rloom.rewards import seccomp
@@ -52,7 +52,12 @@ DEVICES = (
 )  # fmt: skip
 """What a program may want of /dev: bubblewrap's own has terminals too, and takes a fifth of the whole start."""
 PROGRAM = ("light_json", "wire", "program")
-ROLES = {"program": PROGRAM, "tests": (*PROGRAM, "harness"), "tests with pytest": (*PROGRAM, "like_pytest", "harness")}
+ROLES = {
+    "program": PROGRAM,
+    "tests": (*PROGRAM, "harness"),
+    "tests with pytest": (*PROGRAM, "like_pytest", "harness"),
+    "nursery": (*PROGRAM, "nursery"),
+}
 """What runs in a sandbox, and the modules of ours that it needs there; the last has its `main`."""
 MISSING = (
     "running model-written code needs bubblewrap, which was not found. Install it (Debian, Ubuntu: `apt-get install "
@@ -153,8 +158,11 @@ def _world_readable(folder: Path) -> bool:
     return all(part.stat().st_mode & 0o005 == 0o005 for part in (folder, *folder.parents))
 
 
-def command(limits: Limits, site_packages: Sequence[str] = (), *, filter_fd: int = -1) -> list[str]:
-    """bubblewrap's command line, up to and including the interpreter. `filter_fd` is where it reads its filter."""
+def command(
+    limits: Limits, site_packages: Sequence[str] = (), *, filter_fd: int = -1, nested: bool = False
+) -> list[str]:
+    """bubblewrap's command line, up to and including the interpreter. `filter_fd` is where it reads its filter; where
+    further sandboxes are `nested` in this one, it must be able to make namespaces, and runs no code but ours."""
     python, prefix = interpreter()
     unprivileged = []
     if os.geteuid() == 0:  # limits on processes do not bind root
@@ -170,7 +178,7 @@ def command(limits: Limits, site_packages: Sequence[str] = (), *, filter_fd: int
         "--uid", str(NOBODY), "--gid", str(NOBODY), "--hostname", "sandbox", "--clearenv",
         "--setenv", "PATH", "/usr/bin:/bin", "--setenv", "HOME", "/tmp", "--setenv", "LANG", "C.UTF-8",
         "--setenv", "OMP_NUM_THREADS", "1", "--setenv", "OPENBLAS_NUM_THREADS", "1",
-        *(["--disable-userns"] if knows_disable_userns() else []),
+        *(["--disable-userns"] if knows_disable_userns() and not nested else []),
         *(["--seccomp", str(filter_fd)] if filter_fd >= 0 else []),
         *(["--setenv", "PYTHONPATH", ":".join(site_packages)] if site_packages else []),
         "--ro-bind", "/usr", "/usr", "--ro-bind-try", "/etc/ld.so.cache", "/etc/ld.so.cache",
@@ -182,8 +190,53 @@ def command(limits: Limits, site_packages: Sequence[str] = (), *, filter_fd: int
     ]  # fmt: skip
 
 
+class Started(Protocol):
+    """What was started in a sandbox: killed, it takes all that is inside with it."""
+
+    def kill(self) -> None:
+        """End it."""
+
+    def wait(self) -> Any:
+        """Until it is over."""
+
+    def poll(self) -> int | None:
+        """Its exit code, where there is one."""
+
+
+def boot(
+    role: str, payload: dict[str, Any], line: Sequence[str], *, fds: dict[str, int], more_fds: Sequence[int] = ()
+) -> subprocess.Popen[bytes]:
+    """Start a role by bubblewrap's command line. It gets `fds` by their names, `more_fds` are for bubblewrap."""
+    data = content(ROLES[role], {**payload, **fds})
+    process = subprocess.Popen(
+        [*line, "-c", BOOTSTRAP],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        pass_fds=(*fds.values(), *more_fds),
+        cwd="/",
+    )
+    assert process.stdin is not None
+    try:
+        process.stdin.write(data)
+        process.stdin.close()
+    except BrokenPipeError:  # it is gone already: who waits for it says so
+        pass
+    return process
+
+
+def content(modules: Sequence[str], payload: dict[str, Any], **more: Any) -> bytes:
+    """What is read inside: modules of ours, and what their `main` is given."""
+    payload = json.loads(json.dumps(payload))  # marshal would take a text of numpy's for bytes
+    code = [(name, _code(name)) for name in modules]
+    return marshal.dumps({"modules": code, "payload": payload, **more}, ANY_VERSION)
+
+
 class Sandboxed:
-    """One sandbox with a role ("program", "tests") in it, ready to begin. Leaving the context kills all of it."""
+    """One sandbox with a role ("program", "tests") in it, ready to begin. Leaving the context kills all of it.
+
+    `fork` makes it of one that has started already, where there is one (see nursery.py); else it is made anew.
+    """
 
     def __init__(
         self,
@@ -193,29 +246,21 @@ class Sandboxed:
         *,
         fds: dict[str, int],
         site_packages: Sequence[str] = (),
+        fork: Callable[..., Started] | None = None,
     ) -> None:
-        self.role, self.limits = role, limits
+        self.role = role
         self.ready_fd, ready = os.pipe()
-        # By way of JSON: marshal would take a text of numpy's for bytes.
-        payload = json.loads(json.dumps({**payload, **fds, "ready_fd": ready, "limits": limits.inside()}))
-        modules = [(name, _code(name)) for name in ROLES[role]]
-        data = marshal.dumps({"modules": modules, "payload": payload}, ANY_VERSION)
-        with seccomp_fd() as fd:
-            self.process = subprocess.Popen(
-                [*command(limits, site_packages, filter_fd=fd), "-c", BOOTSTRAP],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.DEVNULL,
-                stderr=subprocess.DEVNULL,
-                pass_fds=(ready, *fds.values(), *(f for f in [fd] if f >= 0)),
-                cwd="/",
-            )
-        os.close(ready)
-        assert self.process.stdin is not None
+        payload, fds = {**payload, "limits": limits.inside()}, {**fds, "ready_fd": ready}
         try:
-            self.process.stdin.write(data)
-            self.process.stdin.close()
-        except BrokenPipeError:  # it is gone already: `wait_ready` says so
-            pass
+            if fork is not None:
+                self.process = fork(role, payload, limits, fds=fds)
+            else:
+                self.process = _anew(role, payload, limits, fds, site_packages)
+        except BaseException:
+            os.close(self.ready_fd)
+            raise
+        finally:
+            os.close(ready)
 
     def wait_ready(self) -> None:
         """Until it is about to run what it was given; what starting takes is not the program's time."""
@@ -230,9 +275,18 @@ class Sandboxed:
         return self
 
     def __exit__(self, *exc_info: object) -> None:
-        self.process.kill()  # --die-with-parent takes everything inside with it
+        self.process.kill()
         self.process.wait()
         os.close(self.ready_fd)
+
+
+def _anew(
+    role: str, payload: dict[str, Any], limits: Limits, fds: dict[str, int], site_packages: Sequence[str]
+) -> Started:
+    with seccomp_fd() as fd:
+        line = command(limits, site_packages, filter_fd=fd)
+        # --die-with-parent: killing bubblewrap kills everything inside
+        return boot(role, payload, line, fds=fds, more_fds=[f for f in [fd] if f >= 0])
 
 
 @functools.cache

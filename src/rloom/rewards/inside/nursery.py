@@ -1,0 +1,208 @@
+"""Forks sandboxes: Python is started here once, and every program gets a copy of it in namespaces of its own.
+
+This process is in a sandbox itself, and all that it ever holds is ours: what a program is given is read by the
+program's own process. A program runs where bubblewrap would have put it: as an unprivileged user with no capabilities,
+as process 2 of a tree of its own, in a network of its own, with /tmp, /dev/shm and /proc of its own over a file system
+that is read-only already, behind the same filter of system calls.
+"""
+
+from __future__ import annotations
+
+import _signal  # type: ignore[import-not-found]  # `signal` takes longer to import than all that is here
+import _socket
+import ctypes
+import fcntl
+import gc
+import marshal
+import os
+import struct
+import sys
+
+from rloom.rewards.inside.program import limit
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from typing import Any
+
+NEW_NAMESPACES = 0x20000 | 0x08000000 | 0x10000000 | 0x20000000 | 0x40000000
+"""Mounts, System V and message queues, users, processes, network. Host name and control groups need capabilities."""
+NOSUID, NODEV, NOEXEC = 2, 4, 8
+MADE = b"made"
+MAX_REQUEST = 4096
+MAX_FDS = 16
+SET_INTERFACE_FLAGS, UP = 0x8914, 1
+DROP_FROM_BOUNDS, SET_FILTER, NO_NEW_PRIVILEGES = 24, 22, 38
+CAPABILITIES_VERSION_3 = 0x20080522
+
+# Keeps Python's lock in calls: there is no other thread, and a copy made while it was let go might wait for it.
+libc = ctypes.PyDLL(None, use_errno=True)
+
+
+def main(payload: dict[str, Any]) -> None:
+    """Fork a sandbox whenever one is asked for, until the other side hangs up."""
+    nowhere = os.open(os.devnull, os.O_RDWR)
+    for fd in (0, 1, 2):
+        os.dup2(nowhere, fd)
+    os.close(nowhere)
+    control = _socket.socket(fileno=payload["control_fd"])
+    payload["filter"] = bytes.fromhex(payload["filter"])
+    gc.freeze()  # what is here stays: collections in the copies need not touch, and so copy, it
+    control.send(MADE)
+    while True:
+        request, fds = received(control)
+        if not request:
+            return
+        answer(control, marshal.loads(request), fds, payload)
+        for fd in fds:
+            os.close(fd)
+        reap()
+
+
+def received(control: _socket.socket) -> tuple[bytes, list[int]]:
+    """A request, and the descriptors that came with it."""
+    data, extra, _, _ = control.recvmsg(MAX_REQUEST, _socket.CMSG_SPACE(4 * MAX_FDS))
+    fds = [fd for _, kind, part in extra if kind == _socket.SCM_RIGHTS for (fd,) in struct.iter_unpack("i", part)]
+    return data, fds
+
+
+def answer(control: _socket.socket, request: dict[str, Any], fds: list[int], payload: dict[str, Any]) -> None:
+    """Fork a sandbox and send what it can be killed by; nothing, where the namespaces cannot be made."""
+    made_read, made = os.pipe()
+    pid = libc.syscall(*(ctypes.c_long(x) for x in (payload["clone"], NEW_NAMESPACES | _signal.SIGCHLD, 0, 0, 0, 0)))
+    if pid == 0:
+        in_copy(request, fds, made, payload)
+    os.close(made)
+    failure = os.read(made_read, 300) if pid > 0 else os.strerror(ctypes.get_errno()).encode()
+    os.close(made_read)
+    if failure != MADE:
+        control.send(b"no: " + failure)
+        return
+    handle = os.pidfd_open(pid)
+    control.sendmsg([MADE], [(_socket.SOL_SOCKET, _socket.SCM_RIGHTS, struct.pack("i", handle))])
+    os.close(handle)
+
+
+def reap() -> None:
+    """Let go of processes that are over."""
+    try:
+        while os.waitpid(-1, os.WNOHANG)[0]:
+            pass
+    except ChildProcessError:
+        pass
+
+
+# -- in the copy
+
+
+def in_copy(request: dict[str, Any], fds: list[int], made: int, payload: dict[str, Any]) -> None:
+    """All that a copy does; from here it never comes back to do what is the original's."""
+    try:
+        first_process(request, fds, made, payload)
+    except BaseException as error:
+        os.write(made, repr(error)[:300].encode())
+    finally:
+        os._exit(1)
+
+
+def first_process(request: dict[str, Any], fds: list[int], made: int, payload: dict[str, Any]) -> None:
+    """Process 1 of the new tree: makes the sandbox, starts the program and waits for all that there is. With it, all
+    ends. It gives up what the program must not have before there is a program."""
+    only(fds, made)
+    os.setsid()  # a signal to one's group would reach others, whatever tree they are in
+    furnish(request["disk"])
+    confine(payload["filter"])
+    # Here too: the program may write to this process's memory. Processes later: older kernels count those of all.
+    limit({name: value for name, value in request["limits"].items() if name != "RLIMIT_NPROC"})
+    os.write(made, MADE)
+    os.close(made)
+    if os.fork() == 0:
+        try:
+            program(dict(zip(request["names"], fds, strict=True)))
+        finally:
+            os._exit(1)
+    limit(request["limits"])
+    _signal.signal(_signal.SIGINT, _signal.SIG_DFL)  # as a first process, it is deaf to what it does not handle
+    only([])
+    try:
+        while True:
+            os.waitpid(-1, 0)
+    except ChildProcessError:
+        os._exit(0)
+
+
+def only(fds: list[int], *more: int) -> None:
+    """Close everything but some descriptors, and the first three, which lead nowhere."""
+    first = 3
+    for fd in sorted({*fds, *more}):
+        os.closerange(first, fd)
+        first = fd + 1
+    os.closerange(first, 1024)
+
+
+def furnish(disk: int) -> None:
+    """User, files, processes and network, each of them new. What was seen through /tmp and /proc is covered."""
+    user, group = os.getuid(), os.getgid()
+    put("/proc/self/uid_map", f"{user} {user} 1")
+    put("/proc/self/setgroups", "deny")  # without which a group cannot be mapped
+    put("/proc/self/gid_map", f"{group} {group} 1")
+    mount("proc", "/proc", NOSUID | NODEV | NOEXEC)
+    mount("tmpfs", "/dev/shm", NOSUID | NODEV, "mode=755,size=65536")
+    mount("tmpfs", "/tmp", NOSUID | NODEV, f"mode=755,size={disk}")
+    os.chdir("/tmp")
+    put("/proc/sys/user/max_user_namespaces", "0")
+    network = _socket.socket(_socket.AF_INET, _socket.SOCK_DGRAM)
+    fcntl.ioctl(network.fileno(), SET_INTERFACE_FLAGS, struct.pack("16sh22x", b"lo", UP))
+    network.close()
+
+
+def put(path: str, text: str) -> None:
+    """Write to one of the kernel's own files, in one piece."""
+    fd = os.open(path, os.O_WRONLY)
+    os.write(fd, text.encode())
+    os.close(fd)
+
+
+def mount(kind: str, where: str, flags: int, options: str = "") -> None:
+    """A new file system of some kind."""
+    checked(libc.mount(kind.encode(), where.encode(), kind.encode(), ctypes.c_ulong(flags), options.encode()))
+
+
+def confine(filter_program: bytes) -> None:
+    """Give up all capabilities, for good, and the system calls that the filter refuses."""
+    number = 0
+    while control_process(DROP_FROM_BOUNDS, number) == 0:  # until there is no such capability
+        number += 1
+    checked(libc.capset((ctypes.c_uint32 * 2)(CAPABILITIES_VERSION_3, 0), (ctypes.c_uint32 * 6)()))
+    checked(control_process(NO_NEW_PRIVILEGES, 1))
+    lines = ctypes.create_string_buffer(filter_program, len(filter_program))
+    header = struct.pack("HxxxxxxP", len(filter_program) // 8, ctypes.addressof(lines))
+    header_buffer = ctypes.create_string_buffer(header, len(header))
+    checked(control_process(SET_FILTER, 2, ctypes.addressof(header_buffer)))
+
+
+def control_process(what: int, *arguments: int) -> int:
+    """`prctl`, with all five arguments."""
+    numbers = [ctypes.c_ulong(number) for number in (*arguments, 0, 0, 0, 0)[:4]]
+    result: int = libc.prctl(ctypes.c_int(what), *numbers)
+    return result
+
+
+def checked(result: int) -> None:
+    """A system call's result, which must be none of its errors."""
+    if result < 0:
+        raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
+
+
+def program(fds: dict[str, int]) -> None:
+    """Process 2: read what is to be run, and run it."""
+    content_fd = fds.pop("content_fd")
+    parts = []
+    while part := os.read(content_fd, 2**20):
+        parts.append(part)
+    os.close(content_fd)
+    data = marshal.loads(b"".join(parts))
+    del parts
+    for name, code in data["modules"]:
+        module = sys.modules["rloom.rewards.inside." + name] = type(sys)("rloom.rewards.inside." + name)
+        exec(marshal.loads(code), module.__dict__)
+    sys.modules["rloom.rewards.inside." + data["main"]].main({**data["payload"], **fds})
