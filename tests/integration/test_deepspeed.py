@@ -32,13 +32,14 @@ model = tf.Qwen2ForCausalLM(tf.Qwen2Config(**shape, num_attention_heads=4, num_k
 config = RLOOConfig(
     sys.argv[1], deepspeed=zero if sys.argv[2] == "with" else None, bf16=True, use_cpu=True, max_steps=4, beta=0.1,
     per_device_train_batch_size=8, gradient_accumulation_steps=2, num_generations=4, max_completion_length=6,
-    max_tokens_per_micro_batch=50, learning_rate=1e-3, report_to="none", save_strategy="no",
+    max_tokens_per_micro_batch=50, learning_rate=1e-3, report_to="none", save_strategy="no", logging_steps=1,
 )
 rows = [{"prompt": "2 + 3 ="}, {"prompt": "4 + 3 ="}] * 32
 trainer = RLOOTrainer(model, by_length, config, rows, processing_class=make_tokenizer())
 trainer.train()
 print(type(trainer.optimizer.optimizer).__name__)
-torch.save([p.detach().float() for p in model.parameters()], sys.argv[3])
+norms = [entry["grad_norm"] for entry in trainer.state.log_history if "grad_norm" in entry]
+torch.save(([p.detach().float() for p in model.parameters()], norms), sys.argv[3])
 """
 
 
@@ -57,7 +58,8 @@ def test_several_micro_batches_train_as_without(tmp_path):
         assert done.returncode == 0, done.stderr[-2000:]
         return done.stdout.splitlines()[-1], torch.load(tmp_path / f"{how}.pt")
 
-    (plain, expected), (theirs, found) = run("without"), run("with")
+    (plain, (expected, norms)), (theirs, (found, their_norms)) = run("without"), run("with")
+    assert their_norms == pytest.approx(norms, rel=0.01)  # AdamW itself would not see that gradients are scaled
     assert (plain, theirs) == ("SplitAdamW", "DeepSpeedZeroOptimizer")
     off = sum(float((a - b).abs().sum()) for a, b in zip(expected, found, strict=True))
     assert off < 0.01 * sum(float(a.abs().sum()) for a in expected)

@@ -268,8 +268,8 @@ def build(
         batcher=_batcher(trainer, policy, args),
         budget=TokenBudget(args.max_tokens_per_micro_batch or DEFAULT_TOKENS),
         aux_loss_weight=_aux_loss_weight(trainer.model, args.router_aux_loss_coef),
+        keeps_gradients=not trainer.is_deepspeed_enabled,
     )
-    learner.keeps_gradients = not trainer.is_deepspeed_enabled
     collector = Collector(
         encoder=_encoder(policy, args),
         engine=engine or _engine(trainer, policy, args),

@@ -54,10 +54,12 @@ class Learner:
         batcher: Batcher,
         budget: TokenBudget,
         aux_loss_weight: float,
+        keeps_gradients: bool = True,
     ) -> None:
         self.config, self.policy, self.reference = config, policy, reference
         self.credit, self.metrics, self.aux_loss_weight = credit, metrics, aux_loss_weight
         self.batcher, self.budget = batcher, budget
+        self.keeps_gradients = keeps_gradients  # else somebody else does (DeepSpeed), and nothing can be taken back
         self.forward = Forward(policy, config.temperature, keep_logits=config.keep_logits)
         self.reference_forward = self.forward
         if isinstance(reference, FrozenReference):
@@ -76,7 +78,6 @@ class Learner:
         self.attending = [self.forward.base]
         if self.reference_forward is not self.forward:
             self.attending.append(self.reference_forward.base)
-        self.keeps_gradients = True  # False: somebody else does (DeepSpeed), and nothing can be taken back from them
         self.compiled = CompiledLayers(self.attending) if config.compile_layers and batcher.packed else None
         self.denominator = 1.0  # of the update in progress
         self.tokens_in_update = 1
@@ -161,7 +162,16 @@ class Learner:
             self.batcher.settle(share.rollout)
         self._count(shares)
         work = lambda: self._accumulate(model, shares, compute_loss, backward)  # noqa: E731
-        return self.budget.retrying(work, undo=self._undo) if self.keeps_gradients else work()
+        if self.keeps_gradients:
+            return self.budget.retrying(work, undo=self._undo)
+        try:
+            return work()
+        except torch.OutOfMemoryError as error:
+            error.add_note(
+                "under DeepSpeed the update cannot be done again in smaller pieces: set max_tokens_per_micro_batch "
+                f"below {self.budget.tokens}"
+            )
+            raise
 
     def _undo(self) -> None:
         """Take back what a failed update has added to the gradients."""

@@ -75,6 +75,9 @@ class NativeEngine:
         """The runner of the present model; a new one where weights have moved, since graphs hold their addresses."""
         model = self.get_model()
         if self.runner is None or self._seen != _fingerprint(model):
+            if self.runner is not None:
+                self.runner.drop_graphs()
+            self.runner = None  # first: it keeps the memory of weights that have moved
             self.runner = self._new_runner(model)
             self._seen = _fingerprint(model)  # after the runner has laid weights together
         return self.runner
@@ -165,7 +168,10 @@ class NativeEngine:
             self._take(looks.popleft(), scheduler, end)
 
     def _nothing_hangs_on(self, look: Look, runner: Runner, scheduler: Scheduler) -> bool:
-        """Whether the next steps can begin before it is read: the device knows end tokens and limits, not texts."""
+        """Whether the next steps can begin before it is read.
+
+        Whoever ends meanwhile draws nothing more, if the device knows: of end tokens and limits, not of texts.
+        """
         same = look.sequences == scheduler.running and runner.can_go_on(look.sequences)
         return same and not self.sampling.stop_strings
 
@@ -218,7 +224,7 @@ class NativeEngine:
             if self.sampling.stop_strings:
                 self._append_one_by_one(sequence, tokens, stats)
             else:  # the device has stopped at end tokens and at the limit: the last token says which
-                sequence.extend(tokens, stats[: len(tokens)])
+                sequence.extend(tokens, stats[: len(tokens)].copy())  # a view would keep the whole look
                 sequence.stop_reason = is_end(sequence.tokens, self.sampling, self.tokenizer)
             if sequence.stop_reason is None:
                 going.append(sequence)
@@ -229,7 +235,7 @@ class NativeEngine:
     def _append_one_by_one(self, sequence: Sequence, tokens: list[int], stats: np.ndarray) -> None:
         """A stop string may be complete before the last of them."""
         for index, token in enumerate(tokens):
-            sequence.extend([token], stats[index : index + 1])
+            sequence.extend([token], stats[index : index + 1].copy())
             sequence.stop_reason = is_end(sequence.tokens, self.sampling, self.tokenizer)
             if sequence.stop_reason is not None:
                 break

@@ -1,8 +1,8 @@
 """Linear layers that read the same input run as one product: query, key and value; gate and up.
 
-A decode step multiplies few rows with many weights, and a product of a small matrix takes as long as its launch. The
-weights are laid one after the other in memory, and stay the model's own parameters: views of one buffer. So nothing is
-copied when they are trained, and an update is seen by the next product.
+A decode step multiplies few rows with many weights, and a product with a small matrix takes as long as its launch. The
+weights are laid one after the other in memory, and stay the model's own parameters there: nothing is copied when they
+are trained in place, and the next product sees what an update has written.
 """
 
 from __future__ import annotations
@@ -19,27 +19,86 @@ ALIGNMENT = 64
 """Bytes that every weight must begin at a multiple of, as it does in memory of its own: kernels rely on it."""
 
 
-def join_layers(model: nn.Module) -> list[tuple[nn.Module, Callable[[Tensor], Tensor]]]:
-    """Lay siblings of the model together, and give for each layer the forward that uses it.
+class JoinedLayers:
+    """The siblings of a model, laid together.
 
     >>> block = nn.Module()
     >>> block.gate_proj, block.up_proj = nn.Linear(64, 32), nn.Linear(64, 32)
-    >>> x = torch.randn(2, 64)
+    >>> x = torch.randn(2, 1, 64)
     >>> expected = block.up_proj(x)
-    >>> (gate, run_gate), (up, run_up) = join_layers(block)
+    >>> (gate, run_gate), (up, run_up) = JoinedLayers(block).forwards()
     >>> _ = run_gate(x)
     >>> torch.allclose(run_up(x), expected, atol=1e-6)
     True
     """
-    return [pair for siblings in _siblings(model) for pair in _joined(siblings)]
+
+    def __init__(self, model: nn.Module) -> None:
+        self.groups = [_Siblings(layers) for layers in _siblings(model)]
+
+    def forwards(self) -> list[tuple[nn.Module, Callable[[Tensor], Tensor]]]:
+        """The layers, each with the forward that uses the joined product; none that weights have been moved from."""
+        return [pair for group in self.groups if group.in_place() for pair in group.forwards]
+
+    def forget(self) -> None:
+        """Let go of answers that nobody has asked for."""
+        for group in self.groups:
+            group.waiting.clear()
+
+
+class _Siblings:
+    """Layers that read one input, in the order in which they do."""
+
+    def __init__(self, layers: list[nn.Linear]) -> None:
+        self.layers = layers
+        self.weight = _laid_together([layer.weight for layer in layers])
+        self.bias = None if layers[0].bias is None else _laid_together([layer.bias for layer in layers])
+        self.waiting: list[Tensor] = []  # the input of the first, and what the others will answer to it
+        self.apart: list[bool] = []  # not empty: they do not read the same input after all
+        self.forwards = [(layer, self._forward(index)) for index, layer in enumerate(layers)]
+
+    def in_place(self) -> bool:
+        """Whether the layers' weights are where they were laid: they may have been moved or replaced since."""
+        for whole, parts in (
+            (self.weight, [x.weight for x in self.layers]),
+            (self.bias, [x.bias for x in self.layers]),
+        ):
+            expected = 0 if whole is None else whole.data_ptr()
+            for part in parts if whole is not None else ():
+                if part.data_ptr() != expected:
+                    return False
+                expected += part.numel() * part.element_size()
+        return True
+
+    def _forward(self, index: int) -> Callable[[Tensor], Tensor]:
+        """Of one layer. Only for steps of one token a row: longer inputs gain nothing, and would keep more memory."""
+        layer, waiting, apart, last = self.layers[index], self.waiting, self.apart, len(self.layers) - 1
+        weight, bias, sizes = self.weight, self.bias, [x.out_features for x in self.layers]
+
+        def forward(x: Tensor) -> Tensor:
+            if apart or x.dim() < 3 or x.shape[-2] > 1:
+                return functional.linear(x, layer.weight, layer.bias)
+            if index == 0:
+                answers = functional.linear(x, weight, bias).split(sizes, -1)
+                waiting[:] = [x, *answers[1:]]
+                return answers[0]
+            if not waiting or waiting[0] is not x:
+                apart.append(True)
+                waiting.clear()
+                return functional.linear(x, layer.weight, layer.bias)
+            answer = waiting[index]
+            if index == last:
+                waiting.clear()
+            return answer
+
+        return forward
 
 
 def _siblings(model: nn.Module) -> Iterator[list[nn.Linear]]:
     for module in model.modules():
         for names in SIBLINGS:
-            found = [_plain(getattr(module, name, None)) for name in names]
-            if all(layer is not None for layer in found) and _can_join(found):  # type: ignore[arg-type]
-                yield found  # type: ignore[misc]
+            layers = [layer for layer in (_plain(getattr(module, name, None)) for name in names) if layer is not None]
+            if len(layers) == len(names) and _can_join(layers):
+                yield layers
 
 
 def _plain(layer: Any) -> nn.Linear | None:
@@ -51,70 +110,29 @@ def _plain(layer: Any) -> nn.Linear | None:
 
 
 def _can_join(layers: list[nn.Linear]) -> bool:
+    """Alike, and each with memory of its own: views of somebody else's buffer (DeepSpeed's) must stay what they are."""
     parameters = [p for layer in layers for p in layer.parameters()]
-    kinds = {(layer.bias is None, layer.in_features, p.dtype, p.device) for layer in layers for p in layer.parameters()}
+    alike = {(len(list(x.parameters())), x.in_features, x.weight.dtype, x.weight.device) for x in layers}
     return (
-        len(kinds) == 1
-        and all(
-            type(p) is nn.Parameter and p.is_contiguous() and p.numel() * p.element_size() % ALIGNMENT == 0
-            for p in parameters
-        )
-        and all(
-            _can_lay_together(part) for part in ([layer.weight for layer in layers], [layer.bias for layer in layers])
-        )
+        len(alike) == 1
+        and len({p.untyped_storage().data_ptr() for p in parameters}) == len(parameters)
+        and all(type(p) is nn.Parameter and p.is_contiguous() for p in parameters)
+        and all(_bytes(p) % ALIGNMENT == 0 and _bytes(p) == p.untyped_storage().nbytes() for p in parameters)
     )
 
 
-def _can_lay_together(parameters: list[Any]) -> bool:
-    """Whether they have memory of their own. Views of somebody else's buffer (DeepSpeed's) must stay where they are."""
-    if parameters[0] is None or _are_together(parameters):
-        return True
-    return all(p.untyped_storage().nbytes() == p.numel() * p.element_size() for p in parameters)
+def _bytes(p: Tensor) -> int:
+    return p.numel() * p.element_size()
 
 
-def _joined(layers: list[nn.Linear]) -> list[tuple[nn.Module, Callable[[Tensor], Tensor]]]:
-    weight = _laid_together([layer.weight for layer in layers])  # type: ignore[misc]
-    bias = None if layers[0].bias is None else _laid_together([layer.bias for layer in layers])
-    sizes = [layer.out_features for layer in layers]
-    waiting: list[Tensor] = []  # the input of the first, and what the others will answer to it
+def _laid_together(parameters: list[Any]) -> Tensor:
+    """One buffer in which the parameters lie one after the other from now on.
 
-    def first(x: Tensor) -> Tensor:
-        answers = functional.linear(x, weight, bias).split(sizes, -1)
-        waiting[:] = [x, *answers[1:]]
-        return answers[0]
-
-    def other(index: int) -> Callable[[Tensor], Tensor]:
-        layer = layers[index]
-
-        def forward(x: Tensor) -> Tensor:
-            if not waiting or waiting[0] is not x:  # a model that reads something else here
-                return functional.linear(x, layer.weight, layer.bias)
-            answer = waiting[index]
-            if index == len(layers) - 1:
-                waiting.clear()
-            return answer
-
-        return forward
-
-    return [(layers[0], first), *((layers[i], other(i)) for i in range(1, len(layers)))]
-
-
-@torch.no_grad()
-def _laid_together(parameters: list[nn.Parameter]) -> Tensor:
-    """One buffer of which the parameters are views, one after the other; they become so if they are not yet."""
-    first, rows = parameters[0].data, [len(p) for p in parameters]
-    if not _are_together(parameters):
+    Each gets a storage of its own over its part, by way of DLPack: plain views would share one, and what is saved by
+    storage (accelerate, safetensors) would leave all but one of them out.
+    """
+    with torch.inference_mode(False), torch.no_grad():
         whole = torch.cat([p.data for p in parameters])
-        for parameter, part in zip(parameters, whole.split(rows), strict=True):
-            parameter.data = part
-        return whole
-    return first.as_strided((sum(rows), *first.shape[1:]), first.stride())
-
-
-def _are_together(parameters: list[nn.Parameter]) -> bool:
-    expected = parameters[0].data_ptr()
-    for parameter in parameters:
-        if parameter.data_ptr() != expected:
-            return False
-        expected += parameter.numel() * parameter.element_size()
-    return len({p.untyped_storage().data_ptr() for p in parameters}) == 1
+        for parameter, part in zip(parameters, whole.split([len(p) for p in parameters]), strict=True):
+            parameter.data = torch.from_dlpack(part)
+    return whole

@@ -3,6 +3,7 @@ read where the pages lie from a table of addresses."""
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,7 +21,7 @@ QUERIES_AT_ONCE = 64  # rows times repeated heads that one program takes to a pr
 PROGRAMS = 512  # that fill a GPU
 STRETCHES = 16  # into which a prompt or a completion is cut, at most
 ON_PROMPT, ON_OWN = 64, 256  # tokens of either that are worth a program of their own
-LAUNCHES = {128: (64, 4, 3), 256: (32, 4, 3)}  # heads up to a width: tokens folded in at a time, warps, stages
+LAUNCHES = {128: (64, 4), 256: (32, 4)}  # heads up to a width: tokens folded in at a time, warps
 
 
 @dataclass(slots=True, eq=False)
@@ -58,7 +59,8 @@ class PagedCache:
         self.layers = [
             (make(x.heads, x.width, x.dtype), make(x.heads, x.value_width, x.dtype)) for x in geometry.layers
         ]
-        self.pointers = self._pinned(torch.tensor([tensor.data_ptr() for pair in self.layers for tensor in pair]))
+        pointers = [tensor.data_ptr() for pair in self.layers for tensor in pair]
+        self.pointers = torch.tensor(pointers, pin_memory=device.type == "cuda")
         self.where: Tensor | None = None
         self.tables: Tables | None = None
 
@@ -93,6 +95,7 @@ class PagedCache:
         """Tell the kernels which rows read which pages."""
         tables = self.tables
         assert tables is not None
+        self.addresses.copy_(self.pointers, non_blocking=True)  # another rollout may have been begun meanwhile
         self.lengthen(sequences)
         members = np.full(tables.members.shape, -1, dtype=np.int32)
         prompts = np.zeros(tables.prompts.shape, dtype=np.int32)
@@ -109,16 +112,11 @@ class PagedCache:
     def lengthen(self, sequences: list[Sequence]) -> None:
         """Tell the kernels of pages that rows have got since; nobody waits for steps that are under way."""
         assert self.tables is not None
-        self.addresses.copy_(self.pointers, non_blocking=True)  # another rollout may have been begun meanwhile
-        own = torch.zeros(self.tables.own.shape, dtype=torch.int32)
+        own = torch.zeros(self.tables.own.shape, dtype=torch.int32, pin_memory=self.device.type == "cuda")
         lines = own.numpy()
         for row, sequence in enumerate(sequences):
             lines[row, : len(sequence.pages)] = sequence.pages
-        self.tables.own.copy_(self._pinned(own), non_blocking=True)
-
-    def _pinned(self, tensor: Tensor) -> Tensor:
-        """As the device can read it by itself."""
-        return tensor.pin_memory() if self.device.type == "cuda" else tensor
+        self.tables.own.copy_(own, non_blocking=True)
 
     def stepped(self) -> None:
         """Nothing to do: lengths are on the device."""
@@ -138,7 +136,7 @@ class PagedCache:
         repeat = heads // shared
         query, key, value = (x if x.stride(-1) == 1 else x.contiguous() for x in (query, key, value))
         constants = {"D": width, "BD": _power(width), "E": size, "BE": _power(size)}
-        fold, warps, stages = next(how for limit, how in LAUNCHES.items() if max(width, size) <= limit)
+        fold, warps = next(how for limit, how in LAUNCHES.items() if max(width, size) <= limit)
         kernels.attend_parts[(groups * tables.on_prompt + count * tables.on_own, shared)](
             query, key, value, self.addresses, layer, tables.sums, tables.tops, rows.positions, rows.cached, tables.own,
             tables.members, tables.lengths, tables.prompts, groups, query.stride(0), query.stride(1), key.stride(0),
@@ -146,7 +144,7 @@ class PagedCache:
             options["scale"], options["softcap"] or 1.0, options["window"] or 0,
             HEADS=heads, KV=shared, REPEAT=repeat, MOST=most, ROWS=_power(most * repeat), OWN_ROWS=_power(repeat),
             PAGE=PAGE, BN=fold, ON_PROMPT=tables.on_prompt, ON_OWN=tables.on_own, BY_WINDOW=bool(options["window"]),
-            CAPPED=bool(options["softcap"]), **constants, num_warps=warps, num_stages=stages,
+            CAPPED=bool(options["softcap"]), **constants, num_warps=warps, num_stages=_stages(self.device),
         )  # fmt: skip
         out = torch.empty((count, 1, heads, size), dtype=query.dtype, device=query.device)
         sinks = options["sinks"]
@@ -204,6 +202,20 @@ def stretches(most: int, sequences: int) -> int:
     (2, 4, 1)
     """
     return max(1, min(most, PROGRAMS // sequences, STRETCHES))
+
+
+@functools.cache
+def _stages(device: torch.device) -> int:
+    """Stretches of keys and values that are on their way at a time: what the memory beside a processor holds.
+
+    Three take 102,400 bytes for heads of 256, and consumer cards have 101,376.
+    """
+    if device.type != "cuda":
+        return 2
+    from triton.runtime import driver
+
+    index = torch.cuda.current_device() if device.index is None else device.index
+    return 3 if driver.active.utils.get_device_properties(index)["max_shared_mem"] >= 160_000 else 2
 
 
 def _power(width: int) -> int:

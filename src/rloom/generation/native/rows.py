@@ -27,12 +27,12 @@ class Look:
 
     sequences: list[Sequence]  # who the first rows are
     steps: int
-    tokens: Tensor  # (B, CHUNK) int64, −1: nothing was drawn
-    stats: Tensor  # (B, CHUNK, 3)
+    tokens: Tensor  # (B, steps) int64, −1: nothing was drawn
+    stats: Tensor  # (B, steps, 3)
     arrived: Any = None  # an event, where the device writes it by itself
 
     def read(self) -> tuple[list[list[int]], np.ndarray]:
-        """What each row has drawn: tokens, and their statistics, (B, CHUNK, 3).
+        """What each row has drawn: tokens, and their statistics, (B, steps, 3).
 
         In arrays: as lists, the statistics of 128 rows would take the host as long as two steps take the device.
         """
@@ -133,8 +133,7 @@ class Rows:
 
     def rewind(self) -> None:
         """What was drawn is on its way to the host."""
-        self.step.zero_()
-        self.out_tokens.fill_(-1)
+        self.step.zero_()  # every step writes a column of its own, also for rows that draw nothing
 
     def advance(self, drawn: Drawn) -> None:
         """Take the drawn tokens in, and move on those rows that have not ended."""
@@ -163,11 +162,12 @@ class Rows:
 
     def look(self, steps: int) -> Look:
         """Send what was drawn to the host, without waiting for it; the rows may go on meanwhile."""
+        drawn = (self.out_tokens[:, :steps], self.out_stats[:, :steps])
         if not self.tokens.is_cuda:
-            return Look(self.loaded, steps, self.out_tokens.clone(), self.out_stats.clone())
-        tokens, stats = (x.to("cpu", non_blocking=True) for x in (self.out_tokens, self.out_stats))
+            return Look(self.loaded, steps, *(x.clone() for x in drawn))
+        tokens, stats = (x.to("cpu", non_blocking=True) for x in drawn)
         arrived = torch.cuda.Event()
-        arrived.record()
+        arrived.record(torch.cuda.current_stream(self.tokens.device))
         return Look(self.loaded, steps, tokens, stats, arrived)
 
 

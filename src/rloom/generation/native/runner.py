@@ -18,7 +18,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from rloom.generation.native.attention import decoding, native_attention, prefilling
 from rloom.generation.native.dense import DenseCache
 from rloom.generation.native.geometry import Geometry
-from rloom.generation.native.joined import join_layers
+from rloom.generation.native.joined import JoinedLayers
 from rloom.generation.native.paged import PAGE, PagedCache, Tables, fits_kernels, make_tables, rows_at_once
 from rloom.generation.native.rows import CHUNK, Look, Rows, groups_of
 from rloom.generation.native.sampler import Drawn, Sampler
@@ -59,7 +59,7 @@ class Runner:
         self.model = model
         self.base = model.get_base_model() if is_peft_model(model) else model
         self.modules = list(model.modules())
-        self.joined = join_layers(model)
+        self.joined = JoinedLayers(model)
         self.sampler, self.max_new_tokens = sampler, max_new_tokens
         self.accepts = frozenset(inspect.signature(type(self.base).forward).parameters)
         self.device = next(model.parameters()).device
@@ -85,9 +85,10 @@ class Runner:
         for module in in_training:  # `eval` and `train` would walk the model anew at every hand-over
             module.training = False
         try:
-            with torch.no_grad(), native_attention(self.base), forwards_replaced(self.joined):
+            with torch.no_grad(), native_attention(self.base), forwards_replaced(self.joined.forwards()):
                 yield
         finally:
+            self.joined.forget()
             for module in in_training:
                 module.training = True
 
@@ -153,9 +154,14 @@ class Runner:
         if longest_prompt > self.max_prompt or largest_group > self.largest_group:
             self.max_prompt = max(self.max_prompt, PAGE, 1 << (longest_prompt - 1).bit_length())
             self.largest_group = max(self.largest_group, largest_group)
-            if self.buckets and self.device.type == "cuda":
-                torch.cuda.synchronize()  # no graph goes while another rollout still runs in it
-            self.buckets.clear()
+            self.drop_graphs()
+
+    def drop_graphs(self) -> None:
+        """Let go of all buckets; steps of a rollout that was left in the middle may still be under way in one."""
+        if self.buckets and self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+        self.buckets.clear()
+        self.bucket = None
 
     # -- decode
 

@@ -167,7 +167,8 @@ class Scheduler:
     def go_on(self, ahead: int, steps: int) -> int:
         """Give pages for `steps` tokens after the `ahead` that are just being drawn; says how many steps it may be.
 
-        None where somebody waits, for a place or for pages: those who come next are chosen when it is known who left.
+        0 where somebody waits for a place, since those who come next are chosen when it is known who left, or where
+        there are too few pages (some may have been given).
         """
         if self.waiting or self.ready:
             return 0
