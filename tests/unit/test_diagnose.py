@@ -26,6 +26,7 @@ def healthy(count: int = 60) -> dict[str, list[float]]:
         "completions/mean_length": [80.0 + 0.5 * i for i in range(count)],
         "clip_ratio/region_mean": [0.01] * count,
         "val/ratio": [1.0 + w for w in wobble],
+        "mismatch/mean": [0.015] * count,
         "eval_win_rate": [0.4 + 0.002 * i for i in range(count)],
         "eval_win_rate_low": [0.3 + 0.002 * i for i in range(count)],
         "eval_win_rate_high": [0.5 + 0.002 * i for i in range(count)],
@@ -55,6 +56,7 @@ SYMPTOMS = {
     "length_explodes": ({"completions/mean_length": [60.0] * 50 + [180.0] * 10}, "length_regularization"),
     "completions_vanish": ({"completions/mean_length": [60.0] * 50 + [1.0] * 10}, "missing_eos_penalty"),
     "updates_are_drastic": ({"clip_ratio/region_mean": [0.01] * 50 + [0.4] * 10}, "num_iterations"),
+    "engine_differs": ({"mismatch/mean": [0.01] * 50 + [0.4] * 10}, "engine='transformers'"),
     "reward_is_gamed": ({"eval_win_rate_high": [0.5] * 59 + [0.2], "eval_win_rate": [0.4] * 59 + [0.1]}, "beta"),
     "no_progress": ({"reward": [0.3 + 0.02 * (-1) ** i for i in range(60)]}, "learning_rate"),
 }

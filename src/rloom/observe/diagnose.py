@@ -20,6 +20,7 @@ KL_PER_TOKEN = 0.5  # nats; text has usually come apart by then
 ALIKE = 0.9  # share of groups without signal
 TRUNCATED = 0.5
 CLIPPED = 0.2
+MISMATCH = 0.1  # nats per token; rounding of bfloat16 gives 0.01 to 0.02
 FLAT_LOGS = 50
 KEPT = 500  # entries of the log, from either end
 
@@ -224,6 +225,18 @@ def updates_are_drastic(logs: Logs, args: Any) -> str | None:
     )
 
 
+def engine_differs(logs: Logs, args: Any) -> str | None:
+    """Completions are drawn from another distribution than the one that is trained."""
+    found = logs["mismatch/mean"]
+    if len(found) < WINDOW or found.last() < MISMATCH:
+        return None
+    return (
+        f"log-probabilities of the engine and of the training forward differ by {found.last():.2g} per token, far more "
+        f"than rounding: what is sampled is not the policy that is trained; set engine='transformers' (now "
+        f"{args.engine!r}), and compile_generation=False if it was on"
+    )
+
+
 def reward_is_gamed(logs: Logs, args: Any) -> str | None:
     """The reward rises, and what it stands for falls."""
     if not logs.long("reward") or not logs.long("eval_win_rate_low", "eval_win_rate_high", at_least=2):
@@ -255,7 +268,7 @@ def no_progress(logs: Logs, args: Any) -> str | None:
 RULES: tuple[Rule, ...] = (
     kl_explodes, reward_falls, reward_jumps, gradient_spikes, scores_are_constant, cold_start, groups_became_alike,
     entropy_collapses, completions_are_cut_off, length_explodes, completions_vanish, updates_are_drastic,
-    reward_is_gamed, no_progress,
+    engine_differs, reward_is_gamed, no_progress,
 )  # fmt: skip
 
 
