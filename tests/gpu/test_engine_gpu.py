@@ -109,6 +109,32 @@ def test_a_graph_sees_the_weights_of_the_last_update():
     assert any(graph is not None and engine.runner.buckets[size].graph is graph for size, graph in before.items())
 
 
+def test_joined_weights_are_saved_whole_and_trained(tmp_path):
+    from accelerate import Accelerator
+    from safetensors.torch import load_file
+
+    model = make("qwen2")
+    engine = engine_for(model)
+    before = torch.cuda.memory_allocated()
+    groups(engine)
+    assert len(engine.runner.joined.forwards()) == 5 * model.config.num_hidden_layers
+    Accelerator().save_model(model, tmp_path)
+    saved, state = load_file(tmp_path / "model.safetensors"), model.state_dict()
+    assert all(torch.equal(saved[name], value.cpu()) for name, value in state.items() if name != "lm_head.weight")
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
+    ids = torch.randint(3, 500, (2, 20), device="cuda")
+    model(input_ids=ids, labels=ids).loss.backward()
+    optimizer.step()
+    model.zero_grad(set_to_none=True)
+    optimizer = None
+    for group in groups(engine, seed=3):
+        for completion in group.completions:
+            truth = plain(model, group.prompt.token_ids, completion.token_ids)
+            assert (torch.tensor(completion.logprobs) - truth).abs().mean() < 0.05
+    weights = sum(p.numel() * p.element_size() for p in model.parameters())
+    assert torch.cuda.memory_allocated() - before < 0.5 * weights + (64 << 20)  # graphs and buffers, no second copy
+
+
 def test_compiled_steps(monkeypatch):
     from rloom.generation.native.runner import Runner
 
