@@ -50,9 +50,19 @@ said = [status[name].strip() for name in ("CapInh", "CapPrm", "CapEff", "CapBnd"
 seen = [sorted(name for name in os.listdir("/proc") if name.isdigit()), os.listdir("/tmp"), os.listdir("/dev/shm")]
 with open("/proc/sys/user/max_user_namespaces") as file:
     seen.append(file.read().strip())
+held = []
+for fd in os.listdir("/proc/self/fd"):
+    try: held.append(os.readlink(f"/proc/self/fd/{fd}").split(":")[0])
+    except OSError: pass  # of the listing itself
+held.sort()
 """
-PROVEN = {"said": ["0" * 16] * 5 + ["1", "2"], "seen": [["1", "2"], [], [], "0"]}
-"""No capabilities, no new privileges, a filter; two processes, empty folders, no namespaces within."""
+PROVEN = {
+    "said": ["0" * 16] * 5 + ["1", "2"],
+    "seen": [["1", "2"], [], [], "0"],
+    "held": ["/dev/null"] * 5 + ["pipe"] * 2,
+}
+"""No capabilities, no new privileges, a filter; two processes, empty folders, no namespaces within; of descriptors
+those that it was given (two pipes, and what it is asked) and four that lead nowhere."""
 
 
 class Nursery:

@@ -33,6 +33,8 @@ MAX_FDS = 16
 SET_INTERFACE_FLAGS, UP = 0x8914, 1
 DROP_FROM_BOUNDS, SET_FILTER, NO_NEW_PRIVILEGES = 24, 22, 38
 CAPABILITIES_VERSION_3 = 0x20080522
+CONTROL = 3
+"""The descriptor of the socket that requests come by, whatever number it had in the process that they come from."""
 
 # Keeps Python's lock in calls: there is no other thread, and a copy made while it was let go might wait for it.
 libc = ctypes.PyDLL(None, use_errno=True)
@@ -44,7 +46,9 @@ def main(payload: dict[str, Any]) -> None:
     for fd in (0, 1, 2):
         os.dup2(nowhere, fd)
     os.close(nowhere)
-    control = _socket.socket(fileno=payload["control_fd"])
+    os.dup2(payload["control_fd"], CONTROL)
+    only(CONTROL)
+    control = _socket.socket(fileno=CONTROL)
     payload["filter"] = bytes.fromhex(payload["filter"])
     gc.freeze()  # what is here stays: collections in the copies need not touch, and so copy, it
     control.send(MADE)
@@ -107,7 +111,7 @@ def in_copy(request: dict[str, Any], fds: list[int], made: int, payload: dict[st
 def first_process(request: dict[str, Any], fds: list[int], made: int, payload: dict[str, Any]) -> None:
     """Process 1 of the new tree: makes the sandbox, starts the program and waits for all that there is. With it, all
     ends. It gives up what the program must not have before there is a program."""
-    only(fds, made)
+    only(*fds, made)
     os.setsid()  # a signal to one's group would reach others, whatever tree they are in
     furnish(request["disk"])
     confine(payload["filter"])
@@ -122,7 +126,7 @@ def first_process(request: dict[str, Any], fds: list[int], made: int, payload: d
             os._exit(1)
     limit(request["limits"])
     _signal.signal(_signal.SIGINT, _signal.SIG_DFL)  # as a first process, it is deaf to what it does not handle
-    only([])
+    only()
     try:
         while True:
             os.waitpid(-1, 0)
@@ -130,13 +134,11 @@ def first_process(request: dict[str, Any], fds: list[int], made: int, payload: d
         os._exit(0)
 
 
-def only(fds: list[int], *more: int) -> None:
+def only(*fds: int) -> None:
     """Close everything but some descriptors, and the first three, which lead nowhere."""
-    first = 3
-    for fd in sorted({*fds, *more}):
-        os.closerange(first, fd)
-        first = fd + 1
-    os.closerange(first, 1024)
+    for fd in map(int, os.listdir("/proc/self/fd")):  # as they are: no number is too high to be one
+        if fd > 2 and fd not in fds:
+            os.closerange(fd, fd + 1)  # unlike `close`, at ease with the list's own, which is closed by now
 
 
 def furnish(disk: int) -> None:
