@@ -456,6 +456,41 @@ def test_a_program_that_dies_is_not_the_exception_that_was_expected():
     assert run("def double(x): raise ValueError", tests).share == 1.0
 
 
+ENDS = {
+    "all": "assert all(map(lambda case: f(case[0]) == case[1], [(1, 2), (3, 6)]))",
+    "not any": "assert not any(map(lambda case: f(case[0]) != case[1], [(1, 2)]))",
+    "list": "assert [1, *map(f, [1, 2])] == [1]",
+    "filter": "assert list(filter(f, [1, 2])) == []",
+    "iter": "assert list(iter(lambda: f(1), 2)) == []",
+    "attributes": "assert list(map(lambda x: kind.value, [1])) == []",
+    "async": "import asyncio\nclass A:\n    def __aiter__(self): return self\n    async def __anext__(self): return f(1)\n"
+    "async def main(): return [x async for x in A()]\nassert asyncio.run(main()) == []",
+}
+RAISED = ["StopIteration", "StopAsyncIteration", "Mine"]
+
+
+@needs_sandbox
+@pytest.mark.parametrize("raised", RAISED)
+@pytest.mark.parametrize("end", ENDS)
+def test_a_program_does_not_end_the_loops_of_its_tests(end, raised):
+    """`StopIteration` out of a call would end a `map` before anything was compared."""
+    program = f"""
+class Mine(StopIteration): pass
+def f(x): raise {raised}
+class Kind:
+    value = property(f)
+kind = Kind()
+"""
+    assert run(program, ENDS[end]).share == 0.0
+
+
+@needs_sandbox
+def test_iterators_of_a_program_end_where_they_are_asked_for_the_next():
+    program = "def f():\n    yield 1\nclass Count:\n    def __iter__(self): return self\n    def __next__(self): raise StopIteration"
+    tests = "assert list(f()) == [1] and list(Count()) == [] and next(Count(), 5) == 5\ntry: next(Count())\nexcept StopIteration: pass\nelse: assert False"
+    assert run(program, tests).why == ""
+
+
 UNIT = "import unittest\nclass T(unittest.TestCase):\n    def test_a(self): self.assertEqual(double(2), 4)\n    def test_b(self): self.assertEqual(double(-3), -6)\n"
 FRAMEWORKS = {
     "unittest, guarded": UNIT + "if __name__ == '__main__':\n    unittest.main()\n",
