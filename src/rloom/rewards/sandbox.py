@@ -89,6 +89,7 @@ class Limits:
             "RLIMIT_NPROC": self.processes + 2,  # bubblewrap's own first process, and ours
             "RLIMIT_NOFILE": 64,
             "RLIMIT_CORE": 0,
+            "RLIMIT_SIGPENDING": 64,  # and timers: the kernel counts those of all that a user runs
         }
 
 

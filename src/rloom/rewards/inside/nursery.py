@@ -30,6 +30,8 @@ NOSUID, NODEV, NOEXEC = 2, 4, 8
 MADE = b"made"
 MAX_REQUEST = 4096
 MAX_FDS = 16
+MAX_FILES = 4096
+"""In /tmp and /dev/shm each: the kernel keeps a kilobyte for every file, which counts as nobody's memory or disk."""
 SET_INTERFACE_FLAGS, UP = 0x8914, 1
 DROP_FROM_BOUNDS, SET_FILTER, NO_NEW_PRIVILEGES = 24, 22, 38
 CAPABILITIES_VERSION_3 = 0x20080522
@@ -148,8 +150,8 @@ def furnish(disk: int) -> None:
     put("/proc/self/setgroups", "deny")  # without which a group cannot be mapped
     put("/proc/self/gid_map", f"{group} {group} 1")
     mount("proc", "/proc", NOSUID | NODEV | NOEXEC)
-    mount("tmpfs", "/dev/shm", NOSUID | NODEV, "mode=755,size=65536")
-    mount("tmpfs", "/tmp", NOSUID | NODEV, f"mode=755,size={disk}")
+    mount("tmpfs", "/dev/shm", NOSUID | NODEV, f"mode=755,size=65536,nr_inodes={MAX_FILES}")
+    mount("tmpfs", "/tmp", NOSUID | NODEV, f"mode=755,size={disk},nr_inodes={MAX_FILES}")
     os.chdir("/tmp")
     put("/proc/sys/user/max_user_namespaces", "0")
     network = _socket.socket(_socket.AF_INET, _socket.SOCK_DGRAM)
