@@ -1047,6 +1047,12 @@ def test_strange_completions():
     assert run("x = '" + "a" * 10**7 + "'\n" + RIGHT, limits=Limits(seconds=10)).share == 1.0
 
 
+@needs_sandbox
+def test_a_long_completion_is_read_before_memory_is_limited():
+    long = "#" + "\N{GRINNING FACE}" * 2_500_000 + "\n" + RIGHT
+    assert run(long, limits=Limits(seconds=10, memory_mb=64)).share == 1.0
+
+
 @pytest.mark.parametrize(
     ("row", "message"),
     [
@@ -1285,6 +1291,24 @@ for folder in ("/tmp", "/dev/shm"):
 """
     with forked(home, program) as names:
         assert names["made"] == {"dict": [["/tmp", 4095], ["/dev/shm", 4095]]}  # and the folder itself
+
+
+def test_a_request_that_was_interrupted_is_not_answered_to_the_next(home, monkeypatch):
+    """Else each sandbox would be killed by the handle of the one before, and go on."""
+
+    def interrupted():
+        raise KeyboardInterrupt
+
+    with nursery.kept():
+        assert run(RIGHT).share == 1.0
+        first = nursery._here.kept[()]
+        monkeypatch.setattr(first, "_hear", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            run(RIGHT)
+        assert first.lost
+        assert run(RIGHT).share == 1.0
+        assert nursery._here.kept.get(()) is not first
+        assert first.process.poll() is not None
 
 
 def test_a_nursery_that_died_is_replaced(home):

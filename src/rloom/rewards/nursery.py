@@ -110,8 +110,11 @@ class Nursery:
     def _forked(self, fds: dict[str, int], limits: Limits) -> Forked:
         request = {"names": list(fds), "disk": limits.disk_mb * 2**20, "limits": limits.inside()}
         rights = (socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", fds.values()))
+        self.failed = True  # until its answer was heard: who is interrupted before leaves it to the next request
         self.control.sendmsg([marshal.dumps(request, ANY_VERSION)], [rights])
-        return Forked(*self._hear())
+        forked = Forked(*self._hear())
+        self.failed = False
+        return forked
 
     def _hear(self) -> list[int]:
         """Its answer: the descriptors that came with it."""

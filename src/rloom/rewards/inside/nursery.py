@@ -117,23 +117,31 @@ def first_process(request: dict[str, Any], fds: list[int], made: int, payload: d
     os.setsid()  # a signal to one's group would reach others, whatever tree they are in
     furnish(request["disk"])
     confine(payload["filter"])
-    # Here too: the program may write to this process's memory. Processes later: older kernels count those of all.
-    limit({name: value for name, value in request["limits"].items() if name != "RLIMIT_NPROC"})
     os.write(made, MADE)
     os.close(made)
+    until, held = os.pipe()
     if os.fork() == 0:
-        try:
-            program(dict(zip(request["names"], fds, strict=True)))
-        finally:
-            os._exit(1)
-    limit(request["limits"])
+        os.close(held)
+        second_process(dict(zip(request["names"], fds, strict=True)), until)
     _signal.signal(_signal.SIGINT, _signal.SIG_DFL)  # as a first process, it is deaf to what it does not handle
-    only()
+    only(held)
+    limit(request["limits"])  # here too, and before there is a program, which may write to this process's memory
+    os.close(held)
     try:
         while True:
             os.waitpid(-1, 0)
     except ChildProcessError:
         os._exit(0)
+
+
+def second_process(fds: dict[str, int], until: int) -> None:
+    """Process 2: the program, as soon as the first process is ready for it."""
+    try:
+        os.read(until, 1)
+        os.close(until)
+        program(fds)
+    finally:
+        os._exit(1)
 
 
 def only(*fds: int) -> None:
@@ -198,14 +206,17 @@ def checked(result: int) -> None:
 
 
 def program(fds: dict[str, int]) -> None:
-    """Process 2: read what is to be run, and run it."""
+    """Read what is to be run, and run it. Limits come in between (`begin`), as they do with bubblewrap: what reading a
+    long text takes is not the program's."""
     content_fd = fds.pop("content_fd")
     parts = []
     while part := os.read(content_fd, 2**20):
         parts.append(part)
     os.close(content_fd)
-    data = marshal.loads(b"".join(parts))
-    del parts
+    text = b"".join(parts)
+    del parts, part
+    data = marshal.loads(text)
+    del text
     for name, code in data["modules"]:
         module = sys.modules["rloom.rewards.inside." + name] = type(sys)("rloom.rewards.inside." + name)
         exec(marshal.loads(code), module.__dict__)
