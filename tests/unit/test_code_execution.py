@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import errno
 import json
 import os
@@ -1382,3 +1383,28 @@ def test_what_forks_sandboxes_ends_with_the_call_or_with_its_threads(home):
             return
         time.sleep(0.1)
     pytest.fail("a nursery outlived its thread")
+
+
+@contextlib.contextmanager
+def as_process_1():
+    """Processes that lose their parent become this one's children, as they do where the trainer is a container's first."""
+    libc = ctypes.CDLL(None)
+    become = 36  # PR_SET_CHILD_SUBREAPER
+    assert libc.prctl(become, 1, 0, 0, 0) == 0
+    before = children()
+    try:
+        yield
+    finally:
+        libc.prctl(become, 0, 0, 0, 0)
+        for pid in children() - before:
+            with contextlib.suppress(ChildProcessError):
+                os.waitpid(int(pid), 0)
+
+
+def test_no_process_that_is_over_is_left_to_a_trainer_that_is_process_1(home):
+    reward = code_execution()
+    with as_process_1():
+        before = children()
+        for _ in range(20):
+            assert reward(completions=[RIGHT] * 2, tests=[SIMPLE] * 2) == [1.0] * 2
+        assert children() == before

@@ -42,6 +42,7 @@ from rloom.rewards.sandbox import (
 logger = logging.getLogger(__name__)
 
 MADE = b"made"  # as in inside/nursery.py
+END_SECONDS = 1.0
 PROOF = """
 import os
 with open("/proc/self/status") as file:
@@ -135,11 +136,11 @@ class Forked:
         with contextlib.suppress(ProcessLookupError):
             signal.pidfd_send_signal(self.handle, signal.SIGKILL)
 
-    def wait(self) -> None:
+    def wait(self, seconds: float = START_SECONDS) -> None:
         """Until all of the tree is gone."""
         poll = select.poll()
         poll.register(self.handle, select.POLLIN)
-        poll.poll(START_SECONDS * 1000)
+        poll.poll(seconds * 1000)
         os.close(self.handle)
 
     def poll(self) -> int | None:
@@ -148,9 +149,17 @@ class Forked:
 
 
 def _end(process: subprocess.Popen[bytes], control: socket.socket) -> None:
-    process.kill()
-    process.wait()
+    """Hang up, so that it ends by itself. Killed, bubblewrap leaves its child to process 1, which in a container may be
+    the trainer, and that looks after no children but its own."""
+    with contextlib.suppress(OSError):  # it is gone already
+        control.shutdown(socket.SHUT_RDWR)  # also where a process that was forked of this one holds it
     control.close()
+    try:
+        if process.poll() is None:
+            Forked(os.pidfd_open(process.pid)).wait(END_SECONDS)  # `process.wait` would look every few milliseconds
+    finally:
+        process.kill()
+        process.wait()
 
 
 # -- which of them a thread uses
