@@ -4,8 +4,12 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
+import errno
 import json
 import os
+import platform
+import resource
 import select
 import shutil
 import socket
@@ -21,7 +25,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rloom.errors import RewardError, SandboxError
-from rloom.rewards import FunctionReward, RewardBatch, RewardSet, code_execution, nursery, sandbox
+from rloom.rewards import FunctionReward, RewardBatch, RewardSet, code_execution, nursery, sandbox, seccomp
 from rloom.rewards.code import Limits, judge_program, program_of, read_tests
 from rloom.rewards.inside import light_json
 from rloom.rewards.inside.wire import WireError, receive, send
@@ -455,6 +459,41 @@ def test_a_program_that_dies_is_not_the_exception_that_was_expected():
     assert run("def double(x): raise ValueError", tests).share == 1.0
 
 
+ENDS = {
+    "all": "assert all(map(lambda case: f(case[0]) == case[1], [(1, 2), (3, 6)]))",
+    "not any": "assert not any(map(lambda case: f(case[0]) != case[1], [(1, 2)]))",
+    "list": "assert [1, *map(f, [1, 2])] == [1]",
+    "filter": "assert list(filter(f, [1, 2])) == []",
+    "iter": "assert list(iter(lambda: f(1), 2)) == []",
+    "attributes": "assert list(map(lambda x: kind.value, [1])) == []",
+    "async": "import asyncio\nclass A:\n    def __aiter__(self): return self\n    async def __anext__(self): return f(1)\n"
+    "async def main(): return [x async for x in A()]\nassert asyncio.run(main()) == []",
+}
+RAISED = ["StopIteration", "StopAsyncIteration", "Mine"]
+
+
+@needs_sandbox
+@pytest.mark.parametrize("raised", RAISED)
+@pytest.mark.parametrize("end", ENDS)
+def test_a_program_does_not_end_the_loops_of_its_tests(end, raised):
+    """`StopIteration` out of a call would end a `map` before anything was compared."""
+    program = f"""
+class Mine(StopIteration): pass
+def f(x): raise {raised}
+class Kind:
+    value = property(f)
+kind = Kind()
+"""
+    assert run(program, ENDS[end]).share == 0.0
+
+
+@needs_sandbox
+def test_iterators_of_a_program_end_where_they_are_asked_for_the_next():
+    program = "def f():\n    yield 1\nclass Count:\n    def __iter__(self): return self\n    def __next__(self): raise StopIteration"
+    tests = "assert list(f()) == [1] and list(Count()) == [] and next(Count(), 5) == 5\ntry: next(Count())\nexcept StopIteration: pass\nelse: assert False"
+    assert run(program, tests).why == ""
+
+
 UNIT = "import unittest\nclass T(unittest.TestCase):\n    def test_a(self): self.assertEqual(double(2), 4)\n    def test_b(self): self.assertEqual(double(-3), -6)\n"
 FRAMEWORKS = {
     "unittest, guarded": UNIT + "if __name__ == '__main__':\n    unittest.main()\n",
@@ -750,6 +789,137 @@ def test_limits_with_tests_of_the_other_kinds(hog):
     assert time.monotonic() - began < 30
 
 
+REFUSES = """
+import ctypes, errno, fcntl, os, socket
+libc = ctypes.CDLL(None, use_errno=True)
+open("/tmp/file", "w").close()
+def result(do):
+    try: do(); return "done"
+    except OSError as error: return errno.errorcode[error.errno]
+def call(name, *args):
+    number = libc[name](*args)
+    if number < 0: raise OSError(ctypes.get_errno(), name)
+def long(family):
+    if libc.syscall(ctypes.c_long(SOCKET), ctypes.c_long(2**32 + family), ctypes.c_long(1), ctypes.c_long(0)) < 0:
+        raise OSError(ctypes.get_errno(), "socket")
+def attributes(): return result(lambda: os.setxattr("/tmp/file", "user.x", b"x"))
+def attributes_of_links(): return result(lambda: os.setxattr("/tmp/file", "user.x", b"x", follow_symlinks=False))
+def attributes_by_descriptor(): return result(lambda: os.setxattr(os.open("/tmp/file", os.O_RDWR), "user.x", b"x"))
+def sockets(): return sorted({result(lambda: socket.socket(f, t)) for f in range(100) for t in (1, 2, 3, 5) if f not in (1, 2, 10)})
+def pairs(): return sorted({result(lambda: socket.socketpair(f, t)) for f in range(100) for t in (1, 2, 3, 5) if f not in (1, 2, 10)})
+def sockets_by_long_numbers(): return [result(lambda: long(family)) for family in (1, 40)]
+def larger_pipes(): return result(lambda: fcntl.fcntl(os.pipe()[1], 1031, 2**20))
+def watches(): return [result(lambda: call("inotify_init")), result(lambda: call("inotify_init1", 0)), result(lambda: call("fanotify_init", 0x200, 0))]
+def locks(): return result(lambda: fcntl.flock(os.open("/usr/bin/env", os.O_RDONLY), fcntl.LOCK_SH))
+def timers():
+    timer, count = ctypes.c_void_p(), 0
+    while count < 1000 and libc.timer_create(1, None, ctypes.byref(timer)) == 0: count += 1
+    return count <= 64
+"""
+REFUSED = {
+    "attributes": "EPERM", "attributes_of_links": "EPERM", "attributes_by_descriptor": "EPERM",
+    "sockets": ["EAFNOSUPPORT"], "pairs": ["EAFNOSUPPORT"], "sockets_by_long_numbers": ["done", "EAFNOSUPPORT"],
+    "larger_pipes": "EPERM", "watches": ["EPERM"] * 3, "locks": "EPERM", "timers": True,
+}  # fmt: skip
+
+
+@needs_sandbox
+@pytest.mark.parametrize("what", REFUSED)
+def test_what_takes_memory_of_nobodys_or_what_others_need_is_refused(what):
+    if (machine := platform.machine()) not in seccomp.SOCKETS:
+        pytest.skip("there is no filter for this machine")
+    program = REFUSES.replace("SOCKET)", f"{seccomp.SOCKETS[machine][0]})")
+    assert run(program, [f"assert {what}() == {REFUSED[what]!r}"]).why == ""
+
+
+NEEDS = """
+import asyncio, dbm, fcntl, http.server, os, shelve, shutil, socket, sqlite3, subprocess, tempfile, threading, urllib.request
+def database():
+    with sqlite3.connect("/tmp/a.db") as one, sqlite3.connect("/tmp/a.db", timeout=0) as two:
+        one.execute("create table t (x)"); one.commit(); one.execute("begin immediate")
+        try: two.execute("begin immediate")
+        except sqlite3.OperationalError as error: return str(error)
+def shelf():
+    with shelve.open("/tmp/shelf") as kept: kept["a"] = [1]
+    with shelve.open("/tmp/shelf") as kept: return kept["a"]
+def locked():
+    with open("/tmp/lock", "w") as file: fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    return True
+def copied():
+    shutil.copy2("/usr/bin/env", "/tmp/env")
+    with tempfile.TemporaryDirectory() as folder: return os.path.getsize("/tmp/env") == os.path.getsize("/usr/bin/env")
+async def both(): return await asyncio.gather(asyncio.sleep(0, 1), asyncio.to_thread(lambda: 2))
+def loop(): return asyncio.run(both())
+def pair():
+    one, two = socket.socketpair()
+    one.send(b"x"); return two.recv(1)
+def local(family=socket.AF_INET, address="127.0.0.1"):
+    with socket.create_server((address, 0), family=family) as server, socket.create_connection(server.getsockname()[:2]) as one:
+        two, _ = server.accept()
+        one.send(b"x"); return two.recv(1)
+def web():
+    class Handler(http.server.BaseHTTPRequestHandler):
+        def do_GET(self): self.send_response(204); self.end_headers()
+    with http.server.HTTPServer(("127.0.0.1", 0), Handler) as server:
+        threading.Thread(target=server.handle_request).start()
+        return urllib.request.urlopen(f"http://127.0.0.1:{server.server_port}/").status
+def child(): return subprocess.run(["/usr/bin/env", "echo", "x"], capture_output=True).stdout
+"""
+NEEDED = ["assert database() == 'database is locked'", "assert shelf() == [1]", "assert locked() == True", "assert copied() == True",
+          "assert loop() == [1, 2]", "assert pair() == b'x'", "assert local() == b'x'", "assert web() == 204", "assert child() == b'x\\n'"]  # fmt: skip
+
+
+@needs_sandbox
+def test_what_programs_commonly_use_is_there():
+    """Databases and their locks, loops, local sockets, children."""
+    assert run(NEEDS, NEEDED, limits=Limits(seconds=20)).why == ""
+
+
+def passed(lines: bytes, arch: int, number: int, *args: int) -> int:
+    """What a filter says of a call: the kernel's machine, as far as our filters go."""
+    data = struct.pack("=iIQ6Q", number, arch, 0, *args, *[0] * (6 - len(args)))
+    at, value, program = 0, 0, list(struct.iter_unpack("=HBBI", lines))
+    while True:
+        what, holds, fails, about = program[at]
+        if what == seccomp.RETURN:
+            return about
+        if what == seccomp.LOAD:
+            (value,) = struct.unpack_from("=I", data, about)
+        tests = {
+            seccomp.JUMP_EQUAL: value == about,
+            seccomp.JUMP_AT_LEAST: value >= about,
+            seccomp.JUMP_ANY_BIT: bool(value & about),
+        }
+        at += 1 + (0 if what == seccomp.LOAD else holds if tests[what] else fails)
+
+
+@pytest.mark.parametrize("machine", seccomp.REFUSED)
+def test_the_filter_of_each_machine(machine):
+    """Also of the one that this is not."""
+
+    def errno_of(number: int, *args: int) -> int | None:
+        result = passed(seccomp.program(machine), seccomp.ARCHITECTURES[machine], number, *args)
+        return None if result == seccomp.ALLOW else result - seccomp.REFUSE
+
+    refused = {*seccomp.REFUSED[machine].values(), *seccomp.SHARED.values()}
+    conditional = {*seccomp.SOCKETS[machine], seccomp.FCNTL[machine], seccomp.CLONE[machine], seccomp.CLONE3}
+    for number in set(range(600)) - conditional:
+        assert errno_of(number, 40, 1031) == (errno.EPERM if number in refused else None)
+        assert errno_of(seccomp.X32 + number) == errno.EPERM
+        assert passed(seccomp.program(machine), 0x40000003, number) == seccomp.KILL  # calls of 32 bits
+    assert errno_of(seccomp.CLONE3) == errno.ENOSYS
+    for number in seccomp.SOCKETS[machine]:
+        families = [family for family in range(64) if errno_of(number, family) is None]
+        assert families == [socket.AF_UNIX, socket.AF_INET, socket.AF_INET6]
+        assert errno_of(number, 2**32 + 40) == errno.EAFNOSUPPORT
+    assert [errno_of(seccomp.FCNTL[machine], 3, command) for command in (1030, 1031, 1032)] == [None, errno.EPERM, None]
+    assert [errno_of(seccomp.CLONE[machine], flags) for flags in (17, 0x3D0F00, 0x10000011)] == [
+        None,
+        None,
+        errno.EPERM,
+    ]
+
+
 @needs_sandbox
 def test_gigabytes_of_output_cost_nothing():
     program = "import sys\nfor _ in range(300): sys.stdout.write('x' * 10**7); sys.stderr.write('y')\n" + RIGHT
@@ -835,6 +1005,38 @@ def test_no_descriptors_are_lost():
     assert len(os.listdir("/proc/self/fd")) == before
 
 
+@contextlib.contextmanager
+def crowded(count: int = 1100):
+    """As a trainer has it with data, sockets and devices open: what it opens from now on has numbers above 1,023."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if hard != resource.RLIM_INFINITY and hard < count + 100:
+        pytest.skip("so many descriptors are not allowed here")
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, count + 100), hard))
+    with contextlib.ExitStack() as stack:
+        stack.callback(resource.setrlimit, resource.RLIMIT_NOFILE, (soft, hard))
+        for _ in range(count):
+            stack.callback(os.close, os.open(os.devnull, os.O_RDONLY))
+        yield
+
+
+HOLDS = """
+import os
+def held():
+    targets = []
+    for fd in os.listdir("/proc/self/fd"):
+        try: targets.append(os.readlink(f"/proc/self/fd/{fd}").split(":")[0])
+        except OSError: pass  # of the listing itself
+    return sorted(targets)
+"""
+
+
+@needs_sandbox
+def test_a_program_holds_no_descriptor_but_its_own_however_many_are_open_outside():
+    """One too many was the socket by which sandboxes are asked for: who holds it answers for them, and forges verdicts."""
+    with crowded():
+        assert run(HOLDS, [f"assert held() == {['/dev/null'] * 4 + ['pipe'] * 3}"]).why == ""
+
+
 # -- input
 
 
@@ -844,6 +1046,12 @@ def test_strange_completions():
     assert run("\x00").share == 0.0
     assert run("(" * 100000).share == 0.0
     assert run("x = '" + "a" * 10**7 + "'\n" + RIGHT, limits=Limits(seconds=10)).share == 1.0
+
+
+@needs_sandbox
+def test_a_long_completion_is_read_before_memory_is_limited():
+    long = "#" + "\N{GRINNING FACE}" * 2_500_000 + "\n" + RIGHT
+    assert run(long, limits=Limits(seconds=10, memory_mb=64)).share == 1.0
 
 
 @pytest.mark.parametrize(
@@ -942,7 +1150,7 @@ def test_sandboxes_are_forked_where_namespaces_can_be_nested():
     """So that a mistake of ours does not pass for a machine on which it cannot be done."""
     nested = "import ctypes\nprint(ctypes.CDLL(None).unshare(0x10000000 | 0x20000))"  # of users and mounts
     line = [*sandbox.command(Limits(), nested=True), "-c", nested]
-    if subprocess.run(line, capture_output=True, text=True).stdout == "0\n" and sandbox.seccomp.program():
+    if subprocess.run(line, capture_output=True, text=True).stdout == "0\n" and seccomp.program():
         assert nursery.works()
 
 
@@ -1071,6 +1279,39 @@ except OSError: pass
         assert first["children"] == second["children"] == Limits().processes
 
 
+def test_a_forked_program_makes_no_more_files_than_it_may(home):
+    """Empty ones take no disk, but a kilobyte each of the kernel's memory."""
+    program = """
+import os
+made = {}
+for folder in ("/tmp", "/dev/shm"):
+    made[folder] = 0
+    try:
+        while made[folder] < 10_000: os.mknod(f"{folder}/{made[folder]}"); made[folder] += 1
+    except OSError: pass
+"""
+    with forked(home, program) as names:
+        assert names["made"] == {"dict": [["/tmp", 4095], ["/dev/shm", 4095]]}  # and the folder itself
+
+
+def test_a_request_that_was_interrupted_is_not_answered_to_the_next(home, monkeypatch):
+    """Else each sandbox would be killed by the handle of the one before, and go on."""
+
+    def interrupted():
+        raise KeyboardInterrupt
+
+    with nursery.kept():
+        assert run(RIGHT).share == 1.0
+        first = nursery._here.kept[()]
+        monkeypatch.setattr(first, "_hear", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            run(RIGHT)
+        assert first.lost
+        assert run(RIGHT).share == 1.0
+        assert nursery._here.kept.get(()) is not first
+        assert first.process.poll() is not None
+
+
 def test_a_nursery_that_died_is_replaced(home):
     with nursery.kept():
         assert run(RIGHT).share == 1.0
@@ -1142,3 +1383,28 @@ def test_what_forks_sandboxes_ends_with_the_call_or_with_its_threads(home):
             return
         time.sleep(0.1)
     pytest.fail("a nursery outlived its thread")
+
+
+@contextlib.contextmanager
+def as_process_1():
+    """Processes that lose their parent become this one's children, as they do where the trainer is a container's first."""
+    libc = ctypes.CDLL(None)
+    become = 36  # PR_SET_CHILD_SUBREAPER
+    assert libc.prctl(become, 1, 0, 0, 0) == 0
+    before = children()
+    try:
+        yield
+    finally:
+        libc.prctl(become, 0, 0, 0, 0)
+        for pid in children() - before:
+            with contextlib.suppress(ChildProcessError):
+                os.waitpid(int(pid), 0)
+
+
+def test_no_process_that_is_over_is_left_to_a_trainer_that_is_process_1(home):
+    reward = code_execution()
+    with as_process_1():
+        before = children()
+        for _ in range(20):
+            assert reward(completions=[RIGHT] * 2, tests=[SIMPLE] * 2) == [1.0] * 2
+        assert children() == before

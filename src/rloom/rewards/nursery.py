@@ -42,6 +42,7 @@ from rloom.rewards.sandbox import (
 logger = logging.getLogger(__name__)
 
 MADE = b"made"  # as in inside/nursery.py
+END_SECONDS = 1.0
 PROOF = """
 import os
 with open("/proc/self/status") as file:
@@ -50,9 +51,19 @@ said = [status[name].strip() for name in ("CapInh", "CapPrm", "CapEff", "CapBnd"
 seen = [sorted(name for name in os.listdir("/proc") if name.isdigit()), os.listdir("/tmp"), os.listdir("/dev/shm")]
 with open("/proc/sys/user/max_user_namespaces") as file:
     seen.append(file.read().strip())
+held = []
+for fd in os.listdir("/proc/self/fd"):
+    try: held.append(os.readlink(f"/proc/self/fd/{fd}").split(":")[0])
+    except OSError: pass  # of the listing itself
+held.sort()
 """
-PROVEN = {"said": ["0" * 16] * 5 + ["1", "2"], "seen": [["1", "2"], [], [], "0"]}
-"""No capabilities, no new privileges, a filter; two processes, empty folders, no namespaces within."""
+PROVEN = {
+    "said": ["0" * 16] * 5 + ["1", "2"],
+    "seen": [["1", "2"], [], [], "0"],
+    "held": ["/dev/null"] * 5 + ["pipe"] * 2,
+}
+"""No capabilities, no new privileges, a filter; two processes, empty folders, no namespaces within; of descriptors
+those that it was given (two pipes, and what it is asked) and four that lead nowhere."""
 
 
 class Nursery:
@@ -100,8 +111,11 @@ class Nursery:
     def _forked(self, fds: dict[str, int], limits: Limits) -> Forked:
         request = {"names": list(fds), "disk": limits.disk_mb * 2**20, "limits": limits.inside()}
         rights = (socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", fds.values()))
+        self.failed = True  # until its answer was heard: who is interrupted before leaves it to the next request
         self.control.sendmsg([marshal.dumps(request, ANY_VERSION)], [rights])
-        return Forked(*self._hear())
+        forked = Forked(*self._hear())
+        self.failed = False
+        return forked
 
     def _hear(self) -> list[int]:
         """Its answer: the descriptors that came with it."""
@@ -122,11 +136,11 @@ class Forked:
         with contextlib.suppress(ProcessLookupError):
             signal.pidfd_send_signal(self.handle, signal.SIGKILL)
 
-    def wait(self) -> None:
+    def wait(self, seconds: float = START_SECONDS) -> None:
         """Until all of the tree is gone."""
         poll = select.poll()
         poll.register(self.handle, select.POLLIN)
-        poll.poll(START_SECONDS * 1000)
+        poll.poll(seconds * 1000)
         os.close(self.handle)
 
     def poll(self) -> int | None:
@@ -135,9 +149,17 @@ class Forked:
 
 
 def _end(process: subprocess.Popen[bytes], control: socket.socket) -> None:
-    process.kill()
-    process.wait()
+    """Hang up, so that it ends by itself. Killed, bubblewrap leaves its child to process 1, which in a container may be
+    the trainer, and that looks after no children but its own."""
+    with contextlib.suppress(OSError):  # it is gone already
+        control.shutdown(socket.SHUT_RDWR)  # also where a process that was forked of this one holds it
     control.close()
+    try:
+        if process.poll() is None:
+            Forked(os.pidfd_open(process.pid)).wait(END_SECONDS)  # `process.wait` would look every few milliseconds
+    finally:
+        process.kill()
+        process.wait()
 
 
 # -- which of them a thread uses

@@ -89,6 +89,7 @@ class Limits:
             "RLIMIT_NPROC": self.processes + 2,  # bubblewrap's own first process, and ours
             "RLIMIT_NOFILE": 64,
             "RLIMIT_CORE": 0,
+            "RLIMIT_SIGPENDING": 64,  # and timers: the kernel counts those of all that a user runs
         }
 
 
@@ -162,7 +163,8 @@ def command(
     limits: Limits, site_packages: Sequence[str] = (), *, filter_fd: int = -1, nested: bool = False
 ) -> list[str]:
     """bubblewrap's command line, up to and including the interpreter. `filter_fd` is where it reads its filter; where
-    further sandboxes are `nested` in this one, it must be able to make namespaces, and runs no code but ours."""
+    further sandboxes are `nested` in this one, it must be able to make namespaces, and runs no code but ours: as the
+    first process, since bubblewrap waits for that before it ends itself, and for no other."""
     python, prefix = interpreter()
     unprivileged = []
     if os.geteuid() == 0:  # limits on processes do not bind root
@@ -178,7 +180,7 @@ def command(
         "--uid", str(NOBODY), "--gid", str(NOBODY), "--hostname", "sandbox", "--clearenv",
         "--setenv", "PATH", "/usr/bin:/bin", "--setenv", "HOME", "/tmp", "--setenv", "LANG", "C.UTF-8",
         "--setenv", "OMP_NUM_THREADS", "1", "--setenv", "OPENBLAS_NUM_THREADS", "1",
-        *(["--disable-userns"] if knows_disable_userns() and not nested else []),
+        *(["--as-pid-1"] if nested else ["--disable-userns"] if knows_disable_userns() else []),
         *(["--seccomp", str(filter_fd)] if filter_fd >= 0 else []),
         *(["--setenv", "PYTHONPATH", ":".join(site_packages)] if site_packages else []),
         "--ro-bind", "/usr", "/usr", "--ro-bind-try", "/etc/ld.so.cache", "/etc/ld.so.cache",

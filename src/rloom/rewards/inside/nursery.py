@@ -30,9 +30,13 @@ NOSUID, NODEV, NOEXEC = 2, 4, 8
 MADE = b"made"
 MAX_REQUEST = 4096
 MAX_FDS = 16
+MAX_FILES = 4096
+"""In /tmp and /dev/shm each: the kernel keeps a kilobyte for every file, which counts as nobody's memory or disk."""
 SET_INTERFACE_FLAGS, UP = 0x8914, 1
 DROP_FROM_BOUNDS, SET_FILTER, NO_NEW_PRIVILEGES = 24, 22, 38
 CAPABILITIES_VERSION_3 = 0x20080522
+CONTROL = 3
+"""The descriptor of the socket that requests come by, whatever number it had in the process that they come from."""
 
 # Keeps Python's lock in calls: there is no other thread, and a copy made while it was let go might wait for it.
 libc = ctypes.PyDLL(None, use_errno=True)
@@ -44,14 +48,16 @@ def main(payload: dict[str, Any]) -> None:
     for fd in (0, 1, 2):
         os.dup2(nowhere, fd)
     os.close(nowhere)
-    control = _socket.socket(fileno=payload["control_fd"])
+    os.dup2(payload["control_fd"], CONTROL)
+    only(CONTROL)
+    control = _socket.socket(fileno=CONTROL)
     payload["filter"] = bytes.fromhex(payload["filter"])
     gc.freeze()  # what is here stays: collections in the copies need not touch, and so copy, it
     control.send(MADE)
     while True:
         request, fds = received(control)
         if not request:
-            return
+            os._exit(0)  # someone waits for it, and there is nothing to put away
         answer(control, marshal.loads(request), fds, payload)
         for fd in fds:
             os.close(fd)
@@ -107,22 +113,20 @@ def in_copy(request: dict[str, Any], fds: list[int], made: int, payload: dict[st
 def first_process(request: dict[str, Any], fds: list[int], made: int, payload: dict[str, Any]) -> None:
     """Process 1 of the new tree: makes the sandbox, starts the program and waits for all that there is. With it, all
     ends. It gives up what the program must not have before there is a program."""
-    only(fds, made)
+    only(*fds, made)
     os.setsid()  # a signal to one's group would reach others, whatever tree they are in
     furnish(request["disk"])
     confine(payload["filter"])
-    # Here too: the program may write to this process's memory. Processes later: older kernels count those of all.
-    limit({name: value for name, value in request["limits"].items() if name != "RLIMIT_NPROC"})
     os.write(made, MADE)
     os.close(made)
+    until, held = os.pipe()
     if os.fork() == 0:
-        try:
-            program(dict(zip(request["names"], fds, strict=True)))
-        finally:
-            os._exit(1)
-    limit(request["limits"])
+        os.close(held)
+        second_process(dict(zip(request["names"], fds, strict=True)), until)
     _signal.signal(_signal.SIGINT, _signal.SIG_DFL)  # as a first process, it is deaf to what it does not handle
-    only([])
+    only(held)
+    limit(request["limits"])  # here too, and before there is a program, which may write to this process's memory
+    os.close(held)
     try:
         while True:
             os.waitpid(-1, 0)
@@ -130,13 +134,21 @@ def first_process(request: dict[str, Any], fds: list[int], made: int, payload: d
         os._exit(0)
 
 
-def only(fds: list[int], *more: int) -> None:
+def second_process(fds: dict[str, int], until: int) -> None:
+    """Process 2: the program, as soon as the first process is ready for it."""
+    try:
+        os.read(until, 1)
+        os.close(until)
+        program(fds)
+    finally:
+        os._exit(1)
+
+
+def only(*fds: int) -> None:
     """Close everything but some descriptors, and the first three, which lead nowhere."""
-    first = 3
-    for fd in sorted({*fds, *more}):
-        os.closerange(first, fd)
-        first = fd + 1
-    os.closerange(first, 1024)
+    for fd in map(int, os.listdir("/proc/self/fd")):  # as they are: no number is too high to be one
+        if fd > 2 and fd not in fds:
+            os.closerange(fd, fd + 1)  # unlike `close`, at ease with the list's own, which is closed by now
 
 
 def furnish(disk: int) -> None:
@@ -146,8 +158,8 @@ def furnish(disk: int) -> None:
     put("/proc/self/setgroups", "deny")  # without which a group cannot be mapped
     put("/proc/self/gid_map", f"{group} {group} 1")
     mount("proc", "/proc", NOSUID | NODEV | NOEXEC)
-    mount("tmpfs", "/dev/shm", NOSUID | NODEV, "mode=755,size=65536")
-    mount("tmpfs", "/tmp", NOSUID | NODEV, f"mode=755,size={disk}")
+    mount("tmpfs", "/dev/shm", NOSUID | NODEV, f"mode=755,size=65536,nr_inodes={MAX_FILES}")
+    mount("tmpfs", "/tmp", NOSUID | NODEV, f"mode=755,size={disk},nr_inodes={MAX_FILES}")
     os.chdir("/tmp")
     put("/proc/sys/user/max_user_namespaces", "0")
     network = _socket.socket(_socket.AF_INET, _socket.SOCK_DGRAM)
@@ -194,14 +206,17 @@ def checked(result: int) -> None:
 
 
 def program(fds: dict[str, int]) -> None:
-    """Process 2: read what is to be run, and run it."""
+    """Read what is to be run, and run it. Limits come in between (`begin`), as they do with bubblewrap: what reading a
+    long text takes is not the program's."""
     content_fd = fds.pop("content_fd")
     parts = []
     while part := os.read(content_fd, 2**20):
         parts.append(part)
     os.close(content_fd)
-    data = marshal.loads(b"".join(parts))
-    del parts
+    text = b"".join(parts)
+    del parts, part
+    data = marshal.loads(text)
+    del text
     for name, code in data["modules"]:
         module = sys.modules["rloom.rewards.inside." + name] = type(sys)("rloom.rewards.inside." + name)
         exec(marshal.loads(code), module.__dict__)

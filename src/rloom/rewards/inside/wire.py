@@ -405,12 +405,17 @@ class Peer:
                 self.serve(answer)
                 continue
             self._write_back(answer, args, kwargs)
-            return self._awaited(answer) if answer.get("later") is True else self._outcome(answer)
+            later = answer.get("later") is True
+            return self._awaited(answer) if later else self._outcome(answer, may_end=operation == "__next__")
 
-    def _outcome(self, answer: dict[str, Any]) -> Any:
-        if "error" in answer:
-            raise nearest_exception(answer["error"], self.exceptions)
-        return self.unpack(answer.get("value"))
+    def _outcome(self, answer: dict[str, Any], *, may_end: bool = False) -> Any:
+        """The value, or the exception; one that says "no more" only where that was asked: `all(map(…))` would hold."""
+        if "error" not in answer:
+            return self.unpack(answer.get("value"))
+        error = nearest_exception(answer["error"], self.exceptions)
+        if isinstance(error, StopAsyncIteration) or (isinstance(error, StopIteration) and not may_end):
+            raise RuntimeError(f"the call raised {type(error).__name__}: {error}")
+        raise error
 
     async def _awaited(self, answer: dict[str, Any]) -> Any:
         """A coroutine of the other side, which has run there already: what it gave is told when it is awaited."""
