@@ -142,6 +142,14 @@ def test_data_that_cannot_be_used(here, capsys, content, message):
     assert message in capsys.readouterr().err
 
 
+def test_rewards_by_the_flag_of_other_verbs(here, capsys):
+    data = ["--data", "data.jsonl", "--reward", "checked_rewards.py:flat", "checked_rewards.py:flat"]
+    assert main(["check-reward", *data]) == 1
+    assert capsys.readouterr().out.count("problem") >= 2
+    assert main(["check-reward", "--data", "data.jsonl"]) == 1
+    assert "name a reward" in capsys.readouterr().err
+
+
 def test_wrong_usage(capsys):
     with pytest.raises(SystemExit) as stop:
         main(["check-reward", "a:b", "--data", "x", "--prompts", "0"])

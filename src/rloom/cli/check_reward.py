@@ -11,7 +11,7 @@ from rich.table import Table
 
 from rloom.cli.messages import show_messages
 from rloom.cli.spec import find_reward
-from rloom.errors import DataError
+from rloom.errors import ConfigError, DataError
 from rloom.rewards.build import build_reward, load_reward_model, reward_tokenizer
 from rloom.rewards.build import check_rewards as check_kinds
 from rloom.rewards.check import Report, Sample, check_rewards
@@ -22,7 +22,10 @@ def run(options: Any) -> int:
     """The verb: 0 when nothing stands against training with these rewards, 1 when something does."""
     show_messages()
     console = Console()
-    functions = [_loaded(find_reward(spec)) for spec in options.rewards]
+    named = [*options.rewards, *options.more]
+    if not named:
+        raise ConfigError("name a reward: `rloom check-reward math_accuracy --data …`")
+    functions = [_loaded(find_reward(spec)) for spec in named]
     samples = read_samples(options.data, options.prompts)
     if not all(sample.completions for sample in samples):
         samples = _sampled(samples, options)

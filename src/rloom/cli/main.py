@@ -135,10 +135,11 @@ def _check_reward(verbs: Any) -> None:
     add = check.add_argument
     add(
         "rewards",
-        nargs="+",
+        nargs="*",
         metavar="REWARD",
         help="named as for rloom train: ready-made, file.py:function(option=1), …",
     )
+    add("--reward", "--reward-funcs", nargs="+", default=[], dest="more", metavar="REWARD", help="the same, as there")
     add("--data", required=True, help='prompts as JSON lines: "prompt", further columns, and maybe "completions"')
     add("--model", help="what writes the completions, where the file has none: a name or path")
     add("--prompts", type=int, default=16, help="how many prompts to take (default 16)")
