@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+
 import pytest
 import torch
 from torch import nn
@@ -106,12 +108,23 @@ def test_exact_kl_in_chunks(monkeypatch):
     targets = torch.randint(50, (9,))
     t = LogitTransform(softcap=4.0, temperature=1.2)
     kl = exact_kl_chunks(
-        run_head(policy, policy.forward, h, targets, t), run_head(other, other.forward, g, targets, t), 50
+        run_head(policy, policy.forward, h, targets, t), run_head(other, other.forward, g, targets, t), 50, nullcontext
     )
     p, q = (t.apply(m(x)).log_softmax(-1) for m, x in ((policy, h), (other, g)))
     expected = (p.exp() * (p - q)).sum(-1)
     torch.testing.assert_close(kl, expected)
     torch.testing.assert_close(*(torch.autograd.grad(x.sum(), h, retain_graph=True)[0] for x in (kl, expected)))
+
+
+def test_a_hook_on_the_head_is_run_and_comes_back(model):
+    plain = model.lm_head.forward
+    model.lm_head.forward = hook = lambda hidden: 2 * plain(hidden)
+    ids = torch.tensor([[4, 5, 6]])
+    expected = model(ids).logits[0, :2].log_softmax(-1).gather(-1, ids[0, 1:, None])[:, 0]
+    with captured_head(model, torch.tensor([0, 1]), ids[0, 1:], LogitTransform()) as outputs:
+        model(ids)
+    torch.testing.assert_close(outputs[0].logprobs, expected)
+    assert model.lm_head.__dict__["forward"] is hook
 
 
 def test_the_head_is_given_back(model):

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -37,11 +37,17 @@ class LogitTransform:
 
     @classmethod
     def of(cls, model: Any, temperature: float) -> LogitTransform:
-        """As the model's config declares it: gemma's soft-cap, cohere's and granite's scales."""
+        """As the model's config declares it: gemma's soft-cap, cohere's, granite's and Falcon-H1's scales.
+
+        What is declared by another name is found by `proof.check_head`.
+        """
         config = model.config.get_text_config()
-        scale = float(getattr(config, "logit_scale", None) or 1.0)
+        scale = 1.0
+        for name in ("logit_scale", "lm_head_multiplier"):
+            scale *= float(getattr(config, name, None) or 1.0)
         scale /= float(getattr(config, "logits_scaling", None) or 1.0)
-        return cls(scale=scale, softcap=getattr(config, "final_logit_softcapping", None), temperature=temperature)
+        caps = [getattr(config, name, None) for name in ("final_logit_softcapping", "logits_soft_cap")]
+        return cls(scale=scale, softcap=next(filter(None, caps), None), temperature=temperature)
 
     def apply(self, logits: Tensor) -> Tensor:
         """Transformed logits in float32."""
@@ -85,7 +91,8 @@ def run_head(
     def logits(part: Tensor) -> Tensor:
         return transform.apply(forward(part))
 
-    if type(head) is nn.Linear and head.weight.is_floating_point():
+    own = getattr(forward, "__func__", None) is nn.Linear.forward  # not one that somebody has put in its place
+    if type(head) is nn.Linear and own and head.weight.is_floating_point():
         dtype = head.weight.dtype
         if torch.is_autocast_enabled(hidden.device.type):
             dtype = torch.get_autocast_dtype(hidden.device.type)
@@ -108,12 +115,17 @@ def rows_at_a_time(num_logits: int) -> int:
     return max(16, CHUNK_BYTES // (4 * num_logits))
 
 
-def exact_kl_chunks(policy: HeadOutput, reference: HeadOutput, num_logits: int) -> Tensor:
-    """The exact KL at each token, (N,), from both models' hidden states in chunks; differentiable in the policy."""
+def exact_kl_chunks(
+    policy: HeadOutput, reference: HeadOutput, num_logits: int, using: Callable[[], AbstractContextManager[Any]]
+) -> Tensor:
+    """The exact KL at each token, (N,), from both models' hidden states in chunks; differentiable in the policy.
+
+    `using`: a context in which the reference's head is the reference's (adapters off, weights where they compute).
+    """
 
     def kl(mine: Tensor, theirs: Tensor) -> Tensor:
         p = policy.logits(mine).log_softmax(-1)
-        with torch.no_grad():
+        with torch.no_grad(), using():
             q = reference.logits(theirs).log_softmax(-1)
         return (p.exp() * (p - q)).sum(-1)
 
@@ -241,7 +253,7 @@ def captured_head(
     The model gets a tensor with one logit per state in return, which costs nothing and means nothing.
     """
     head = model.get_output_embeddings()
-    forward = head.forward
+    forward, before = head.forward, head.__dict__.get("forward")
     outputs: list[HeadOutput] = []
 
     def instead(hidden: Tensor, *args: Any, **kwargs: Any) -> Tensor:
@@ -254,4 +266,7 @@ def captured_head(
     try:
         yield outputs
     finally:
-        del head.forward  # uncovers the class' own
+        if before is None:
+            del head.forward  # uncovers the class' own
+        else:
+            head.forward = before  # a hook of somebody's

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from rloom.data.batching import Batcher
+from rloom.errors import ConfigError
 from rloom.models.attention import num_calls, packed_attention, running
 from rloom.models.load import is_peft_model
 from rloom.models.logprobs import Forward
@@ -30,6 +31,37 @@ def proves_packing(model: Any) -> bool:
     if reason is not None:
         logger.warning("training uses padded micro-batches, which are slower: %s", reason)
     return reason is None
+
+
+@torch.no_grad()
+def check_head(model: Any) -> None:
+    """Refuse a model that does more to its logits than training knows of: its log-probabilities would be wrong."""
+    base = model.get_base_model() if is_peft_model(model) else model
+    if is_peft_model(model) and any(getattr(c, "is_prompt_learning", False) for c in model.peft_config.values()):
+        return
+    if base.get_output_embeddings() is None:
+        return
+    rollout = _rollout(base.config.get_text_config())
+    prompt, completion = rollout.prompt_ids[-1], rollout.completion_ids[-2]
+    rollout.prompt_ids, rollout.completion_ids = [prompt], [completion]
+    device = next(model.parameters()).device
+    batch = Batcher(packed=False, pad_token_id=0).make(rollout, [0], device)
+    forward, training = Forward(model, temperature=1.0), model.training
+    model.eval()
+    try:
+        ours = forward(model, batch).logprobs[0]
+        ids = torch.tensor([prompt + completion], device=device)
+        options = {"use_cache": False} if "use_cache" in forward.accepts else {}
+        logits = model(input_ids=ids, **options).logits[0, len(prompt) - 1 : -1].float()
+    finally:
+        model.train(training)
+    plain = logits.log_softmax(-1).gather(-1, ids[0, len(prompt) :, None])[:, 0]
+    error = _difference(ours, plain)
+    if error > 0.02:
+        raise ConfigError(
+            f"{type(base).__name__} does something to its logits that this version does not know: log-probabilities "
+            f"would be off by {error:.1e}. It cannot be trained with rloom yet"
+        )
 
 
 def proves_packed_images(model: Any, rollout: Rollout) -> bool:
@@ -75,17 +107,18 @@ def _compare(model: Any, base: Any, rollout: Rollout) -> str | None:
     assert packed.packed is not None
     with torch.enable_grad():
         plain = forward(model, padded).logprobs
-        plain_grad = _gradient(plain, probe)
+        plain_grad = None if probe is None else _gradient(plain, probe)
         with packed_attention([base]), running(packed.packed):
             ours = forward(model, packed).logprobs
             calls = num_calls()
-            our_grad = _gradient(ours, probe)
+            our_grad = None if probe is None else _gradient(ours, probe)
     if calls != config.num_hidden_layers:
         return (
             f"{calls} of {config.num_hidden_layers} layers of {type(base).__name__} go through the attention interface"
         )
-    error, grad_error = _difference(ours, plain), _difference(our_grad, plain_grad)
-    exact = probe.dtype == torch.float32 and not torch.is_autocast_enabled(device.type)
+    error = _difference(ours, plain)
+    grad_error = 0.0 if our_grad is None or plain_grad is None else _difference(our_grad, plain_grad)
+    exact = base.get_output_embeddings().weight.dtype == torch.float32 and not torch.is_autocast_enabled(device.type)
     allowed = 1e-3 if exact else 0.05  # bfloat16 noise; a wrong mask is off by far more
     if not (error < allowed and grad_error < 2 * allowed):
         return (
@@ -135,15 +168,18 @@ def _pictured(rollout: Rollout) -> Rollout:
     )
 
 
-def _probe(model: Any) -> Tensor:
-    """A parameter deep in the model whose gradient passes through attention: the first trainable one of a layer."""
+def _probe(model: Any) -> Tensor | None:
+    """A parameter deep in the model whose gradient passes through attention: the first trainable one of a layer.
+
+    None where all of the decoder is frozen.
+    """
     base = model.get_base_model() if is_peft_model(model) else model
     decoder = {id(p) for p in base.get_decoder().parameters()}  # a vision tower's have no part in text
     trainable = [
         (n, p) for n, p in model.named_parameters() if p.requires_grad and p.is_floating_point() and id(p) in decoder
     ]
     inner = [p for n, p in trainable if ".0." in n and p.dim() == 2]
-    return (inner or [p for _, p in trainable])[0]
+    return next(iter(inner or [p for _, p in trainable]), None)
 
 
 def _gradient(logprobs: Tensor, probe: Tensor) -> Tensor:

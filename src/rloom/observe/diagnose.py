@@ -232,8 +232,8 @@ def engine_differs(logs: Logs, args: Any) -> str | None:
         return None
     return (
         f"log-probabilities of the engine and of the training forward differ by {found.last():.2g} per token, far more "
-        f"than rounding: what is sampled is not the policy that is trained; set engine='transformers' (now "
-        f"{args.engine!r}), and compile_generation=False if it was on"
+        f"than rounding: unless that is the model's dropout, what is sampled is not the policy that is trained; set "
+        f"engine='transformers' (now {args.engine!r}), and compile_generation=False if it was on"
     )
 
 

@@ -24,7 +24,7 @@ from rloom.generation.base import Engine, Sampling
 from rloom.generation.choose import choose_engine
 from rloom.generation.images import ImageRouter
 from rloom.models import load as loading
-from rloom.models.proof import proves_packed_images, proves_packing
+from rloom.models.proof import check_head, proves_packed_images, proves_packing
 from rloom.models.reference import Reference, make_reference
 from rloom.observe.completions import CompletionLog
 from rloom.observe.metrics import Metrics
@@ -305,6 +305,7 @@ def build(
 def _batcher(trainer: Any, policy: Policy, args: Any) -> Batcher:
     """Packed micro-batches where the model's attention allows it, else padded ones."""
     with trainer.accelerator.autocast():  # as it will be trained
+        check_head(trainer.model)
         packed = args.packing is not False and proves_packing(trainer.model)
     if args.packing and not packed:
         raise ConfigError(

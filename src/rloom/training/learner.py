@@ -10,6 +10,7 @@ One denominator covers the update: micro-batches change speed and memory, never 
 
 from __future__ import annotations
 
+import functools
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
@@ -21,6 +22,7 @@ from torch import Tensor
 from rloom.algo import aggregate, policy_loss, token_kl
 from rloom.data.batching import Batcher
 from rloom.data.transfer import flat_numbers, upload
+from rloom.errors import ConfigError
 from rloom.models.attention import CompiledLayers, own_attention, packed_attention, running
 from rloom.models.head import exact_kl_chunks
 from rloom.models.logprobs import Forward, TokenStats
@@ -98,7 +100,7 @@ class Learner:
         if not self.credit.needs_kl:
             self._set_advantages(rollout, range(len(rollout)), update=train)
         if not whole or (self.credit.needs_kl and not self._fits_one_forward(rollout)):
-            self._first_pass(model, rollout)
+            self._first_pass(model, rollout, keep=not whole)
             if self.credit.needs_kl:
                 self._set_advantages(rollout, range(len(rollout)), update=train)
 
@@ -108,13 +110,17 @@ class Learner:
         plans = self.batcher.plan(rollout, self._trained(rollout), self.budget.tokens, whole_groups=True)
         return all(self.batcher.size(rollout, rows) <= self.budget.tokens for rows in plans)
 
-    def _first_pass(self, model: Any, rollout: Rollout) -> None:
-        """Policy log-probabilities at the rollout's weights and, for a KL in the reward, token KLs."""
+    def _first_pass(self, model: Any, rollout: Rollout, *, keep: bool) -> None:
+        """For a KL in the reward, token KLs; and with `keep` the log-probabilities at the rollout's weights.
+
+        An update that trains on all of it at these weights takes those of its own forward: with dropout they differ.
+        """
 
         def run(batch: MicroBatch) -> None:
             with _evaluating(model):
                 stats = self.forward(model, batch)
-            self._store(rollout.policy_logprobs, batch, stats.logprobs)
+            if keep:
+                self._store(rollout.policy_logprobs, batch, stats.logprobs)
             if self.credit.needs_kl:
                 self._store(rollout.kl, batch, self._kl(batch, stats))
 
@@ -163,7 +169,15 @@ class Learner:
         self._count(shares)
         work = lambda: self._accumulate(model, shares, compute_loss, backward)  # noqa: E731
         if self.keeps_gradients:
-            return self.budget.retrying(work, undo=self._undo)
+            known = [_known(share.rollout) for share in shares]
+
+            def undo() -> None:
+                self._undo()
+                for columns in known:  # what the failed attempt has found out, with its own dropout
+                    for column, values in columns:
+                        column[:] = values
+
+            return self.budget.retrying(work, undo=undo)
         try:
             return work()
         except torch.OutOfMemoryError as error:
@@ -181,7 +195,7 @@ class Learner:
         self.tally = Tally(older=self.config.log_older_metrics)
         for share in shares:  # a budget that has shrunk may no longer hold whole groups
             if self._one_forward(share.rollout, share.rows) and not self._fits_one_forward(share.rollout):
-                self._first_pass(model, share.rollout)
+                self._first_pass(model, share.rollout, keep=False)
                 self._set_advantages(share.rollout, range(len(share.rollout)))
         plans = [
             (share.rollout, rows, one_forward)
@@ -228,6 +242,11 @@ class Learner:
             self._store(rollout.kl, batch, kl.detach())
             loss = loss + self.config.beta * aggregate(kl, mask, self.aggregation) / self.denominator
         if stats.aux_loss is not None:
+            if torch.is_grad_enabled() and not stats.aux_loss.requires_grad:
+                raise ConfigError(
+                    "the load-balancing loss of this mixture of experts has no gradient: with use_reentrant=True, "
+                    "checkpoints hide the routers. Set gradient_checkpointing_kwargs={'use_reentrant': False}"
+                )
             loss = loss + self._weighted_aux_loss(stats.aux_loss, batch)
         self.tally.add(stats, terms, mask)
         return loss
@@ -350,7 +369,9 @@ class Learner:
         if self.estimator == "full":
             reference = self._reference_stats(batch)
             size = self.policy.get_output_embeddings().weight.shape[0]
-            return batch.to_table(exact_kl_chunks(stats.head, reference.head, size))
+            assert self.reference is not None
+            using = functools.partial(self.reference.use, self.policy)
+            return batch.to_table(exact_kl_chunks(stats.head, reference.head, size, using))
         known = batch.rollout.reference_logprobs
         if any(known[row] is None for row in batch.rows):
             self._store(known, batch, self._reference_stats(batch).logprobs)
@@ -382,8 +403,9 @@ class Learner:
         return self._gather(batch.rollout.advantages, batch)
 
     def _untrained_loss(self, share: Share) -> Tensor | float:
-        """What rows without gradient add to the reported loss: their ratio is 1, so −A; token means know no rows."""
-        if self.aggregation == "token_mean" or self.config.choices.surrogate != "clip":
+        """What rows without gradient add to the reported loss: their ratio is 1, so −A; of tokens they have none."""
+        choices = self.config.choices
+        if self.aggregation == "token_mean" or choices.surrogate != "clip" or choices.ratio_level != "sequence":
             return 0.0
         rollout = share.rollout
         values = [rollout.advantages[row] for row in share.rows if not rollout.trained[row]]
@@ -430,6 +452,12 @@ def merge(shares: Sequence[Share]) -> list[Share]:
         else:
             merged.append(share)
     return merged
+
+
+def _known(rollout: Rollout) -> list[tuple[list[Any], list[Any]]]:
+    """What an update may fill in, each with what it holds now."""
+    columns: list[list[Any]] = [rollout.policy_logprobs, rollout.kl, rollout.advantages]
+    return [(column, list(column)) for column in columns]
 
 
 def _whole_groups(rollout: Rollout, rows: Sequence[int]) -> list[int]:
