@@ -153,6 +153,22 @@ def test_schedules_reach_the_inner_optimizer():
     copy.deepcopy(optimizer.state_dict())
 
 
+def test_weights_that_someone_else_changes_stay_changed():
+    """And the bits of those that were not changed stay, too."""
+    weight = nn.Parameter(torch.ones(4, dtype=torch.bfloat16))
+    accumulate_in_float32([weight])
+    optimizer = MasterWeights([weight], make=torch.optim.SGD, lr=1e-4)
+    weight.grad = torch.ones(4)
+    optimizer.step()
+    with torch.no_grad():
+        weight[:2] = 0.5
+    weight.grad = torch.zeros(4)
+    optimizer.step()
+    assert weight.tolist() == [0.5, 0.5, 1.0, 1.0]
+    _, master = optimizer.pairs[0]
+    assert torch.allclose(master, torch.tensor([0.5, 0.5, 1 - 1e-4, 1 - 1e-4]), atol=1e-6, rtol=0)
+
+
 def test_eight_bit_adamw_moves_the_weights_as_in_float32():
     """Its moments are 8 bits wide, its weights keep theirs: a learning rate far below bfloat16's spacing arrives."""
     model, x, y = problem(torch.bfloat16)

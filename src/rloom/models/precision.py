@@ -161,6 +161,7 @@ class MasterWeights(Optimizer):
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
         """Hand the gradients over, step, copy the weights back."""
+        self._take_over_changes()
         for p, master in self.pairs:
             master.grad = None if p.grad is None else p.grad.float()
         loss = self.inner.step(closure)
@@ -168,6 +169,11 @@ class MasterWeights(Optimizer):
             p.copy_(master)
             master.grad = None
         return loss
+
+    def _take_over_changes(self) -> None:
+        """What someone else (a callback, say) wrote into the weights holds: their copies would undo it."""
+        for p, master in self.pairs:
+            master.copy_(torch.where(p != master.to(p.dtype), p.float(), master))  # no `if`: the host must not wait
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget the gradients of parameters and copies."""
