@@ -9,7 +9,15 @@ import pytest
 import torch
 from torch import nn
 
-from rloom.models.precision import MasterWeights, SplitAdamW, accumulate_in_float32, added_as_they_come, join, split
+from rloom.models.precision import (
+    MasterWeights,
+    SplitAdamW,
+    accumulate_in_float32,
+    added_as_they_come,
+    join,
+    split,
+    warn_of_lost_bits,
+)
 
 
 def test_split_and_join_lose_nothing():
@@ -167,6 +175,31 @@ def test_weights_that_someone_else_changes_stay_changed():
     assert weight.tolist() == [0.5, 0.5, 1.0, 1.0]
     _, master = optimizer.pairs[0]
     assert torch.allclose(master, torch.tensor([0.5, 0.5, 1 - 1e-4, 1 - 1e-4]), atol=1e-6, rtol=0)
+
+
+@pytest.mark.parametrize("kind", ["split", "master"])
+def test_a_users_optimizer_that_keeps_the_bits_is_not_warned_of(kind, caplog):
+    """`optimizers=(SplitAdamW(…), None)` is what the warning recommends: gradients add up in float32 then, too."""
+    model, x, y = problem(torch.bfloat16)
+    (model(x).float() - y).square().mean().backward()  # what came before does not stand in the way
+    before = model[0].weight.grad.clone()
+    optimizer = MAKERS[kind](list(model.parameters()), lr=1e-5)
+    warn_of_lost_bits(model)
+    assert not caplog.records
+    assert torch.equal(model[0].weight.grad, before.float())
+    assert {p.grad_dtype for p in model.parameters()} == {torch.float32}
+    train(model, x, y, optimizer, steps=1)
+
+
+@pytest.mark.parametrize("all_of_it", [True, False])
+def test_a_users_optimizer_that_loses_bits_is_warned_of(all_of_it, caplog):
+    model, *_ = problem(torch.bfloat16)
+    if all_of_it:
+        torch.optim.AdamW(model.parameters())
+    else:
+        SplitAdamW(model[0].parameters())
+    warn_of_lost_bits(model)
+    assert "SplitAdamW" in caplog.text
 
 
 def test_eight_bit_adamw_moves_the_weights_as_in_float32():
