@@ -202,6 +202,49 @@ def test_a_users_optimizer_that_loses_bits_is_warned_of(all_of_it, caplog):
     assert "SplitAdamW" in caplog.text
 
 
+class ScheduleFree(torch.optim.SGD):
+    """As the schedulefree package's: `eval` puts an average in the weights' place, `step` wants `train` before."""
+
+    training = False
+
+    def train(self):
+        self._swap(True)
+
+    def eval(self):
+        self._swap(False)
+
+    def _swap(self, training):
+        if training != self.training:
+            for p in self.param_groups[0]["params"]:
+                p.add_(1.0 if training else -1.0)
+        self.training = training
+
+    def step(self, closure=None):
+        assert self.training
+        return super().step(closure)
+
+
+def test_schedule_free_optimizers_change_their_modes():
+    weight = nn.Parameter(torch.ones(2, dtype=torch.bfloat16))
+    optimizer = MasterWeights([weight], make=ScheduleFree, lr=0.5)
+    optimizer.train()
+    assert weight.tolist() == [2.0, 2.0]
+    weight.grad = torch.ones(2)
+    optimizer.step()
+    with torch.no_grad():
+        weight[0] = 3.0  # someone else's change survives a change of mode
+    optimizer.eval()
+    assert weight.tolist() == [2.0, 0.5]
+
+
+def test_modes_mean_nothing_to_other_optimizers():
+    weight = nn.Parameter(torch.ones(2, dtype=torch.bfloat16))
+    optimizer = MasterWeights([weight], make=torch.optim.SGD, lr=0.5)
+    optimizer.train()
+    optimizer.eval()
+    assert weight.tolist() == [1.0, 1.0]
+
+
 def test_eight_bit_adamw_moves_the_weights_as_in_float32():
     """Its moments are 8 bits wide, its weights keep theirs: a learning rate far below bfloat16's spacing arrives."""
     model, x, y = problem(torch.bfloat16)

@@ -177,6 +177,23 @@ class MasterWeights(Optimizer):
         for p, master in self.pairs:
             master.copy_(torch.where(p != master.to(p.dtype), p.float(), master))  # no `if`: the host must not wait
 
+    def train(self) -> None:
+        """The weights that a schedule-free optimizer trains; nothing for others."""
+        self._switch("train")
+
+    def eval(self) -> None:
+        """The weights that a schedule-free optimizer evaluates and saves; nothing for others."""
+        self._switch("eval")
+
+    @torch.no_grad()
+    def _switch(self, mode: str) -> None:
+        if not hasattr(self.inner, mode):
+            return
+        self._take_over_changes()
+        getattr(self.inner, mode)()
+        for p, master in self.pairs:
+            p.copy_(master)
+
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget the gradients of parameters and copies."""
         self.inner.zero_grad(set_to_none)
