@@ -9,7 +9,15 @@ import pytest
 import torch
 from torch import nn
 
-from rloom.models.precision import MasterWeights, SplitAdamW, accumulate_in_float32, added_as_they_come, join, split
+from rloom.models.precision import (
+    MasterWeights,
+    SplitAdamW,
+    accumulate_in_float32,
+    added_as_they_come,
+    join,
+    split,
+    warn_of_lost_bits,
+)
 
 
 def test_split_and_join_lose_nothing():
@@ -151,6 +159,90 @@ def test_schedules_reach_the_inner_optimizer():
     schedule.step()
     assert torch.equal(weight.detach(), torch.full((4,), 0.5, dtype=torch.bfloat16))
     copy.deepcopy(optimizer.state_dict())
+
+
+def test_weights_that_someone_else_changes_stay_changed():
+    """And the bits of those that were not changed stay, too."""
+    weight = nn.Parameter(torch.ones(4, dtype=torch.bfloat16))
+    accumulate_in_float32([weight])
+    optimizer = MasterWeights([weight], make=torch.optim.SGD, lr=1e-4)
+    weight.grad = torch.ones(4)
+    optimizer.step()
+    with torch.no_grad():
+        weight[:2] = 0.5
+    weight.grad = torch.zeros(4)
+    optimizer.step()
+    assert weight.tolist() == [0.5, 0.5, 1.0, 1.0]
+    _, master = optimizer.pairs[0]
+    assert torch.allclose(master, torch.tensor([0.5, 0.5, 1 - 1e-4, 1 - 1e-4]), atol=1e-6, rtol=0)
+
+
+@pytest.mark.parametrize("kind", ["split", "master"])
+def test_a_users_optimizer_that_keeps_the_bits_is_not_warned_of(kind, caplog):
+    """`optimizers=(SplitAdamW(…), None)` is what the warning recommends: gradients add up in float32 then, too."""
+    model, x, y = problem(torch.bfloat16)
+    (model(x).float() - y).square().mean().backward()  # what came before does not stand in the way
+    before = model[0].weight.grad.clone()
+    optimizer = MAKERS[kind](list(model.parameters()), lr=1e-5)
+    warn_of_lost_bits(model)
+    assert not caplog.records
+    assert torch.equal(model[0].weight.grad, before.float())
+    assert {p.grad_dtype for p in model.parameters()} == {torch.float32}
+    train(model, x, y, optimizer, steps=1)
+
+
+@pytest.mark.parametrize("all_of_it", [True, False])
+def test_a_users_optimizer_that_loses_bits_is_warned_of(all_of_it, caplog):
+    model, *_ = problem(torch.bfloat16)
+    if all_of_it:
+        torch.optim.AdamW(model.parameters())
+    else:
+        SplitAdamW(model[0].parameters())
+    warn_of_lost_bits(model)
+    assert "SplitAdamW" in caplog.text
+
+
+class ScheduleFree(torch.optim.SGD):
+    """As the schedulefree package's: `eval` puts an average in the weights' place, `step` wants `train` before."""
+
+    training = False
+
+    def train(self):
+        self._swap(True)
+
+    def eval(self):
+        self._swap(False)
+
+    def _swap(self, training):
+        if training != self.training:
+            for p in self.param_groups[0]["params"]:
+                p.add_(1.0 if training else -1.0)
+        self.training = training
+
+    def step(self, closure=None):
+        assert self.training
+        return super().step(closure)
+
+
+def test_schedule_free_optimizers_change_their_modes():
+    weight = nn.Parameter(torch.ones(2, dtype=torch.bfloat16))
+    optimizer = MasterWeights([weight], make=ScheduleFree, lr=0.5)
+    optimizer.train()
+    assert weight.tolist() == [2.0, 2.0]
+    weight.grad = torch.ones(2)
+    optimizer.step()
+    with torch.no_grad():
+        weight[0] = 3.0  # someone else's change survives a change of mode
+    optimizer.eval()
+    assert weight.tolist() == [2.0, 0.5]
+
+
+def test_modes_mean_nothing_to_other_optimizers():
+    weight = nn.Parameter(torch.ones(2, dtype=torch.bfloat16))
+    optimizer = MasterWeights([weight], make=torch.optim.SGD, lr=0.5)
+    optimizer.train()
+    optimizer.eval()
+    assert weight.tolist() == [1.0, 1.0]
 
 
 def test_eight_bit_adamw_moves_the_weights_as_in_float32():

@@ -70,6 +70,7 @@ class SplitAdamW(Optimizer):
         weight_decay: float = 0.01,
     ) -> None:
         super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
+        accumulate_in_float32(p for group in self.param_groups for p in group["params"])
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
@@ -150,6 +151,7 @@ class MasterWeights(Optimizer):
         super().__init__([{**group} for group in self.inner.param_groups], dict(self.inner.defaults))
         self.param_groups = self.inner.param_groups  # one list: a schedule that changes it reaches the optimizer
         self.state = self.inner.state
+        accumulate_in_float32(p for p, _ in self.pairs)
 
     def _master(self, p: Tensor) -> Tensor:
         if p.dtype != torch.bfloat16:
@@ -161,6 +163,7 @@ class MasterWeights(Optimizer):
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
         """Hand the gradients over, step, copy the weights back."""
+        self._take_over_changes()
         for p, master in self.pairs:
             master.grad = None if p.grad is None else p.grad.float()
         loss = self.inner.step(closure)
@@ -168,6 +171,28 @@ class MasterWeights(Optimizer):
             p.copy_(master)
             master.grad = None
         return loss
+
+    def _take_over_changes(self) -> None:
+        """What someone else (a callback, say) wrote into the weights holds: their copies would undo it."""
+        for p, master in self.pairs:
+            master.copy_(torch.where(p != master.to(p.dtype), p.float(), master))  # no `if`: the host must not wait
+
+    def train(self) -> None:
+        """The weights that a schedule-free optimizer trains; nothing for others."""
+        self._switch("train")
+
+    def eval(self) -> None:
+        """The weights that a schedule-free optimizer evaluates and saves; nothing for others."""
+        self._switch("eval")
+
+    @torch.no_grad()
+    def _switch(self, mode: str) -> None:
+        if not hasattr(self.inner, mode):
+            return
+        self._take_over_changes()
+        getattr(self.inner, mode)()
+        for p, master in self.pairs:
+            p.copy_(master)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget the gradients of parameters and copies."""
@@ -194,6 +219,9 @@ def accumulate_in_float32(params: Iterable[Tensor]) -> None:
     """Let bfloat16 parameters have float32 gradients, so that micro-batches add up without rounding."""
     for p in params:
         if p.dtype == torch.bfloat16 and p.requires_grad and p.is_leaf:
+            p.grad_dtype = None  # torch refuses float32 while there is a bfloat16 gradient
+            if p.grad is not None:
+                p.grad = p.grad.float()
             p.grad_dtype = torch.float32
 
 
@@ -246,8 +274,9 @@ def keeps_the_bits(cls: Any, options: dict[str, Any], model: nn.Module) -> tuple
 
 
 def warn_of_lost_bits(model: nn.Module) -> None:
-    """What a user's own optimizer does not do for bfloat16 weights."""
-    if any(p.requires_grad and p.dtype == torch.bfloat16 for p in model.parameters()):
+    """What a user's own optimizer does not do for bfloat16 weights, unless it is one of those above: they have made
+    the gradients float32."""
+    if any(p.requires_grad and p.dtype == torch.bfloat16 and not _widened(p) for p in model.parameters()):
         logger.warning(
             "the model's weights are bfloat16 and `optimizers=` was given: updates smaller than bfloat16 can hold are "
             "lost. Use rloom.models.precision.SplitAdamW, leave `optimizers` out, or load the model in float32"

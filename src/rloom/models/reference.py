@@ -88,17 +88,21 @@ class AdapterReference:
     @contextmanager
     def use(self, policy: Any) -> Iterator[Any]:
         """Yields the policy itself, with its adapters switched."""
+        with _trainable_as_before(policy), self._switched(policy):
+            yield policy
+
+    @contextmanager
+    def _switched(self, policy: Any) -> Iterator[None]:
         if self.adapter is None:
             with policy.disable_adapter():
-                yield policy
+                yield
             return
         active = policy.active_adapter
         policy.set_adapter(self.adapter)
         try:
-            yield policy
+            yield
         finally:
             policy.set_adapter(active)
-            _freeze(policy, self.adapter)
 
     @torch.no_grad()
     def sync(self, policy: Any, alpha: float) -> None:
@@ -136,6 +140,12 @@ def make_reference(
         return FrozenReference(copy.deepcopy(policy), offload=offload)
     if new_adapter and not follows:
         return AdapterReference(policy, adapter=None)
+    with _trainable_as_before(policy):
+        _copy_active_adapter(policy)
+    return AdapterReference(policy, adapter=REF_ADAPTER)
+
+
+def _copy_active_adapter(policy: Any) -> None:
     active = policy.active_adapter
     if REF_ADAPTER in policy.peft_config:  # an earlier trainer's
         policy.delete_adapter(REF_ADAPTER)
@@ -145,7 +155,21 @@ def make_reference(
             mine.copy_(theirs)
     policy.set_adapter(active)
     _freeze(policy, REF_ADAPTER)
-    return AdapterReference(policy, adapter=REF_ADAPTER)
+
+
+@contextmanager
+def _trainable_as_before(policy: Any) -> Iterator[None]:
+    """Undo what peft does to `requires_grad`: it makes all of an adapter trainable that it activates, and freezes the
+    rest when it adds one, whatever a user chose. Where all is frozen (an adapter loaded without `is_trainable`) nobody
+    chose what to train, and the adapter is."""
+    before = [(parameter, parameter.requires_grad) for parameter in policy.parameters()]
+    if not any(trainable for _, trainable in before):
+        before = []
+    try:
+        yield
+    finally:
+        for parameter, trainable in before:
+            parameter.requires_grad_(trainable)
 
 
 def _belongs(name: str, adapter: str) -> bool:
