@@ -116,3 +116,19 @@ def test_only_the_head_is_trained(config, rows, caplog):
     trainer = make_trainer(config, rows, model, packing=True, learning_rate=1e-3)
     trainer.train()
     assert not torch.equal(before, model.lm_head.weight)
+
+
+def test_a_budget_that_was_learnt_is_kept_in_the_checkpoint(config, rows, tmp_path):
+    changes = {"output_dir": str(tmp_path), "max_steps": 2, "max_tokens_per_micro_batch": 64}
+    changes |= {"save_strategy": "steps", "save_steps": 1}
+    trainer = make_trainer(config, rows, **changes)
+    trainer.learner.budget.tokens = 32  # as after running out of memory
+    trainer.train()
+    resumed = make_trainer(config, rows, **changes)
+    resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-1"))
+    assert resumed.learner.budget.tokens == 32
+    for a, b in zip(trainer.model.parameters(), resumed.model.parameters(), strict=True):
+        assert torch.equal(a, b)
+    other = make_trainer(config, rows, **{**changes, "max_tokens_per_micro_batch": 48})
+    other.train(resume_from_checkpoint=str(tmp_path / "checkpoint-1"))
+    assert other.learner.budget.tokens == 48  # asked for anew

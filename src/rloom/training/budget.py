@@ -21,8 +21,17 @@ class TokenBudget:
     """Tokens per micro-batch. Shrinks when memory runs out, and stays shrunk."""
 
     def __init__(self, tokens: int) -> None:
-        self.tokens = tokens
+        self.tokens = self.asked = tokens
         self.tried = False  # whether the worst case has been run
+
+    def state_dict(self) -> dict[str, Any]:
+        """What was learnt, and on what machine: it holds for no other."""
+        return {"tokens": self.tokens, "tried": self.tried, "asked": self.asked, "device": _device()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on with what was learnt, so that micro-batches are cut as before; on another machine, begin anew."""
+        if state.get("device") == _device() and state.get("asked") == self.asked:
+            self.tokens, self.tried = state["tokens"], state["tried"]
 
     def retrying(self, work: Callable[[], T], undo: Callable[[], None] | None = None) -> T:
         """Do some work; out of memory, `undo` what it has done and do it again in smaller pieces.
@@ -31,7 +40,7 @@ class TokenBudget:
         when it failed in the middle of a backward. Random draws (dropout) are repeated.
         """
         while True:
-            randomness = _random_state()
+            randomness = random_state()
             try:
                 return work()
             except torch.OutOfMemoryError as error:
@@ -43,7 +52,7 @@ class TokenBudget:
                 undo()
             if torch.cuda.is_available():
                 torch.cuda.empty_cache()
-            _restore(randomness)
+            restore_random_state(randomness)
             logger.warning(
                 "out of memory (%s): it is done again with at most %d tokens per micro-batch, %d before; the "
                 "result is the same",
@@ -67,11 +76,20 @@ def fitted(tokens: int, used: int, free: int) -> int:
     return size
 
 
-def _random_state() -> tuple[Any, Any]:
+def _device() -> str:
+    if not torch.cuda.is_available():
+        return "cpu"
+    properties = torch.cuda.get_device_properties(torch.cuda.current_device())
+    return f"{properties.name}, {properties.total_memory}"
+
+
+def random_state() -> tuple[Any, Any]:
+    """Of the host's and the GPU's generators."""
     return torch.get_rng_state(), torch.cuda.get_rng_state() if torch.cuda.is_available() else None
 
 
-def _restore(state: tuple[Any, Any]) -> None:
+def restore_random_state(state: tuple[Any, Any]) -> None:
+    """As if nothing had been drawn since."""
     torch.set_rng_state(state[0])
     if state[1] is not None:
         torch.cuda.set_rng_state(state[1])

@@ -14,7 +14,7 @@ from rloom.observe.completions import CompletionLog
 from rloom.observe.diagnose import Doctor
 from rloom.observe.progress import LiveProgress
 from rloom.observe.trackers import tensorboard_writer
-from rloom.training.budget import fitted
+from rloom.training.budget import fitted, random_state, restore_random_state
 from rloom.training.learner import Learner
 
 logger = logging.getLogger(__name__)
@@ -53,6 +53,7 @@ class FitBudget(TrainerCallback):
             return
         budget, model = self.learner.budget, kwargs["model"]
         budget.tried = True
+        randomness = random_state()  # of dropout: a resumed run does not try again, and must draw the same
         shape = (self.encoder.longest, args.max_completion_length, args.num_generations)
         model.zero_grad(set_to_none=True)
         torch.cuda.empty_cache()
@@ -64,6 +65,7 @@ class FitBudget(TrainerCallback):
             torch.cuda.empty_cache()
             budget.tokens = fitted(tokens, used, torch.cuda.mem_get_info()[0])
             self.learner.try_worst_case(model, *shape, pictured=self.encoder.pictured)
+        restore_random_state(randomness)
         logger.info("micro-batches of up to %d tokens; the worst case has been run", budget.tokens)
 
 

@@ -171,6 +171,7 @@ class UpdateLoop(Trainer):
             "completions": self.completion_log.state_dict(),
             "moments": [moments.count, moments.mean, moments.squares],
             "credit": self.credit.state_dict(),
+            "budget": self.learner.budget.state_dict(),
             "composition": self.shaper.composition.state_dict() if self.shaper.composition else {},
             "loss": [float(self._tr_loss), self._total_loss_scalar],
             "steps": [self._globalstep_last_logged, self._initial_global_step],
@@ -223,6 +224,7 @@ class UpdateLoop(Trainer):
         moments = self.shaper.moments
         moments.count, moments.mean, moments.squares = state["moments"]
         self.credit.load_state_dict(state["credit"])
+        self.learner.budget.load_state_dict(state.get("budget", {}))
         if self.shaper.composition:
             self.shaper.composition.load_state_dict(state.get("composition", {}))
         self._elapsed = state["elapsed"]
