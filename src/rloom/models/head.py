@@ -24,6 +24,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from rloom.models.attention import forwards_replaced
+
 CHUNK_BYTES = 1 << 30  # of logits at a time, counted as float32
 
 
@@ -253,7 +255,7 @@ def captured_head(
     The model gets a tensor with one logit per state in return, which costs nothing and means nothing.
     """
     head = model.get_output_embeddings()
-    forward, before = head.forward, head.__dict__.get("forward")
+    forward = head.forward
     outputs: list[HeadOutput] = []
 
     def instead(hidden: Tensor, *args: Any, **kwargs: Any) -> Tensor:
@@ -262,11 +264,5 @@ def captured_head(
         outputs.append(run_head(head, forward, wanted, targets, transform, keep=keep))
         return hidden[..., :1]
 
-    head.forward = instead
-    try:
+    with forwards_replaced([(head, instead)]):
         yield outputs
-    finally:
-        if before is None:
-            del head.forward  # uncovers the class' own
-        else:
-            head.forward = before  # a hook of somebody's
