@@ -572,3 +572,69 @@ def test_a_function_cannot_buy_itself_time(tmp_path):
         (answer,) = pool.submit(key, [{"completions": ["x"]}], time_limit=1.0)
         with pytest.raises(TimeoutError):
             answer.result(timeout=60)
+
+
+# -- what a worker does first
+
+
+def test_at_start_is_called_once_in_each_worker_and_not_in_the_sample_s_time(tmp_path):
+    def slow_start():
+        time.sleep(1.0)
+        (tmp_path / str(os.getpid())).touch()
+
+    @rloom.reward(isolated=True, time_limit=0.5, at_start=slow_start)
+    def ready(completions):
+        return [float((tmp_path / str(os.getpid())).exists())]
+
+    result, report = score(ready, data=batch(8))
+    assert same(result, [[1.0]] * 8)
+    assert not any("timeouts" in name for name in report)
+    assert 1 <= len(list(tmp_path.iterdir())) <= 2
+
+
+def test_what_at_start_throws_is_told():
+    def broken():
+        raise ValueError("no such model")
+
+    with pytest.raises(RewardError, match="no such model"):
+        score(rloom.reward(lambda completions: [1.0], isolated=True, at_start=broken))
+    with pytest.raises(RewardError, match="at_start is for functions with isolated=True or threads=True"):
+        rloom.reward(lambda completions: [1.0], at_start=broken)
+
+
+def test_a_worker_reads_mathematics_as_this_process_does():
+    """There sympy's names are looked up once; what is read must be the same, undefined names and powers included."""
+    texts = [
+        "1/3",
+        "0.25",
+        "-7",
+        "1e3",
+        "max(1, 2)",
+        "x + x",
+        "pi*2",
+        "factorial(5)",
+        "1,000",
+        "sqrt(8)",
+        "unknown_f(3)",
+    ]
+
+    def read(completions):
+        import sympy
+        from sympy.parsing import sympy_parser
+
+        return [
+            [
+                float(sympy.srepr(sympy.sympify(text)) == expected),
+                float(sympy_parser.parse_expr.__module__ == "rloom.rewards.accuracy"),
+            ]
+            for text, expected in completions
+        ]
+
+    import sympy
+
+    pairs = [(text, sympy.srepr(sympy.sympify(text))) for text in texts]
+    assert marks_of(math_accuracy).at_start is not None
+    with WorkerPool(1) as pool:
+        key = pool.register(read, "read", marks_of(math_accuracy).at_start)
+        answers = [a.result() for a in pool.submit(key, [{"completions": [pair]} for pair in pairs], time_limit=60.0)]
+    assert [a.get("value", a) for a in answers] == [[[1.0, 1.0]]] * len(pairs)

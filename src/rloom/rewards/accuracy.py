@@ -5,6 +5,7 @@ The functions of TRL that judge by math-verify are here too, under their names a
 
 from __future__ import annotations
 
+import functools
 import logging
 import math
 import re
@@ -58,12 +59,40 @@ def _strict_latex(text: str) -> list[Any]:
     return _parse(text, extraction_config=[config], extraction_mode="first_match")
 
 
+@functools.cache
+def _quick_numbers() -> None:
+    """Let sympy look its names up once, for a process of our own.
+
+    Reading a number, sympy runs `from sympy import *` into a new dictionary, each time: half of what an answer takes.
+    A copy of one such dictionary is the same. Where sympy is the user's too, it is left as it is.
+    """
+    try:
+        from sympy.parsing import sympy_parser
+    except ImportError:  # the first call says what is missing
+        return
+    plain = sympy_parser.parse_expr
+    names: dict[str, Any] = {}
+    plain("0", global_dict=None, transformations=(lambda tokens, local, known: names.update(known) or tokens,))
+
+    def parse_expr(
+        s: str,
+        local_dict: dict[str, Any] | None = None,
+        transformations: Any = sympy_parser.standard_transformations,
+        global_dict: dict[str, Any] | None = None,
+        evaluate: bool = True,
+    ) -> Any:
+        known = dict(names) if global_dict is None else global_dict
+        return plain(s, local_dict, transformations, known, evaluate)
+
+    sympy_parser.parse_expr = parse_expr
+
+
 WORDS = re.compile(r"(?<![\\A-Za-z])[A-Za-z]{3,}")
 MAX_CHARACTERS = 100_000
 """The answer is looked for in the last so many characters: it stands at the end."""
 
 
-@reward(streaming=True, isolated=True)
+@reward(streaming=True, isolated=True, at_start=_quick_numbers)
 def math_accuracy(
     completions: list[Any], solution: list[Any] | None = None, answer: list[Any] | None = None, **kwargs: Any
 ) -> list[float | None]:
@@ -158,7 +187,7 @@ def choice_accuracy(
 # -- as in TRL
 
 
-@reward(streaming=True, isolated=True)
+@reward(streaming=True, isolated=True, at_start=_quick_numbers)
 def accuracy_reward(
     completions: list[Any], solution: list[str], log_extra: Callable[..., None] | None = None, **kwargs: Any
 ) -> list[float | None]:
@@ -170,7 +199,7 @@ def accuracy_reward(
     return _accuracies([text_of(c) for c in completions], solution, log_extra)
 
 
-@reward(streaming=True, isolated=True)
+@reward(streaming=True, isolated=True, at_start=_quick_numbers)
 def reasoning_accuracy_reward(
     completions: list[Any],
     solution: list[str],
@@ -239,4 +268,4 @@ def get_cosine_scaled_reward(
             rewards.append(None if right is None else low + (high - low) * share)
         return rewards
 
-    return mark(cosine_scaled_reward, streaming=True, isolated=True)
+    return mark(cosine_scaled_reward, streaming=True, isolated=True, at_start=_quick_numbers)

@@ -77,7 +77,7 @@ class Caller:
         self._gate: asyncio.Semaphore | None = None
         if self.marks.isolated and self.function is None:
             raise RewardError(f"isolated=True is for functions; '{name}' is a {type(reward).__name__}")
-        self._key = pool.register(_by_name(reward), name) if self.marks.isolated else None
+        self._key = pool.register(_by_name(reward), name, self.marks.at_start) if self.marks.isolated else None
 
     @property
     def streaming(self) -> bool:
@@ -119,8 +119,9 @@ class Caller:
         if self._threads is None:  # a function that does not say that it may is never called twice at a time
             # Twice as many threads as cores: they wait for something most of the time.
             count = (self.marks.concurrency or 2 * self.options.workers) if self.marks.threads else 1
-            first = self.marks.in_each_thread
-            self._threads = ThreadPoolExecutor(count, thread_name_prefix=f"rloom-{self.name}", initializer=first)
+            self._threads = ThreadPoolExecutor(
+                count, thread_name_prefix=f"rloom-{self.name}", initializer=self.marks.at_start
+            )
         return self._threads
 
     def call(self, batch: RewardBatch) -> Answer:

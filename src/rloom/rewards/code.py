@@ -113,7 +113,7 @@ def code_execution(
         return [None if v is None else v.share for v in verdicts]
 
     code_execution_reward.__name__ = "code_execution"
-    return mark(code_execution_reward, streaming=True, per_sample=True, threads=True, in_each_thread=keep)
+    return mark(code_execution_reward, streaming=True, per_sample=True, threads=True, at_start=keep)
 
 
 # -- what to run

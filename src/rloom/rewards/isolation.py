@@ -20,6 +20,7 @@ import threading
 import time
 import weakref
 from collections import deque
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -73,18 +74,18 @@ class WorkerPool:
         self._local = threading.local()
         self._workers: weakref.WeakSet[Worker] = weakref.WeakSet()
 
-    def register(self, function: Any, name: str) -> int:
-        """Make a function known to the workers; returns the key to call it by."""
+    def register(self, function: Any, name: str, at_start: Callable[[], None] | None = None) -> int:
+        """Make a function known to the workers; returns the key to call it by. `at_start` is called first in each."""
         import cloudpickle
 
         try:
-            self.functions.append(cloudpickle.dumps(function))
+            self.functions.append(cloudpickle.dumps((function, at_start)))
             self.seconds.append(AT_ONCE_SECONDS)
         except Exception as error:
             raise RewardError(
                 f"The reward function '{name}' cannot be sent to a worker process: {type(error).__name__}: {error}. "
-                "Let it open locks, connections and models on its first call instead of holding them, or leave out "
-                "isolated=True"
+                "Let it open locks, connections and models on its first call or in at_start=… instead of holding "
+                "them, or leave out isolated=True"
             ) from error
         return len(self.functions) - 1
 

@@ -23,7 +23,7 @@ class Marks:
     threads: bool = False  # called in several threads: for functions that wait for something outside Python
     time_limit: float | None = None  # seconds per sample (isolated) or call (async)
     concurrency: int | None = None  # calls of an async function, or of one in threads, that run at a time
-    in_each_thread: Callable[[], None] | None = None  # called first in each of its threads; for our own rewards
+    at_start: Callable[[], None] | None = None  # called first in each of its worker processes or threads
 
 
 def marks_of(function: Any) -> Marks:
@@ -61,6 +61,8 @@ def _check(function: Any, marks: Marks) -> None:
             "time_limit has no effect on a function that runs in the trainer's own process, where nothing can cut it "
             "off: add isolated=True, or make it async"
         )
+    if marks.at_start is not None and not (marks.isolated or marks.threads):
+        raise RewardError("at_start is for functions with isolated=True or threads=True; call it yourself for others")
     if marks.concurrency is not None and (marks.isolated or not (is_async or marks.threads)):
         raise RewardError("concurrency is for async functions, and for those with threads=True; others run one by one")
 
@@ -82,6 +84,8 @@ def reward(function: Callable[..., Any] | None = None, /, **options: Any) -> Any
         threads: call it in several threads; for functions that wait for something outside Python.
         time_limit: seconds per sample of an isolated function, or per call of an async one.
         concurrency: how many calls of an async function, or of one in threads, run at a time.
+        at_start: called without arguments, first, in each of its worker processes or threads. What it loads there is
+            not the first sample's time.
 
     >>> @reward(streaming=True)
     ... def short(completions, **kwargs):

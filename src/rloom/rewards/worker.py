@@ -158,7 +158,9 @@ def main(read_fd: int, write_fd: int, progress_fd: int) -> None:
                     gc.freeze()
                 continue
             sys.path[:] = request["path"]
-            functions[request["key"]] = pickle.loads(request["function"])
+            functions[request["key"]], at_start = pickle.loads(request["function"])
+            if at_start is not None:
+                at_start()
             answer: dict[str, Any] = {"loaded": True}
         except BaseException as error:
             answer = {"error": described(error), "seconds": 0.0}
