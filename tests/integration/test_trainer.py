@@ -278,6 +278,32 @@ def test_bfloat16_weights_keep_their_bits_and_resume(config, rows, tmp_path):
     assert all(torch.equal(a, b) for a, b in zip(rests, others, strict=True))
 
 
+def test_a_reference_that_follows_bfloat16_weights_keeps_its_bits_and_resumes(config, rows, tmp_path):
+    def run(resume=None, **options):
+        args = config(
+            max_steps=4,
+            sync_ref_model=True,
+            ref_model_sync_steps=1,
+            learning_rate=1e-3,
+            save_strategy="steps",
+            save_steps=1,
+            **options,
+        )
+        trainer = RLOOTrainer(make_model().bfloat16(), length, args, rows, processing_class=make_tokenizer())
+        trainer.train(resume_from_checkpoint=resume)
+        return trainer
+
+    whole = run(ref_model_mixup_alpha=0.01).reference.state_dict()
+    assert any(part.any() for name, part in whole.items() if name.endswith(":rest"))
+    resumed = run(resume=str(tmp_path / "out" / "checkpoint-2"), ref_model_mixup_alpha=0.01)
+    assert all(torch.equal(part, resumed.reference.state_dict()[name]) for name, part in whole.items())
+    copied = run(ref_model_mixup_alpha=1.0)  # then the reference is the policy, with all that its optimizer knows of it
+    for name, parameter in copied.model.named_parameters():
+        assert torch.equal(copied.reference.model.get_parameter(name), parameter)
+        kept = copied.optimizer.optimizer.state[parameter]["rest"]
+        assert torch.equal(copied.reference.state_dict()[name + ":rest"], kept)
+
+
 def test_a_users_optimizer_is_told_what_it_loses(config, rows, caplog):
     model = make_model().bfloat16()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

@@ -8,10 +8,11 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, Protocol
 
-import torch
 from torch import Tensor, nn
 
+from rloom.models.following import FollowingWeights
 from rloom.models.load import is_peft_model
+from rloom.models.precision import Value, as_they_are
 
 REF_ADAPTER = "rloom_reference"
 
@@ -23,8 +24,8 @@ class Reference(Protocol):
         """A context manager that yields the module to call."""
         ...
 
-    def sync(self, policy: Any, alpha: float) -> None:
-        """reference ← α·policy + (1−α)·reference"""
+    def sync(self, policy: Any, alpha: float, value: Value = as_they_are) -> None:
+        """reference ← α·policy + (1−α)·reference; `value` tells what the policy's parameters stand for."""
         ...
 
     def state_dict(self) -> dict[str, Tensor]:
@@ -37,13 +38,14 @@ class Reference(Protocol):
 
 
 class FrozenReference:
-    """A model of its own, never trained."""
+    """A model of its own, never trained. One that `follows` can be synced."""
 
-    def __init__(self, model: nn.Module, *, offload: bool = False) -> None:
+    def __init__(self, model: nn.Module, *, offload: bool = False, follows: bool = False) -> None:
         self.model = model.eval().requires_grad_(False)
         self.offload = offload
         if offload:
             self.model.to("cpu")
+        self.weights = FollowingWeights(dict(self.model.named_parameters()), moves=follows)
 
     @contextmanager
     def use(self, policy: Any) -> Iterator[Any]:
@@ -62,28 +64,26 @@ class FrozenReference:
             for tensor, data in zip(tensors, home, strict=True):
                 tensor.data = data
 
-    @torch.no_grad()
-    def sync(self, policy: Any, alpha: float) -> None:
+    def sync(self, policy: Any, alpha: float, value: Value = as_they_are) -> None:
         """Move the copy towards the policy."""
-        for mine, theirs in zip(self.model.parameters(), policy.parameters(), strict=True):
-            mine.mul_(1 - alpha).add_(theirs.to(mine), alpha=alpha)
+        self.weights.move(policy.parameters(), alpha, value)
 
     def state_dict(self) -> dict[str, Tensor]:
         """All parameters by name (buffers never change)."""
-        return {name: parameter.detach() for name, parameter in self.model.named_parameters()}
+        return self.weights.state_dict()
 
-    @torch.no_grad()
     def load_state_dict(self, state: dict[str, Tensor]) -> None:
         """Copy the parameters in."""
-        for name, parameter in self.model.named_parameters():
-            parameter.copy_(state[name])
+        self.weights.load_state_dict(state)
 
 
 class AdapterReference:
-    """The policy's own base weights: adapters off, or a frozen copy of the adapter."""
+    """The policy itself, with its adapters off or a frozen copy of the adapter on. One that `follows` can be synced."""
 
-    def __init__(self, policy: Any, *, adapter: str | None) -> None:
-        self.policy, self.adapter = policy, adapter
+    def __init__(self, policy: Any, *, adapter: str | None, follows: bool = False) -> None:
+        self.adapter = adapter
+        frozen = {} if adapter is None else _parameters_of(policy, adapter)
+        self.weights = FollowingWeights(frozen, moves=follows)
 
     @contextmanager
     def use(self, policy: Any) -> Iterator[Any]:
@@ -104,26 +104,19 @@ class AdapterReference:
         finally:
             policy.set_adapter(active)
 
-    @torch.no_grad()
-    def sync(self, policy: Any, alpha: float) -> None:
+    def sync(self, policy: Any, alpha: float, value: Value = as_they_are) -> None:
         """Move the frozen adapter towards the trained one."""
-        for mine, theirs in _pairs(policy, policy.active_adapter, self.adapter):
-            mine.mul_(1 - alpha).add_(theirs, alpha=alpha)
+        trained = policy.active_adapter
+        twins = (policy.get_parameter(_renamed(name, REF_ADAPTER, trained)) for name in self.weights.weights)
+        self.weights.move(twins, alpha, value)
 
     def state_dict(self) -> dict[str, Tensor]:
         """The frozen adapter's parameters by name; empty when adapters are simply switched off."""
-        return {name: parameter.detach() for name, parameter in self._frozen()}
+        return self.weights.state_dict()
 
-    @torch.no_grad()
     def load_state_dict(self, state: dict[str, Tensor]) -> None:
         """Copy the parameters in."""
-        for name, parameter in self._frozen():
-            parameter.copy_(state[name])
-
-    def _frozen(self) -> list[tuple[str, Tensor]]:
-        if self.adapter is None:
-            return []
-        return [(n, p) for n, p in self.policy.named_parameters() if _belongs(n, self.adapter)]
+        self.weights.load_state_dict(state)
 
 
 def make_reference(
@@ -135,14 +128,14 @@ def make_reference(
     reference shall follow the policy, keeps a frozen copy of the adapter; a fresh adapter is simply switched off.
     """
     if other is not None:
-        return FrozenReference(other, offload=offload)
+        return FrozenReference(other, offload=offload, follows=follows)
     if not is_peft_model(policy):
-        return FrozenReference(copy.deepcopy(policy), offload=offload)
+        return FrozenReference(copy.deepcopy(policy), offload=offload, follows=follows)
     if new_adapter and not follows:
         return AdapterReference(policy, adapter=None)
     with _trainable_as_before(policy):
         _copy_active_adapter(policy)
-    return AdapterReference(policy, adapter=REF_ADAPTER)
+    return AdapterReference(policy, adapter=REF_ADAPTER, follows=follows)
 
 
 def _copy_active_adapter(policy: Any) -> None:
@@ -150,11 +143,12 @@ def _copy_active_adapter(policy: Any) -> None:
     if REF_ADAPTER in policy.peft_config:  # an earlier trainer's
         policy.delete_adapter(REF_ADAPTER)
     policy.add_adapter(REF_ADAPTER, policy.peft_config[active])
-    with torch.no_grad():
-        for mine, theirs in _pairs(policy, active, REF_ADAPTER):
-            mine.copy_(theirs)
+    for name, frozen in _parameters_of(policy, REF_ADAPTER).items():
+        # peft makes every new adapter float32; the copy of a bfloat16 one has to compute as that does.
+        frozen.data = policy.get_parameter(_renamed(name, REF_ADAPTER, active)).detach().clone()
     policy.set_adapter(active)
-    _freeze(policy, REF_ADAPTER)
+    for frozen in _parameters_of(policy, REF_ADAPTER).values():
+        frozen.requires_grad_(False)
 
 
 @contextmanager
@@ -172,23 +166,14 @@ def _trainable_as_before(policy: Any) -> Iterator[None]:
             parameter.requires_grad_(trainable)
 
 
-def _belongs(name: str, adapter: str) -> bool:
-    """Whether a parameter is the adapter's: `…lora_A.NAME.weight`, `…lora_embedding_A.NAME`."""
-    return adapter in name.split(".")
+def _parameters_of(policy: Any, adapter: str) -> dict[str, Tensor]:
+    """An adapter's parameters: `…lora_A.NAME.weight`, `…lora_embedding_A.NAME`."""
+    return {name: parameter for name, parameter in policy.named_parameters() if adapter in name.split(".")}
 
 
-def _pairs(policy: Any, active: str, frozen: str | None) -> Iterator[tuple[Tensor, Tensor]]:
-    """(frozen, trained) parameters of two adapters."""
-    for name, parameter in policy.named_parameters():
-        if _belongs(name, active):
-            twin = ".".join(str(frozen) if part == active else part for part in name.split("."))
-            yield policy.get_parameter(twin), parameter
-
-
-def _freeze(policy: Any, adapter: str) -> None:
-    for name, parameter in policy.named_parameters():
-        if _belongs(name, adapter):
-            parameter.requires_grad_(False)
+def _renamed(name: str, adapter: str, other: str) -> str:
+    """The name that a parameter of one adapter has in another."""
+    return ".".join(other if part == adapter else part for part in name.split("."))
 
 
 @contextmanager
