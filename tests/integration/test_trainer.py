@@ -304,6 +304,38 @@ def test_a_reference_that_follows_bfloat16_weights_keeps_its_bits_and_resumes(co
         assert torch.equal(copied.reference.state_dict()[name + ":rest"], kept)
 
 
+def test_a_reference_follows_an_adapter_with_biases_and_resumes(config, rows, tmp_path):
+    """peft keeps such biases in the base model, and allows no second adapter that trains them."""
+    peft = pytest.importorskip("peft")
+
+    def run(resume=None):
+        args = config(
+            max_steps=4,
+            sync_ref_model=True,
+            ref_model_sync_steps=1,
+            learning_rate=1e-2,
+            save_strategy="steps",
+            save_steps=1,
+        )
+        lora = peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj"], bias="lora_only")
+        model = make_model(attention_bias=True)
+        trainer = RLOOTrainer(model, length, args, rows, processing_class=make_tokenizer(), peft_config=lora)
+        before = weights(trainer.model)
+        trainer.train(resume_from_checkpoint=resume)
+        return before, weights(trainer.model), trainer.reference.state_dict()
+
+    before, after, reference = run()
+    biases = [name for name in reference if name.endswith("base_layer.bias")]
+    assert len(biases) == 4
+    for name in biases:
+        assert not torch.equal(before[name], after[name])
+        assert not torch.equal(reference[name], before[name])
+        assert not torch.equal(reference[name], after[name])
+    _, again, moved = run(resume=str(tmp_path / "out" / "checkpoint-2"))
+    assert all(torch.equal(part, again[name]) for name, part in after.items())
+    assert all(torch.equal(part, moved[name]) for name, part in reference.items())
+
+
 def test_a_users_optimizer_is_told_what_it_loses(config, rows, caplog):
     model = make_model().bfloat16()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import copy
 import functools
+import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any, Protocol
 
 from torch import Tensor, nn
@@ -78,23 +79,30 @@ class FrozenReference:
 
 
 class AdapterReference:
-    """The policy itself, with its adapters off or a frozen copy of the adapter on. One that `follows` can be synced."""
+    """The policy itself, with its adapters off or a frozen copy of the adapter on. One that `follows` can be synced.
+
+    What is trained but no adapter's own (biases with peft's `bias=`, or what else a user chose of the base model) would
+    be the policy's under any adapter: it is kept as it was given (`shared`), and put in its place meanwhile.
+    """
 
     def __init__(self, policy: Any, *, adapter: str | None, follows: bool = False) -> None:
         self.adapter = adapter
+        self.shared = {name: parameter.detach().clone() for name, parameter in _shared_parameters(policy).items()}
         frozen = {} if adapter is None else _parameters_of(policy, adapter)
-        self.weights = FollowingWeights(frozen, moves=follows)
+        self.weights = FollowingWeights(frozen | self.shared, moves=follows)
 
     @contextmanager
     def use(self, policy: Any) -> Iterator[Any]:
         """Yields the policy itself, with its adapters switched."""
-        with _trainable_as_before(policy), self._switched(policy):
+        with _trainable_as_before(policy), self._switched(policy), self._shared_in_place(policy):
             yield policy
 
     @contextmanager
     def _switched(self, policy: Any) -> Iterator[None]:
         if self.adapter is None:
-            with policy.disable_adapter():
+            with ExitStack() as off:
+                with _no_word_of_biases(policy):
+                    off.enter_context(policy.disable_adapter())
                 yield
             return
         active = policy.active_adapter
@@ -104,19 +112,31 @@ class AdapterReference:
         finally:
             policy.set_adapter(active)
 
+    @contextmanager
+    def _shared_in_place(self, policy: Any) -> Iterator[None]:
+        trained = [(policy.get_parameter(name), kept) for name, kept in self.shared.items()]
+        home = [parameter.data for parameter, _ in trained]
+        for parameter, kept in trained:
+            parameter.data = kept.to(parameter.device)  # DeepSpeed places the policy only when training begins
+        try:
+            yield
+        finally:
+            for (parameter, _), data in zip(trained, home, strict=True):
+                parameter.data = data
+
     def sync(self, policy: Any, alpha: float, value: Value = as_they_are) -> None:
-        """Move the frozen adapter towards the trained one."""
+        """Move the frozen adapter towards the trained one, and what they share with it."""
         trained = policy.active_adapter
         twins = (policy.get_parameter(_renamed(name, REF_ADAPTER, trained)) for name in self.weights.weights)
         self.weights.move(twins, alpha, value)
 
     def state_dict(self) -> dict[str, Tensor]:
-        """The frozen adapter's parameters by name; empty when adapters are simply switched off."""
+        """The frozen adapter's parameters by name, and the shared ones."""
         return self.weights.state_dict()
 
     def load_state_dict(self, state: dict[str, Tensor]) -> None:
-        """Copy the parameters in."""
-        self.weights.load_state_dict(state)
+        """Copy the parameters in. Older checkpoints have no shared ones: these stay as they were given."""
+        self.weights.load_state_dict({**self.shared, **state})
 
 
 def make_reference(
@@ -142,13 +162,37 @@ def _copy_active_adapter(policy: Any) -> None:
     active = policy.active_adapter
     if REF_ADAPTER in policy.peft_config:  # an earlier trainer's
         policy.delete_adapter(REF_ADAPTER)
-    policy.add_adapter(REF_ADAPTER, policy.peft_config[active])
+    policy.add_adapter(REF_ADAPTER, _without_biases(policy.peft_config[active]))
     for name, frozen in _parameters_of(policy, REF_ADAPTER).items():
         # peft makes every new adapter float32; the copy of a bfloat16 one has to compute as that does.
         frozen.data = policy.get_parameter(_renamed(name, REF_ADAPTER, active)).detach().clone()
     policy.set_adapter(active)
     for frozen in _parameters_of(policy, REF_ADAPTER).values():
         frozen.requires_grad_(False)
+
+
+def _without_biases(config: Any) -> Any:
+    """The config of an adapter that trains no biases: peft allows only one that does, since they are not its own."""
+    if not _trains_biases(config):
+        return config
+    config = copy.copy(config)
+    config.bias = "none"
+    return config
+
+
+def _trains_biases(config: Any) -> bool:
+    return getattr(config, "bias", "none") != "none"
+
+
+@contextmanager
+def _no_word_of_biases(policy: Any) -> Iterator[None]:
+    """Keep peft from warning that trained biases stay when adapters are off: we put the given ones in their place."""
+    if not _trains_biases(policy.peft_config[policy.active_adapter]):
+        yield
+        return
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Careful, disabling adapter layers with bias")
+        yield
 
 
 @contextmanager
@@ -169,6 +213,15 @@ def _trainable_as_before(policy: Any) -> Iterator[None]:
 def _parameters_of(policy: Any, adapter: str) -> dict[str, Tensor]:
     """An adapter's parameters: `…lora_A.NAME.weight`, `…lora_embedding_A.NAME`."""
     return {name: parameter for name, parameter in policy.named_parameters() if adapter in name.split(".")}
+
+
+def _shared_parameters(policy: Any) -> dict[str, Tensor]:
+    """What is trained and belongs to no adapter."""
+    return {
+        name: parameter
+        for name, parameter in policy.named_parameters()
+        if parameter.requires_grad and not set(policy.peft_config) & set(name.split("."))
+    }
 
 
 def _renamed(name: str, adapter: str, other: str) -> str:
