@@ -278,6 +278,64 @@ def test_bfloat16_weights_keep_their_bits_and_resume(config, rows, tmp_path):
     assert all(torch.equal(a, b) for a, b in zip(rests, others, strict=True))
 
 
+def test_a_reference_that_follows_bfloat16_weights_keeps_its_bits_and_resumes(config, rows, tmp_path):
+    def run(resume=None, **options):
+        args = config(
+            max_steps=4,
+            sync_ref_model=True,
+            ref_model_sync_steps=1,
+            learning_rate=1e-3,
+            save_strategy="steps",
+            save_steps=1,
+            **options,
+        )
+        trainer = RLOOTrainer(make_model().bfloat16(), length, args, rows, processing_class=make_tokenizer())
+        trainer.train(resume_from_checkpoint=resume)
+        return trainer
+
+    whole = run(ref_model_mixup_alpha=0.01).reference.state_dict()
+    assert any(part.any() for name, part in whole.items() if name.endswith(":rest"))
+    resumed = run(resume=str(tmp_path / "out" / "checkpoint-2"), ref_model_mixup_alpha=0.01)
+    assert all(torch.equal(part, resumed.reference.state_dict()[name]) for name, part in whole.items())
+    copied = run(ref_model_mixup_alpha=1.0)  # then the reference is the policy, with all that its optimizer knows of it
+    for name, parameter in copied.model.named_parameters():
+        assert torch.equal(copied.reference.model.get_parameter(name), parameter)
+        kept = copied.optimizer.optimizer.state[parameter]["rest"]
+        assert torch.equal(copied.reference.state_dict()[name + ":rest"], kept)
+
+
+def test_a_reference_follows_an_adapter_with_biases_and_resumes(config, rows, tmp_path):
+    """peft keeps such biases in the base model, and allows no second adapter that trains them."""
+    peft = pytest.importorskip("peft")
+
+    def run(resume=None):
+        args = config(
+            max_steps=4,
+            sync_ref_model=True,
+            ref_model_sync_steps=1,
+            learning_rate=1e-2,
+            save_strategy="steps",
+            save_steps=1,
+        )
+        lora = peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj"], bias="lora_only")
+        model = make_model(attention_bias=True)
+        trainer = RLOOTrainer(model, length, args, rows, processing_class=make_tokenizer(), peft_config=lora)
+        before = weights(trainer.model)
+        trainer.train(resume_from_checkpoint=resume)
+        return before, weights(trainer.model), trainer.reference.state_dict()
+
+    before, after, reference = run()
+    biases = [name for name in reference if name.endswith("base_layer.bias")]
+    assert len(biases) == 4
+    for name in biases:
+        assert not torch.equal(before[name], after[name])
+        assert not torch.equal(reference[name], before[name])
+        assert not torch.equal(reference[name], after[name])
+    _, again, moved = run(resume=str(tmp_path / "out" / "checkpoint-2"))
+    assert all(torch.equal(part, again[name]) for name, part in after.items())
+    assert all(torch.equal(part, moved[name]) for name, part in reference.items())
+
+
 def test_a_users_optimizer_is_told_what_it_loses(config, rows, caplog):
     model = make_model().bfloat16()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
+import torch
 from peft import LoraConfig, get_peft_model
 
 from rloom.models.reference import REF_ADAPTER, make_reference
@@ -69,3 +72,79 @@ def test_an_adapter_that_was_loaded_frozen_is_trained():
     with reference.use(policy):
         pass
     assert trained(policy) == expected
+
+
+# -- parameters that adapters share: biases (peft's `bias=`), and what else a user trains of the base model
+
+
+def with_biases(bias, **options):
+    """A policy with trained biases, which peft keeps in the base model whatever adapter is on."""
+    lora = LoraConfig(r=4, target_modules=["q_proj", "v_proj"], bias=bias, init_lora_weights=False, **options)
+    return get_peft_model(make_model(attention_bias=True), lora).eval()
+
+
+def logits(module):
+    with torch.no_grad():
+        return module(torch.arange(4, 40)[None]).logits
+
+
+def train_a_little(policy):
+    torch.manual_seed(1)
+    with torch.no_grad():
+        for parameter in policy.parameters():
+            if parameter.requires_grad:
+                parameter.add_(0.1 * torch.randn_like(parameter))
+
+
+@pytest.mark.parametrize("bias", ["lora_only", "all"])
+@pytest.mark.parametrize("follows", [False, True])
+def test_an_adapter_with_biases_is_its_own_reference(bias, follows):
+    policy = with_biases(bias)
+    chosen, before = trained(policy), logits(policy)
+    assert any(name.endswith("q_proj.base_layer.bias") for name in chosen)
+    reference = make_reference(policy, new_adapter=False, follows=follows, other=None)
+    assert trained(policy) == chosen
+    train_a_little(policy)
+    after = logits(policy)
+    with reference.use(policy) as module:
+        assert torch.equal(logits(module), before)
+    assert torch.equal(logits(policy), after)
+    assert trained(policy) == chosen
+
+
+@pytest.mark.parametrize("make", [half_frozen_policy, lambda: with_biases("lora_only")], ids=["a norm", "biases"])
+def test_without_the_adapter_the_model_is_as_it_was_given(make):
+    """Also where more than the adapter is trained. peft only warns that biases stay."""
+    policy = make().eval()
+    twin = copy.deepcopy(policy).unload()
+    reference = make_reference(policy, new_adapter=True, follows=False, other=None)
+    train_a_little(policy)
+    with reference.use(policy) as module:
+        assert torch.equal(logits(module), logits(twin))
+
+
+def test_biases_follow_the_policy():
+    policy = with_biases("lora_only")
+    names = trained(policy)
+    start = {name: policy.get_parameter(name).detach().clone() for name in names}
+    reference = make_reference(policy, new_adapter=True, follows=True, other=None)
+    train_a_little(policy)
+    reference.sync(policy, 0.25)
+    expected = copy.deepcopy(policy)
+    for name in names:
+        expected.get_parameter(name).data = start[name] * 0.75 + policy.get_parameter(name).detach() * 0.25
+    with reference.use(policy) as module:
+        torch.testing.assert_close(logits(module), logits(expected))
+
+
+def test_biases_are_in_the_checkpoint():
+    policy = with_biases("lora_only")
+    reference = make_reference(policy, new_adapter=True, follows=True, other=None)
+    train_a_little(policy)
+    reference.sync(policy, 0.25)
+    again = with_biases("lora_only")
+    resumed = make_reference(again, new_adapter=True, follows=True, other=None)
+    resumed.load_state_dict(reference.state_dict())
+    again.load_state_dict(policy.state_dict())
+    with reference.use(policy) as left, resumed.use(again) as right:
+        assert torch.equal(logits(left), logits(right))

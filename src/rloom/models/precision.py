@@ -16,6 +16,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from types import EllipsisType
 from typing import Any
 
 import torch
@@ -25,6 +26,9 @@ from torch.optim import Optimizer
 logger = logging.getLogger(__name__)
 
 ELEMENTS_AT_A_TIME = 1 << 26  # float32 words joined at once: a quarter of a gigabyte
+
+Value = Callable[[Tensor, slice | EllipsisType], Tensor]
+"""Tells what a piece of a parameter stands for: `p[piece]`, and the bits that somebody keeps for it."""
 
 
 def join(weight: Tensor, rest: Tensor) -> Tensor:
@@ -134,6 +138,11 @@ class SplitAdamW(Optimizer):
                 state["rest"] = torch.zeros_like(p, dtype=torch.int16)
         return state
 
+    def values(self) -> Value:
+        """What parameters stand for, with the bits that are kept for them."""
+        rests = {p: state["rest"] for p, state in self.state.items() if "rest" in state}
+        return lambda p, piece: join(p[piece], rests[p][piece]) if p in rests else p[piece]
+
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """As torch's, which would round the state to the parameters' bfloat16: put the saved bits back."""
         super().load_state_dict(state_dict)
@@ -175,7 +184,12 @@ class MasterWeights(Optimizer):
     def _take_over_changes(self) -> None:
         """What someone else (a callback, say) wrote into the weights holds: their copies would undo it."""
         for p, master in self.pairs:
-            master.copy_(torch.where(p != master.to(p.dtype), p.float(), master))  # no `if`: the host must not wait
+            master.copy_(_unless_changed(master, p))
+
+    def values(self) -> Value:
+        """What parameters stand for, as their float32 copies have it."""
+        masters = dict(self.pairs)
+        return lambda p, piece: _unless_changed(masters[p][piece], p[piece]) if p in masters else p[piece]
 
     def train(self) -> None:
         """The weights that a schedule-free optimizer trains; nothing for others."""
@@ -213,6 +227,20 @@ class MasterWeights(Optimizer):
             p.copy_(master)
         self.inner.load_state_dict(state)
         self.param_groups, self.state = self.inner.param_groups, self.inner.state
+
+
+def values_of(optimizer: Any) -> Value:
+    """What parameters stand for to an optimizer; to one that is not of this module, what they are.
+
+    DeepSpeed's is such a one: its float32 masters lie flattened in buffers of its own.
+    """
+    inner = getattr(optimizer, "optimizer", optimizer)  # accelerate wraps it
+    return inner.values() if isinstance(inner, SplitAdamW | MasterWeights) else as_they_are
+
+
+def as_they_are(p: Tensor, piece: slice | EllipsisType) -> Tensor:
+    """A piece of a parameter for which nobody keeps more bits than it has."""
+    return p[piece]
 
 
 def accumulate_in_float32(params: Iterable[Tensor]) -> None:
@@ -281,6 +309,11 @@ def warn_of_lost_bits(model: nn.Module) -> None:
             "the model's weights are bfloat16 and `optimizers=` was given: updates smaller than bfloat16 can hold are "
             "lost. Use rloom.models.precision.SplitAdamW, leave `optimizers` out, or load the model in float32"
         )
+
+
+def _unless_changed(master: Tensor, p: Tensor) -> Tensor:
+    """The float32 copy, and the weight where somebody else wrote to it. No `if`: the host must not wait."""
+    return torch.where(p != master.to(p.dtype), p.float(), master)
 
 
 def _has_kernel(p: Tensor) -> bool:

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import copy
 import functools
+import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any, Protocol
 
-import torch
 from torch import Tensor, nn
 
+from rloom.models.following import FollowingWeights
 from rloom.models.load import is_peft_model
+from rloom.models.precision import Value, as_they_are
 
 REF_ADAPTER = "rloom_reference"
 
@@ -23,8 +25,8 @@ class Reference(Protocol):
         """A context manager that yields the module to call."""
         ...
 
-    def sync(self, policy: Any, alpha: float) -> None:
-        """reference ← α·policy + (1−α)·reference"""
+    def sync(self, policy: Any, alpha: float, value: Value = as_they_are) -> None:
+        """reference ← α·policy + (1−α)·reference; `value` tells what the policy's parameters stand for."""
         ...
 
     def state_dict(self) -> dict[str, Tensor]:
@@ -37,13 +39,14 @@ class Reference(Protocol):
 
 
 class FrozenReference:
-    """A model of its own, never trained."""
+    """A model of its own, never trained. One that `follows` can be synced."""
 
-    def __init__(self, model: nn.Module, *, offload: bool = False) -> None:
+    def __init__(self, model: nn.Module, *, offload: bool = False, follows: bool = False) -> None:
         self.model = model.eval().requires_grad_(False)
         self.offload = offload
         if offload:
             self.model.to("cpu")
+        self.weights = FollowingWeights(dict(self.model.named_parameters()), moves=follows)
 
     @contextmanager
     def use(self, policy: Any) -> Iterator[Any]:
@@ -62,39 +65,44 @@ class FrozenReference:
             for tensor, data in zip(tensors, home, strict=True):
                 tensor.data = data
 
-    @torch.no_grad()
-    def sync(self, policy: Any, alpha: float) -> None:
+    def sync(self, policy: Any, alpha: float, value: Value = as_they_are) -> None:
         """Move the copy towards the policy."""
-        for mine, theirs in zip(self.model.parameters(), policy.parameters(), strict=True):
-            mine.mul_(1 - alpha).add_(theirs.to(mine), alpha=alpha)
+        self.weights.move(policy.parameters(), alpha, value)
 
     def state_dict(self) -> dict[str, Tensor]:
         """All parameters by name (buffers never change)."""
-        return {name: parameter.detach() for name, parameter in self.model.named_parameters()}
+        return self.weights.state_dict()
 
-    @torch.no_grad()
     def load_state_dict(self, state: dict[str, Tensor]) -> None:
         """Copy the parameters in."""
-        for name, parameter in self.model.named_parameters():
-            parameter.copy_(state[name])
+        self.weights.load_state_dict(state)
 
 
 class AdapterReference:
-    """The policy's own base weights: adapters off, or a frozen copy of the adapter."""
+    """The policy itself, with its adapters off or a frozen copy of the adapter on. One that `follows` can be synced.
 
-    def __init__(self, policy: Any, *, adapter: str | None) -> None:
-        self.policy, self.adapter = policy, adapter
+    What is trained but no adapter's own (biases with peft's `bias=`, or what else a user chose of the base model) would
+    be the policy's under any adapter: it is kept as it was given (`shared`), and put in its place meanwhile.
+    """
+
+    def __init__(self, policy: Any, *, adapter: str | None, follows: bool = False) -> None:
+        self.adapter = adapter
+        self.shared = {name: parameter.detach().clone() for name, parameter in _shared_parameters(policy).items()}
+        frozen = {} if adapter is None else _parameters_of(policy, adapter)
+        self.weights = FollowingWeights(frozen | self.shared, moves=follows)
 
     @contextmanager
     def use(self, policy: Any) -> Iterator[Any]:
         """Yields the policy itself, with its adapters switched."""
-        with _trainable_as_before(policy), self._switched(policy):
+        with _trainable_as_before(policy), self._switched(policy), self._shared_in_place(policy):
             yield policy
 
     @contextmanager
     def _switched(self, policy: Any) -> Iterator[None]:
         if self.adapter is None:
-            with policy.disable_adapter():
+            with ExitStack() as off:
+                with _no_word_of_biases(policy):
+                    off.enter_context(policy.disable_adapter())
                 yield
             return
         active = policy.active_adapter
@@ -104,26 +112,31 @@ class AdapterReference:
         finally:
             policy.set_adapter(active)
 
-    @torch.no_grad()
-    def sync(self, policy: Any, alpha: float) -> None:
-        """Move the frozen adapter towards the trained one."""
-        for mine, theirs in _pairs(policy, policy.active_adapter, self.adapter):
-            mine.mul_(1 - alpha).add_(theirs, alpha=alpha)
+    @contextmanager
+    def _shared_in_place(self, policy: Any) -> Iterator[None]:
+        trained = [(policy.get_parameter(name), kept) for name, kept in self.shared.items()]
+        home = [parameter.data for parameter, _ in trained]
+        for parameter, kept in trained:
+            parameter.data = kept.to(parameter.device)  # DeepSpeed places the policy only when training begins
+        try:
+            yield
+        finally:
+            for (parameter, _), data in zip(trained, home, strict=True):
+                parameter.data = data
+
+    def sync(self, policy: Any, alpha: float, value: Value = as_they_are) -> None:
+        """Move the frozen adapter towards the trained one, and what they share with it."""
+        trained = policy.active_adapter
+        twins = (policy.get_parameter(_renamed(name, REF_ADAPTER, trained)) for name in self.weights.weights)
+        self.weights.move(twins, alpha, value)
 
     def state_dict(self) -> dict[str, Tensor]:
-        """The frozen adapter's parameters by name; empty when adapters are simply switched off."""
-        return {name: parameter.detach() for name, parameter in self._frozen()}
+        """The frozen adapter's parameters by name, and the shared ones."""
+        return self.weights.state_dict()
 
-    @torch.no_grad()
     def load_state_dict(self, state: dict[str, Tensor]) -> None:
-        """Copy the parameters in."""
-        for name, parameter in self._frozen():
-            parameter.copy_(state[name])
-
-    def _frozen(self) -> list[tuple[str, Tensor]]:
-        if self.adapter is None:
-            return []
-        return [(n, p) for n, p in self.policy.named_parameters() if _belongs(n, self.adapter)]
+        """Copy the parameters in. Older checkpoints have no shared ones: these stay as they were given."""
+        self.weights.load_state_dict({**self.shared, **state})
 
 
 def make_reference(
@@ -135,26 +148,51 @@ def make_reference(
     reference shall follow the policy, keeps a frozen copy of the adapter; a fresh adapter is simply switched off.
     """
     if other is not None:
-        return FrozenReference(other, offload=offload)
+        return FrozenReference(other, offload=offload, follows=follows)
     if not is_peft_model(policy):
-        return FrozenReference(copy.deepcopy(policy), offload=offload)
+        return FrozenReference(copy.deepcopy(policy), offload=offload, follows=follows)
     if new_adapter and not follows:
         return AdapterReference(policy, adapter=None)
     with _trainable_as_before(policy):
         _copy_active_adapter(policy)
-    return AdapterReference(policy, adapter=REF_ADAPTER)
+    return AdapterReference(policy, adapter=REF_ADAPTER, follows=follows)
 
 
 def _copy_active_adapter(policy: Any) -> None:
     active = policy.active_adapter
     if REF_ADAPTER in policy.peft_config:  # an earlier trainer's
         policy.delete_adapter(REF_ADAPTER)
-    policy.add_adapter(REF_ADAPTER, policy.peft_config[active])
-    with torch.no_grad():
-        for mine, theirs in _pairs(policy, active, REF_ADAPTER):
-            mine.copy_(theirs)
+    policy.add_adapter(REF_ADAPTER, _without_biases(policy.peft_config[active]))
+    for name, frozen in _parameters_of(policy, REF_ADAPTER).items():
+        # peft makes every new adapter float32; the copy of a bfloat16 one has to compute as that does.
+        frozen.data = policy.get_parameter(_renamed(name, REF_ADAPTER, active)).detach().clone()
     policy.set_adapter(active)
-    _freeze(policy, REF_ADAPTER)
+    for frozen in _parameters_of(policy, REF_ADAPTER).values():
+        frozen.requires_grad_(False)
+
+
+def _without_biases(config: Any) -> Any:
+    """The config of an adapter that trains no biases: peft allows only one that does, since they are not its own."""
+    if not _trains_biases(config):
+        return config
+    config = copy.copy(config)
+    config.bias = "none"
+    return config
+
+
+def _trains_biases(config: Any) -> bool:
+    return getattr(config, "bias", "none") != "none"
+
+
+@contextmanager
+def _no_word_of_biases(policy: Any) -> Iterator[None]:
+    """Keep peft from warning that trained biases stay when adapters are off: we put the given ones in their place."""
+    if not _trains_biases(policy.peft_config[policy.active_adapter]):
+        yield
+        return
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Careful, disabling adapter layers with bias")
+        yield
 
 
 @contextmanager
@@ -172,23 +210,23 @@ def _trainable_as_before(policy: Any) -> Iterator[None]:
             parameter.requires_grad_(trainable)
 
 
-def _belongs(name: str, adapter: str) -> bool:
-    """Whether a parameter is the adapter's: `…lora_A.NAME.weight`, `…lora_embedding_A.NAME`."""
-    return adapter in name.split(".")
+def _parameters_of(policy: Any, adapter: str) -> dict[str, Tensor]:
+    """An adapter's parameters: `…lora_A.NAME.weight`, `…lora_embedding_A.NAME`."""
+    return {name: parameter for name, parameter in policy.named_parameters() if adapter in name.split(".")}
 
 
-def _pairs(policy: Any, active: str, frozen: str | None) -> Iterator[tuple[Tensor, Tensor]]:
-    """(frozen, trained) parameters of two adapters."""
-    for name, parameter in policy.named_parameters():
-        if _belongs(name, active):
-            twin = ".".join(str(frozen) if part == active else part for part in name.split("."))
-            yield policy.get_parameter(twin), parameter
+def _shared_parameters(policy: Any) -> dict[str, Tensor]:
+    """What is trained and belongs to no adapter."""
+    return {
+        name: parameter
+        for name, parameter in policy.named_parameters()
+        if parameter.requires_grad and not set(policy.peft_config) & set(name.split("."))
+    }
 
 
-def _freeze(policy: Any, adapter: str) -> None:
-    for name, parameter in policy.named_parameters():
-        if _belongs(name, adapter):
-            parameter.requires_grad_(False)
+def _renamed(name: str, adapter: str, other: str) -> str:
+    """The name that a parameter of one adapter has in another."""
+    return ".".join(other if part == adapter else part for part in name.split("."))
 
 
 @contextmanager

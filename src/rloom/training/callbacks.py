@@ -9,6 +9,7 @@ import torch
 from transformers import PrinterCallback, ProgressCallback, TrainerCallback
 
 from rloom.data.prompts import PromptEncoder
+from rloom.models.precision import values_of
 from rloom.models.reference import Reference
 from rloom.observe.completions import CompletionLog
 from rloom.observe.diagnose import Doctor
@@ -29,7 +30,7 @@ class SyncReference(TrainerCallback):
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Mix the policy in, every `ref_model_sync_steps` updates."""
         if state.global_step % args.ref_model_sync_steps == 0:
-            self.reference.sync(kwargs["model"], args.ref_model_mixup_alpha)
+            self.reference.sync(kwargs["model"], args.ref_model_mixup_alpha, values_of(kwargs["optimizer"]))
 
 
 class FitBudget(TrainerCallback):
