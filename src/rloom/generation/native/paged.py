@@ -17,11 +17,24 @@ from rloom.generation.native.scheduler import Sequence, SharedPrompt
 from rloom.types import PackedRow
 
 PAGE = 64
-QUERIES_AT_ONCE = 64  # rows times repeated heads that one program takes to a prompt
 PROGRAMS = 512  # that fill a GPU
 STRETCHES = 16  # into which a prompt or a completion is cut, at most
-ON_PROMPT, ON_OWN = 64, 256  # tokens of either that are worth a program of their own
-LAUNCHES = {128: (64, 4), 256: (32, 4)}  # heads up to a width: tokens folded in at a time, warps
+ON_OWN = 256  # tokens of a completion that are worth a program of their own
+
+
+@dataclass(frozen=True, slots=True)
+class Launch:
+    """What a program of the attention kernel does at a time, as measured on an H200 (bench/RESULTS.md)."""
+
+    fold: int  # tokens folded in
+    warps: int
+    stages: int  # folds that are on their way
+    queries: int  # rows times repeated heads that are taken to a prompt together
+    on_prompt: int  # tokens of a prompt that are worth a program of their own
+
+
+LAUNCHES = {64: Launch(64, 4, 3, 64, 64), 128: Launch(32, 2, 2, 32, 128), 256: Launch(32, 4, 3, 64, 64)}
+"""For heads up to a width."""
 
 
 @dataclass(slots=True, eq=False)
@@ -136,29 +149,36 @@ class PagedCache:
         repeat = heads // shared
         query, key, value = (x if x.stride(-1) == 1 else x.contiguous() for x in (query, key, value))
         constants = {"D": width, "BD": _power(width), "E": size, "BE": _power(size)}
-        fold, warps = next(how for limit, how in LAUNCHES.items() if max(width, size) <= limit)
+        launch = launch_for(max(width, size))
         kernels.attend_parts[(groups * tables.on_prompt + count * tables.on_own, shared)](
             query, key, value, self.addresses, layer, tables.sums, tables.tops, rows.positions, rows.cached, tables.own,
             tables.members, tables.lengths, tables.prompts, groups, query.stride(0), query.stride(1), key.stride(0),
             key.stride(1), value.stride(0), value.stride(1), tables.own.shape[1], tables.prompts.shape[1],
             options["scale"], options["softcap"] or 1.0, options["window"] or 0,
             HEADS=heads, KV=shared, REPEAT=repeat, MOST=most, ROWS=_power(most * repeat), OWN_ROWS=_power(repeat),
-            PAGE=PAGE, BN=fold, ON_PROMPT=tables.on_prompt, ON_OWN=tables.on_own, BY_WINDOW=bool(options["window"]),
-            CAPPED=bool(options["softcap"]), **constants, num_warps=warps, num_stages=_stages(self.device),
+            PAGE=PAGE, BN=launch.fold, ON_PROMPT=tables.on_prompt, ON_OWN=tables.on_own,
+            BY_WINDOW=bool(options["window"]), CAPPED=bool(options["softcap"]), **constants, num_warps=launch.warps,
+            num_stages=min(launch.stages, _most_stages(self.device)),
         )  # fmt: skip
         out = torch.empty((count, 1, heads, size), dtype=query.dtype, device=query.device)
         sinks = options["sinks"]
         kernels.merge_parts[(count, heads)](
             tables.sums, tables.tops, query if sinks is None else sinks, out, HEADS=heads, PARTS=parts,
-            BP=max(2, 1 << (parts - 1).bit_length()), E=size, BE=_power(size), SINKS=sinks is not None, num_warps=2,
+            BP=max(2, 1 << (parts - 1).bit_length()), E=size, BE=_power(size), SINKS=sinks is not None, num_warps=1,
         )  # fmt: skip
         return out
+
+
+def launch_for(width: int) -> Launch:
+    """How heads of a width are attended to."""
+    return next(launch for limit, launch in LAUNCHES.items() if width <= limit)
 
 
 def rows_at_once(geometry: Geometry, largest_group: int) -> int:
     """Rows that one program takes to a stretch of their prompt."""
     repeat = max(layer.query_heads // layer.heads for layer in geometry.layers)
-    return max(1, min(QUERIES_AT_ONCE // repeat, largest_group))
+    queries = min(launch_for(max(layer.width, layer.value_width)).queries for layer in geometry.layers)
+    return max(1, min(queries // repeat, largest_group))
 
 
 def make_tables(
@@ -178,7 +198,8 @@ def make_tables(
     heads = max(layer.query_heads for layer in geometry.layers)
     width = max(layer.value_width for layer in geometry.layers)
     shared = min(layer.heads for layer in geometry.layers)
-    on_prompt = stretches(-(-max_prompt // ON_PROMPT), groups * shared)
+    worth = min(launch_for(max(layer.width, layer.value_width)).on_prompt for layer in geometry.layers)
+    on_prompt = stretches(-(-max_prompt // worth), groups * shared)
     on_own = stretches(-(-max_new_tokens // ON_OWN), count * shared)
     short: dict[str, Any] = {"dtype": torch.int32, "device": device}
     lines = count * heads * (on_prompt + on_own)
@@ -205,11 +226,8 @@ def stretches(most: int, sequences: int) -> int:
 
 
 @functools.cache
-def _stages(device: torch.device) -> int:
-    """Stretches of keys and values that are on their way at a time: what the memory beside a processor holds.
-
-    Three take 102,400 bytes for heads of 256, and consumer cards have 101,376.
-    """
+def _most_stages(device: torch.device) -> int:
+    """Folds that may be on their way: three take 102,400 bytes for heads of 256, and consumer cards have 101,376."""
     if device.type != "cuda":
         return 2
     from triton.runtime import driver
