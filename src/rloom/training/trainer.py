@@ -139,7 +139,7 @@ class RLOOTrainer(UpdateLoop):
             warn_of_lost_bits(self.model)
         parts = assemble.build(self, policy, functions, terms, reward_classes, reference_path, engine)
         self.rewards, self.collector, self.learner = parts.rewards, parts.collector, parts.learner
-        self.credit, self.shaper = parts.credit, parts.shaper
+        self.appraiser, self.credit, self.shaper = parts.appraiser, parts.credit, parts.shaper
         self.reference = parts.reference
         self.metrics, self.completion_log, self.store = parts.metrics, parts.completion_log, parts.store
         self.schedule = loaders.schedule(args)
@@ -206,7 +206,7 @@ class RLOOTrainer(UpdateLoop):
             draw = functools.partial(self._draw_others, seed)
             rollout, replaced = replace_degenerate(rollout, draw, self.args.dynamic_sampling)
             self.metrics.add("train", "completions/replaced_groups", float(replaced))
-        self.learner.prepare(self.model_wrapped, rollout, whole=plan.whole[number])
+        self.appraiser.prepare(self.model_wrapped, rollout, whole=plan.whole[number])
         return rollout
 
     def _draw_others(self, seed: int, count: int, number: int) -> Rollout:
@@ -408,9 +408,7 @@ class RLOOTrainer(UpdateLoop):
                 self._logs["advantages"].extend(advantages)
                 self.store.settle(rollout.records, advantages)
                 rollout.records = []
-                self.learner.record_kl(rollout, self._mode)
-                self.learner.record_older(rollout, self._mode)
-                self.learner.record_mismatch(rollout, self._mode)
+                self.appraiser.record(rollout, self._mode)
         done = self.state.global_step  # the update under way is counted when it is over
         self.store.write(done + 1 if self._mode == "train" else done, self._eval_prefix or "train")
 
