@@ -74,7 +74,7 @@ class Rollout:
     kl: list[Tensor | None] = field(default_factory=list)  # (T_i,) each
     advantages: list[Tensor | None] = field(default_factory=list)  # () or (T_i,) each
     logged: bool = False  # whether the advantages are in the table of completions
-    records: list[int] = field(default_factory=list)  # until then: its rows' numbers in the run's store
+    records: list[int] = field(default_factory=list)  # until then: its rows' numbers, in store and table
 
     def __post_init__(self) -> None:
         if not self.prompt_inputs:

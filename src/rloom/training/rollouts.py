@@ -76,10 +76,8 @@ class Collector:
         self._record(groups, scores, num_generations, mode)
         if self.measured is not None:
             self.measured.add(groups, scores, self.shaper.total(scores), texts)
-        self._log_completions(contents, texts, scores)
         rollout.records = self.store.add(self._stored(groups, rollout))
-        if self.log_images:
-            self.log.columns["images"].extend(group.prompt.images for group in groups for _ in group.completions)
+        self.log.add(rollout.records, self._shown(groups, texts, rollout))
         return rollout
 
     def _generate(self, prompts: list[Prompt], num_generations: int, seed: int) -> list[Group]:
@@ -178,8 +176,7 @@ class Collector:
     def _stored(self, groups: list[Group], rollout: Rollout) -> list[dict[str, Any]]:
         """The rollout as the run's store keeps it; the advantages follow when they are known."""
         flat = [(number, g.prompt, c) for number, g in enumerate(groups) for c in g.completions]
-        extra = {name: values for name, values in self.extra.items() if len(values) == len(flat)}
-        scores, reward = rollout.scores.tolist(), rollout.score.tolist()
+        scores, reward, extra = rollout.scores.tolist(), rollout.score.tolist(), self._extra_by_row(len(flat))
         return [
             {
                 "group": number,
@@ -191,18 +188,30 @@ class Collector:
                 "advantage": None,
                 "stop_reason": completion.stop_reason,
                 "num_tokens": len(completion.token_ids),
-                "extra": {name: values[row] for name, values in extra.items()},
+                "extra": extra[row],
             }
             for row, (number, prompt, completion) in enumerate(flat)
         ]
 
-    def _log_completions(self, prompts: list[Any], completions: list[Any], scores: Tensor) -> None:
-        columns = self.log.columns
-        self.log.count += len(prompts)
-        columns["prompt"].extend(prompts)
-        columns["completion"].extend(completions)
-        for index, name in enumerate(self.reward_names):
-            columns["rewards"][name].extend(scores[:, index].tolist())
+    def _shown(self, groups: list[Group], completions: list[Any], rollout: Rollout) -> list[dict[str, Any]]:
+        """The rollout as the table of completions shows it; the advantages follow when they are known."""
+        prompts = [group.prompt for group in groups for _ in group.completions]
+        scores, extra = rollout.scores.tolist(), self._extra_by_row(len(prompts))
+        return [
+            {
+                "prompt": prompt.content,
+                "completion": completions[row],
+                "rewards": dict(zip(self.reward_names, scores[row], strict=True)),
+                "extra": extra[row],
+                **({"images": prompt.images} if self.log_images else {}),
+            }
+            for row, prompt in enumerate(prompts)
+        ]
+
+    def _extra_by_row(self, count: int) -> list[dict[str, Any]]:
+        """What reward functions add to each completion."""
+        whole = {name: values for name, values in self.extra.items() if len(values) == count}
+        return [{name: values[row] for name, values in whole.items()} for row in range(count)]
 
 
 def _flat(groups: list[Group]) -> tuple[list[dict[str, Any]], list[Any], list[Any], list[list[int]]]:

@@ -274,7 +274,6 @@ class RLOOTrainer(UpdateLoop):
         taken = self.collector.extra  # of this rollout: two functions may choose the same name, and both are kept
         names = itertools.chain([column], (f"{column} ({n})" for n in itertools.count(2)))
         column = next(name for name in names if name not in taken)
-        self._logs["extra"][column].extend(values)
         taken[column] = list(values)
 
     def _log_metric(self, name: str, value: float) -> None:
@@ -405,12 +404,13 @@ class RLOOTrainer(UpdateLoop):
                 ]
                 device = max((a.device for a in known), key=lambda device: device.type != "cpu")
                 advantages = torch.stack([a.to(device) for a in known]).tolist()
-                self._logs["advantages"].extend(advantages)
+                self.completion_log.settle(rollout.records, advantages)
                 self.store.settle(rollout.records, advantages)
                 rollout.records = []
                 self.appraiser.record(rollout, self._mode)
         done = self.state.global_step  # the update under way is counted when it is over
         self.store.write(done + 1 if self._mode == "train" else done, self._eval_prefix or "train")
+        self.completion_log.forget()  # groups that were replaced
 
     def _count_tokens(self, new: int) -> int:
         self.state.num_input_tokens_seen += new
