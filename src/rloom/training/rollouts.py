@@ -14,7 +14,7 @@ from rloom.algo import masked_std
 from rloom.data.images import without_images
 from rloom.data.plan import UpdatePlan
 from rloom.data.prompts import PromptEncoder
-from rloom.errors import EngineError
+from rloom.errors import EngineError, NoCompletionError
 from rloom.evaluation.measured import Measured
 from rloom.generation.base import Engine
 from rloom.observe.completions import CompletionLog
@@ -64,7 +64,7 @@ class Collector:
         try:
             groups = self._in_order(prompts, self._generate(prompts, num_generations, seed))
             if not any(group.completions for group in groups):
-                raise EngineError("the engine returned no completion at all; see its messages above")
+                raise NoCompletionError("the engine returned no completion at all; see its messages above")
             inputs, contents, texts, ids = _flat(groups)
             self.rewards.failed, self.rewards.reasons, self.extra = None, {}, {}
             scores = self.score(inputs, contents, texts, ids).cpu().float()
@@ -131,6 +131,7 @@ class Collector:
             scores=scores,
             score=score,
             trained=trained.tolist(),
+            num_groups=len(groups),
             sampling_logprobs=None if any(p is None for p in logprobs) else logprobs,  # type: ignore[arg-type]
             ended=[c.stop_reason == EOS for c in completions],
             prompt_inputs=[group.prompt.inputs for group in groups for _ in group.completions],
@@ -250,7 +251,10 @@ def replace_degenerate(rollout: Rollout, draw: Callable[[int, int], Rollout], ro
         missing = [group for group, without in enumerate(equal) if without]
         if not missing:
             break
-        other = draw(len(missing), number)
+        try:
+            other = draw(len(missing), number)
+        except NoCompletionError:  # which is no reason to lose the groups that there are
+            continue
         found = [group for group, without in enumerate(other.degenerate()) if not without]
         swaps = dict(zip(missing, found, strict=False))
         replaced += len(swaps)
@@ -273,6 +277,7 @@ def _assembled(sources: list[tuple[Rollout, int]]) -> Rollout:
         scores=torch.stack([r.scores[row] for r, row, _ in rows]),
         score=torch.stack([r.score[row] for r, row, _ in rows]),
         trained=[r.trained[row] for r, row, _ in rows],
+        num_groups=len(sources),
         sampling_logprobs=None if any(s is None for s in sampled) else sampled,  # type: ignore[arg-type]
         ended=[bool(r.ended and r.ended[row]) for r, row, _ in rows],
         prompt_inputs=[r.prompt_inputs[row] for r, row, _ in rows],
