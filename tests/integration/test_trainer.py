@@ -344,6 +344,27 @@ def test_user_overrides(config, rows):
     assert trainer.state.log_history[0]["loss"] > 1.0
 
 
+def test_a_loss_of_the_users_own_is_asked_about_groups_without_signal(config, rows):
+    """Its term may have a gradient where ours has none."""
+    asked = []
+
+    class Mine(RLOOTrainer):
+        def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+            asked.extend(inputs.rows)
+            loss = super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
+            return loss + 0.1 * sum(p.square().sum() for p in model.parameters())
+
+    def equal(completions, **kwargs):
+        return [1.0] * len(completions)
+
+    trainer = Mine(make_model(), equal, config(max_steps=1, beta=0.0), rows, processing_class=make_tokenizer())
+    before = weights(trainer.model)
+    trainer.train()
+    assert asked == [0, 1, 2, 3]
+    assert "completions/skipped" not in trainer.state.log_history[0]
+    assert all(not torch.equal(p, before[n]) for n, p in weights(trainer.model).items())
+
+
 def test_callbacks_see_the_users_settings_and_updates(config, rows):
     class Count(TrainerCallback):
         steps = 0

@@ -62,17 +62,19 @@ class Learner:
         *,
         compute_loss: Callable[[Any, MicroBatch], Tensor],
         backward: Callable[[Tensor, bool], None],
+        skip: bool = True,
     ) -> Tensor:
         """Gradients of the update's loss, summed into the parameters; returns the loss.
 
         `backward(loss, last)` runs one micro-batch backward; `last` marks the one at which processes may synchronise.
+        `skip`: leave rows out in which our loss has no gradient; where `compute_loss` adds to it, they may have one.
         Out of memory, the update is redone from its start in smaller micro-batches, where gradients are kept here.
         """
         shares = merge(shares)
         for share in shares:  # of a checkpoint, it was not prepared here
             self.batcher.settle(share.rollout)
         self._count(shares)
-        work = lambda: self._accumulate(model, shares, compute_loss, backward)  # noqa: E731
+        work = lambda: self._accumulate(model, shares, compute_loss, backward, skip)  # noqa: E731
         if self.keeps_gradients:
             known = [_known(share.rollout) for share in shares]
 
@@ -96,7 +98,7 @@ class Learner:
         """Take back what a failed update has added to the gradients."""
         self.policy.zero_grad(set_to_none=True)
 
-    def _accumulate(self, model: Any, shares: Sequence[Share], compute_loss: Any, backward: Any) -> Tensor:
+    def _accumulate(self, model: Any, shares: Sequence[Share], compute_loss: Any, backward: Any, skip: bool) -> Tensor:
         self.tally = Tally(older=self.config.log_older_metrics)
         for share in shares:
             self.appraiser.catch_up(model, share.rollout, share.rows)
@@ -105,7 +107,7 @@ class Learner:
             for share in shares
             for one_forward in [self.appraiser.awaits_forward(share.rollout, share.rows)]
             for rows in self.batcher.plan(
-                share.rollout, self._worthwhile(share), self.budget.tokens, whole_groups=one_forward
+                share.rollout, self._rows(share, skip), self.budget.tokens, whole_groups=one_forward
             )
         ]
         total = torch.zeros((), device=self.passes.device)
@@ -205,12 +207,13 @@ class Learner:
 
     # -- which rows
 
-    def _worthwhile(self, share: Share) -> list[int]:
-        """Rows that can have a gradient. Decided on the host, from scores: a group whose scores are all equal has
-        advantages of exactly 0, and when nothing else is in the loss it costs neither forward nor backward."""
+    def _rows(self, share: Share, skip: bool) -> list[int]:
+        """Rows to run; with `skip` those that can have a gradient. Decided on the host, from scores: a group whose
+        scores are all equal has advantages of exactly 0, and when nothing else is in the loss it costs neither forward
+        nor backward."""
         rollout = share.rollout
         rows = [row for row in share.rows if rollout.trained[row]]
-        if self.appraiser.credit.needs_kl or self.kl_in_loss or self.aux_loss_weight:
+        if not skip or self.appraiser.credit.needs_kl or self.kl_in_loss or self.aux_loss_weight:
             return rows
         kept = [row for row in rows if bool((rollout.advantages[row] != 0).any())]  # type: ignore[union-attr]
         self.tally.skipped += len(rows) - len(kept)

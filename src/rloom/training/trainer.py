@@ -190,7 +190,10 @@ class RLOOTrainer(UpdateLoop):
             self.optimizer.train()  # schedule-free optimizers have modes
         self.store.forget()  # what an update left that failed
         shares = self.buffer.take(inputs)
-        loss = self.learner.accumulate(model, shares, compute_loss=self.compute_loss, backward=self._backward)
+        own = getattr(self.compute_loss, "__func__", None) is not RLOOTrainer.compute_loss  # it may add to ours
+        loss = self.learner.accumulate(
+            model, shares, compute_loss=self.compute_loss, backward=self._backward, skip=not own
+        )
         self._note_first_use([share.rollout for share in shares])
         if self.args.torch_empty_cache_steps and self.state.global_step % self.args.torch_empty_cache_steps == 0:
             clear_device_cache()
@@ -223,7 +226,8 @@ class RLOOTrainer(UpdateLoop):
         return_outputs: bool = False,
         num_items_in_batch: Tensor | int | None = None,
     ) -> Tensor:
-        """A micro-batch's share of the update's loss; override it to add a term of your own."""
+        """A micro-batch's share of the update's loss; override it to add a term of your own. Groups without signal,
+        which are skipped otherwise, are run then: your term may have a gradient there."""
         if return_outputs:
             raise ValueError("The RLOOTrainer does not support returning outputs")
         with self.compute_loss_context_manager():
