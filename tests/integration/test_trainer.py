@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 
 import pytest
 import torch
@@ -256,6 +257,37 @@ def test_an_offloaded_reference_gives_the_same_weights(config, rows):
     plain, _ = train(config(**options), rows)
     offloaded, _ = train(config(**options, offload_reference=True), rows)
     assert all(torch.equal(p, offloaded.model.get_parameter(n)) for n, p in weights(plain.model).items())
+
+
+@pytest.mark.parametrize(
+    ("options", "trips", "heads"),
+    [
+        ({}, 1, 0),  # all micro-batches of the pass before the update
+        ({"num_iterations": 2}, 1, 0),  # nor for the pass of the old policy
+        ({"kl_estimator": "full"}, 3, 0),  # beside the training forward: once for each micro-batch
+        ({"kl_estimator": "full", "kl_placement": "loss"}, 3, 3),  # its head again, in the backward
+        ({"kl_estimator": "full", "normalize_advantages": True}, 1, 0),  # two passes
+    ],
+)
+def test_an_offloaded_reference_travels_once_for_a_pass(config, options, trips, heads, monkeypatch):
+    """The embedding's weight travels with the whole model, the output layer's with the head alone as well."""
+    sizes = {"per_device_train_batch_size": 6, "max_tokens_per_micro_batch": 16, "max_steps": 1}
+    args = config(**{**sizes, "beta": 0.1, "offload_reference": True, **options})
+    rows = [{"prompt": "abcdef"}, {"prompt": "fedcba"}, {"prompt": "aabbcc"}]  # a group is a micro-batch
+    engine = FakeEngine(lambda prompt, k, seed: [4 + k, 5, 6, 2], eos_token_ids=[2])
+    trainer = RLOOTrainer(make_model(), length, args, rows, processing_class=make_tokenizer(), engine=engine)
+    monkeypatch.setattr("rloom.training.passes.NO_GRAD_FACTOR", 1)  # several micro-batches in passes without gradient
+    reference, came, to = trainer.reference.model, Counter(), torch.Tensor.to
+
+    def counted(tensor, *args, **kwargs):
+        if kwargs.get("non_blocking"):
+            came["model"] += tensor.data_ptr() == reference.model.embed_tokens.weight.data_ptr()
+            came["head"] += tensor.data_ptr() == reference.lm_head.weight.data_ptr()
+        return to(tensor, *args, **kwargs)
+
+    monkeypatch.setattr(torch.Tensor, "to", counted)
+    trainer.train()
+    assert (came["model"], came["head"] - came["model"]) == (trips, heads)
 
 
 def test_bfloat16_weights_keep_their_bits_and_resume(config, rows, tmp_path):

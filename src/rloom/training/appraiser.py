@@ -117,8 +117,9 @@ class Appraiser:
         policy, reference = self.passes.policy, self.passes.reference
         assert reference is not None
         size = policy.get_output_embeddings().weight.shape[0]
-        using = functools.partial(reference.use, policy)
-        return batch.to_table(exact_kl_chunks(stats.head, self.passes.by_reference(batch).head, size, using))
+        using = functools.partial(reference.use_head, policy)
+        with reference.staying():  # not for the backward, whose memory it would take; its head comes again there
+            return batch.to_table(exact_kl_chunks(stats.head, self.passes.by_reference(batch).head, size, using))
 
     def advantages(self, batch: MicroBatch) -> Tensor:
         """Those of a micro-batch: (B,), or (B, C) where each token has its own."""

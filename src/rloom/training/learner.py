@@ -161,7 +161,7 @@ class Learner:
         total = torch.zeros((), device=self.passes.device)
         one_forward = self.appraiser.awaits_forward(rollout, share.rows)
         plans = self.batcher.plan(rollout, trained_rows(rollout), self.budget.tokens, whole_groups=one_forward)
-        with self.passes.attention():
+        with self.passes.attention(), self.passes.reference_stays():
             for rows in plans:
                 batch = self.batcher.make(rollout, rows, self.passes.device)
                 batch.first = any(rollout.policy_logprobs[row] is None for row in rows)

@@ -48,6 +48,10 @@ class Passes:
             return nullcontext()
         return packed_attention(self._attending, self._compiled)
 
+    def reference_stays(self) -> Any:
+        """An offloaded reference that is used meanwhile stays on the device until the end, and travels once."""
+        return nullcontext() if self.reference is None else self.reference.staying()
+
     @torch.no_grad()
     def by_reference(self, batch: MicroBatch) -> TokenStats:
         """What the reference says about a micro-batch."""
@@ -61,7 +65,7 @@ class Passes:
         @torch.no_grad()
         def passes() -> None:
             budget = self.budget.tokens * NO_GRAD_FACTOR
-            with self.attention():
+            with self.attention(), self.reference_stays():
                 for rows in self.batcher.plan(rollout, trained_rows(rollout), budget, whole_groups=False):
                     batch = self.batcher.make(rollout, rows, self.device)
                     with laid_out(batch):
