@@ -276,7 +276,7 @@ def test_an_offloaded_reference_travels_once_for_a_pass(config, options, trips, 
     rows = [{"prompt": "abcdef"}, {"prompt": "fedcba"}, {"prompt": "aabbcc"}]  # a group is a micro-batch
     engine = FakeEngine(lambda prompt, k, seed: [4 + k, 5, 6, 2], eos_token_ids=[2])
     trainer = RLOOTrainer(make_model(), length, args, rows, processing_class=make_tokenizer(), engine=engine)
-    monkeypatch.setattr("rloom.training.passes.NO_GRAD_FACTOR", 1)  # several micro-batches in passes without gradient
+    trainer.learner.budget.factor = 1  # several micro-batches in passes without gradient, too
     reference, came, to = trainer.reference.model, Counter(), torch.Tensor.to
 
     def counted(tensor, *args, **kwargs):

@@ -17,9 +17,6 @@ from rloom.models.reference import FrozenReference, Reference
 from rloom.training.budget import TokenBudget
 from rloom.types import MicroBatch, Rollout
 
-NO_GRAD_FACTOR = 8
-"""How many times more tokens a forward may have when nothing is kept for a backward."""
-
 
 class Passes:
     """How policy and reference are run on micro-batches."""
@@ -64,14 +61,14 @@ class Passes:
 
         @torch.no_grad()
         def passes() -> None:
-            budget = self.budget.tokens * NO_GRAD_FACTOR
+            budget = self.budget.without_gradient
             with self.attention(), self.reference_stays():
                 for rows in self.batcher.plan(rollout, trained_rows(rollout), budget, whole_groups=False):
                     batch = self.batcher.make(rollout, rows, self.device)
                     with laid_out(batch):
                         run(batch)
 
-        self.budget.retrying(passes)
+        self.budget.retrying(passes, gradient=False)
 
 
 def trained_rows(rollout: Rollout) -> list[int]:
