@@ -8,6 +8,7 @@
     ├── SandboxError (RuntimeError)  model-written code cannot be run safely here
     ├── MissingExtraError (ImportError)  an optional package is needed; names the extra to install
     └── EngineError (RuntimeError)   generation did not deliver what was asked of it
+        └── NoCompletionError        … not a single completion
 
 Each also is the built-in exception that callers of TRL's trainer catch, so scripts keep working.
 """
@@ -48,6 +49,10 @@ class MissingExtraError(RloomError, ImportError):
 
 class EngineError(RloomError, RuntimeError):
     """Generation did not deliver what was asked of it."""
+
+
+class NoCompletionError(EngineError):
+    """Not a single completion could be had."""
 
 
 def needs_extra(what: str, package: str, extra: str) -> MissingExtraError:

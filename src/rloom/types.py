@@ -67,6 +67,7 @@ class Rollout:
     score: Tensor  # (N,) weighted, shaped, normalised, clipped; NaN: unscorable
     trained: list[bool]  # False where the row is left out of the loss (masked, empty)
     sampling_logprobs: list[list[float]] | None = None
+    num_groups: int = 0  # also those without a completion, which have no row
     ended: list[bool] | None = None  # by an end token, and not cut off
     prompt_inputs: list[dict[str, Tensor]] = field(default_factory=list)  # of images; rows of a group share them
     policy_logprobs: list[Tensor | None] = field(default_factory=list)  # (T_i,) each, at the rollout's weights
@@ -74,7 +75,7 @@ class Rollout:
     kl: list[Tensor | None] = field(default_factory=list)  # (T_i,) each
     advantages: list[Tensor | None] = field(default_factory=list)  # () or (T_i,) each
     logged: bool = False  # whether the advantages are in the table of completions
-    records: list[int] = field(default_factory=list)  # until then: its rows' numbers in the run's store
+    records: list[int] = field(default_factory=list)  # until then: its rows' numbers, in store and table
 
     def __post_init__(self) -> None:
         if not self.prompt_inputs:
@@ -88,7 +89,8 @@ class Rollout:
 
     def degenerate(self) -> list[bool]:
         """For each group whether its scores are all equal, so that it teaches nothing (the KL aside)."""
-        known = [part[~part.isnan()] for part in self.score.split(self.groups.bincount().tolist())]
+        sizes = self.groups.bincount(minlength=self.num_groups).tolist()
+        known = [part[~part.isnan()] for part in self.score.split(sizes)]
         return [not bool((part != part[:1]).any()) for part in known]
 
     def rows(self, part: int, parts: int) -> range:

@@ -216,8 +216,8 @@ def test_nothing_waits_inside_an_update(tmp_path, tokenizer):
         engine=FakeEngine(lambda prompt, k, seed: [5 + k, 6, 7 + k] * (k + 1), eos_token_ids=[0]),
     )  # fmt: skip
     copies = []
-    for name in ("prepare", "accumulate"):
-        plain = getattr(trainer.learner, name)
+    for owner, name in ((trainer.appraiser, "prepare"), (trainer.learner, "accumulate")):
+        plain = getattr(owner, name)
 
         def strict(*args, plain=plain, **kwargs):
             if trainer.state.global_step < 2:  # kernels are compiled, the budget is found
@@ -232,7 +232,7 @@ def test_nothing_waits_inside_an_update(tmp_path, tokenizer):
             copies.extend(event.key for event in seen.key_averages() if "Memcpy" in event.key)
             return result
 
-        setattr(trainer.learner, name, strict)
+        setattr(owner, name, strict)
     trainer.train()
     assert any("HtoD" in key for key in copies)
     assert not any("Pageable" in key or "DtoH" in key for key in copies), copies

@@ -169,6 +169,30 @@ def test_dynamic_sampling_replaces_groups_without_signal(config, rows):
     assert len(engine.calls) > 1
 
 
+@pytest.mark.parametrize("lost", [0, 2])
+def test_dynamic_sampling_replaces_groups_without_completions(lost, config, rows):
+    """Also where it is the last of its rollout; and where a draw brings nothing at all, another round is made."""
+
+    def script(prompt, sample, seed):
+        fails = prompt.content == rows[lost]["prompt"] or len(engine.calls) == 2  # the first draw, all of it
+        return None if fails else [4 + sample, 5, 2]
+
+    def by_token(completion_ids, **kwargs):
+        return [float(ids[0]) for ids in completion_ids]
+
+    engine = FakeEngine(script, eos_token_ids=[2])
+    sizes = {"num_generations": 4, "per_device_train_batch_size": 12, "max_steps": 1}
+    args = config(**sizes, beta=0.0, dynamic_sampling=9, shuffle_dataset=False)
+    trainer = RLOOTrainer(make_model(), by_token, args, rows, processing_class=make_tokenizer(), engine=engine)
+    taken, take = [], trainer.buffer.take
+    trainer.buffer.take = lambda plan: taken.append(take(plan)) or taken[-1]
+    trainer.train()
+    (share,) = taken[0]
+    assert share.rollout.groups.tolist() == [0] * 4 + [1] * 4 + [2] * 4
+    assert trainer.state.log_history[0]["completions/replaced_groups"] == 1
+    assert len(engine.calls) > 2
+
+
 def test_dynamic_sampling_gives_up_at_its_cap(config, rows):
     engine = FakeEngine(lambda prompt, k, seed: [4 + k, 5, 2], eos_token_ids=[2])
     args = config(num_generations=4, per_device_train_batch_size=8, beta=0.0, max_steps=1, dynamic_sampling=2)

@@ -118,6 +118,17 @@ def test_only_the_head_is_trained(config, rows, caplog):
     assert not torch.equal(before, model.lm_head.weight)
 
 
+def test_eight_bit_adamw_keeps_32_bits_for_embeddings_in_a_run(config, rows):
+    model = make_model(hidden_size=96).bfloat16()  # weights of 4,096 numbers or more: smaller ones always keep 32 bits
+    trainer = make_trainer(config, rows, model, optim="adamw_8bit")
+    trainer.train()
+    optimizer = trainer.optimizer.optimizer
+    masters = {id(p): master for p, master in optimizer.pairs}
+    bits = {n: optimizer.state[masters[id(p)]]["state1"].dtype for n, p in model.named_parameters()}
+    assert bits["model.embed_tokens.weight"] == torch.float32
+    assert bits["lm_head.weight"] == torch.uint8
+
+
 def test_a_budget_that_was_learnt_is_kept_in_the_checkpoint(config, rows, tmp_path):
     changes = {"output_dir": str(tmp_path), "max_steps": 2, "max_tokens_per_micro_batch": 64}
     changes |= {"save_strategy": "steps", "save_steps": 1}

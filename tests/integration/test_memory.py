@@ -59,6 +59,31 @@ def test_the_worst_case_is_run_and_leaves_no_trace(config, rows, monkeypatch):
     assert trainer.learner.budget.tokens == 75
 
 
+@pytest.mark.parametrize("times", [1, 3, 4])
+def test_running_out_in_a_pass_without_gradient_leaves_the_training_budget(config, rows, times):
+    """It had eight times as many tokens: where as many as in training are too many at last, training has fewer too."""
+    args = config(max_steps=1, beta=0.1, max_tokens_per_micro_batch=64)
+    trainer = RLOOTrainer(
+        make_model(), lambda completions: [float(len(c)) for c in completions], args, rows,
+        processing_class=make_tokenizer(),
+    )  # fmt: skip
+    left = [times]
+
+    def fails(module, inputs, output):
+        if left[0]:
+            left[0] -= 1
+            raise torch.OutOfMemoryError("injected")
+
+    trainer.reference.model.model.layers[0].register_forward_hook(fails)
+    trainer.train()
+    assert left == [0]
+    budget = trainer.learner.budget
+    assert (budget.tokens, budget.without_gradient) == {1: (64, 256), 3: (64, 64), 4: (32, 32)}[times]
+    again = TokenBudget(64)
+    again.load_state_dict(budget.state_dict())
+    assert (again.tokens, again.without_gradient) == (budget.tokens, budget.without_gradient)
+
+
 def test_the_budget_learns_and_gives_up_at_last():
     budget = TokenBudget(64)
     tried = []

@@ -410,6 +410,35 @@ def test_groups_that_were_replaced_are_in_the_store_without_an_advantage(config)
     assert all(len({r["advantage"] is None for r in rows if r["group"] == group}) == 1 for group in members)
 
 
+def test_the_table_shows_each_completion_of_the_rollout_with_its_own_advantage(config):
+    """Those of groups that were replaced are left out, and counted; so are groups that were drawn in vain."""
+
+    def by_row(prompts, completions, n, log_extra, **kwargs):
+        log_extra("prompt again", prompts)
+        return [float(len(c)) * (1 + k) if k % 2 else 1.0 for c, k in zip(completions, n, strict=True)]
+
+    trainer = trainer_of(config, by_row, rows=ROWS, dynamic_sampling=5, max_steps=1, seed=2)
+    trainer.train()
+    table = trainer.completion_log.table(1)
+    assert len(table["prompt"]) == 8
+    assert table["prompt again"] == table["prompt"]
+    stored = [r for r in read_store(trainer.args.output_dir) if r["advantage"] is not None]
+    names = ("prompt", "completion", "by_row", "advantage")
+    shown = sorted(zip(*(table[name] for name in names), strict=True))
+    for one, other in zip(shown, sorted(_as_shown(r) for r in stored), strict=True):
+        assert one == pytest.approx(other, abs=1e-5)
+    assert trainer.state.log_history[0]["completions/replaced_groups"] == 1
+    assert len({r["group"] for r in read_store(trainer.args.output_dir)}) > 3  # one was drawn in vain
+    for group in (slice(4), slice(4, 8)):  # groups are together, and each is compared with itself
+        assert len(set(table["prompt"][group])) == 1
+        assert sum(table["advantage"][group]) == pytest.approx(0.0, abs=1e-4)
+        assert sorted(table["advantage"][group]) == table["advantage"][group]  # longer ones have more
+
+
+def _as_shown(row):
+    return row["prompt"], row["completion"], row["scores"]["by_row"], row["advantage"]
+
+
 def test_groups_of_an_evaluation_in_batches_are_told_apart_in_the_store(config):
     options = {"per_device_eval_batch_size": 8, "eval_strategy": "steps", "eval_steps": 1}
     trainer = trainer_of(config, length, eval_rows=ROWS, **options)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 
 import pytest
 import torch
@@ -258,6 +259,37 @@ def test_an_offloaded_reference_gives_the_same_weights(config, rows):
     assert all(torch.equal(p, offloaded.model.get_parameter(n)) for n, p in weights(plain.model).items())
 
 
+@pytest.mark.parametrize(
+    ("options", "trips", "heads"),
+    [
+        ({}, 1, 0),  # all micro-batches of the pass before the update
+        ({"num_iterations": 2}, 1, 0),  # nor for the pass of the old policy
+        ({"kl_estimator": "full"}, 3, 0),  # beside the training forward: once for each micro-batch
+        ({"kl_estimator": "full", "kl_placement": "loss"}, 3, 3),  # its head again, in the backward
+        ({"kl_estimator": "full", "normalize_advantages": True}, 1, 0),  # two passes
+    ],
+)
+def test_an_offloaded_reference_travels_once_for_a_pass(config, options, trips, heads, monkeypatch):
+    """The embedding's weight travels with the whole model, the output layer's with the head alone as well."""
+    sizes = {"per_device_train_batch_size": 6, "max_tokens_per_micro_batch": 16, "max_steps": 1}
+    args = config(**{**sizes, "beta": 0.1, "offload_reference": True, **options})
+    rows = [{"prompt": "abcdef"}, {"prompt": "fedcba"}, {"prompt": "aabbcc"}]  # a group is a micro-batch
+    engine = FakeEngine(lambda prompt, k, seed: [4 + k, 5, 6, 2], eos_token_ids=[2])
+    trainer = RLOOTrainer(make_model(), length, args, rows, processing_class=make_tokenizer(), engine=engine)
+    trainer.learner.budget.factor = 1  # several micro-batches in passes without gradient, too
+    reference, came, to = trainer.reference.model, Counter(), torch.Tensor.to
+
+    def counted(tensor, *args, **kwargs):
+        if kwargs.get("non_blocking"):
+            came["model"] += tensor.data_ptr() == reference.model.embed_tokens.weight.data_ptr()
+            came["head"] += tensor.data_ptr() == reference.lm_head.weight.data_ptr()
+        return to(tensor, *args, **kwargs)
+
+    monkeypatch.setattr(torch.Tensor, "to", counted)
+    trainer.train()
+    assert (came["model"], came["head"] - came["model"]) == (trips, heads)
+
+
 def test_bfloat16_weights_keep_their_bits_and_resume(config, rows, tmp_path):
     def run(resume=None):
         args = config(
@@ -400,6 +432,27 @@ def test_user_overrides(config, rows):
     trainer.train()
     assert trainer.state.log_history[0]["reward"] == 3.0
     assert trainer.state.log_history[0]["loss"] > 1.0
+
+
+def test_a_loss_of_the_users_own_is_asked_about_groups_without_signal(config, rows):
+    """Its term may have a gradient where ours has none."""
+    asked = []
+
+    class Mine(RLOOTrainer):
+        def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+            asked.extend(inputs.rows)
+            loss = super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
+            return loss + 0.1 * sum(p.square().sum() for p in model.parameters())
+
+    def equal(completions, **kwargs):
+        return [1.0] * len(completions)
+
+    trainer = Mine(make_model(), equal, config(max_steps=1, beta=0.0), rows, processing_class=make_tokenizer())
+    before = weights(trainer.model)
+    trainer.train()
+    assert asked == [0, 1, 2, 3]
+    assert "completions/skipped" not in trainer.state.log_history[0]
+    assert all(not torch.equal(p, before[n]) for n, p in weights(trainer.model).items())
 
 
 def test_callbacks_see_the_users_settings_and_updates(config, rows):

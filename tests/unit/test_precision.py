@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import gc
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from rloom.models.precision import (
     accumulate_in_float32,
     added_as_they_come,
     join,
+    keeps_the_bits,
     split,
     warn_of_lost_bits,
 )
@@ -260,6 +262,39 @@ def test_eight_bit_adamw_moves_the_weights_as_in_float32():
     moved = sum((m - s.float()).square().sum() for m, s in zip(masters, start, strict=True)).sqrt()
     expected = sum((p - s).square().sum() for p, s in zip(exact.parameters(), first, strict=True)).sqrt()
     assert abs(moved / expected - 1) < 0.25
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_eight_bit_adamw_keeps_32_bits_for_embeddings(dtype):
+    """As transformers' Trainer has it: rows that are rarely met have moments that 8 bits do not hold. What is optimised
+    is a copy of a bfloat16 weight, and a float32 one itself where a model has both."""
+    import bitsandbytes
+
+    model = Tied().bfloat16()
+    model.embedding.to(dtype)
+    model.head.weight = model.embedding.weight
+    options = {"lr": 1e-3, "optim_bits": 8, "min_8bit_size": 16}
+    cls, options = keeps_the_bits(bitsandbytes.optim.AdamW, options, model)
+    optimizer = cls([{"params": list(model.parameters())}], **options)
+    for p in model.parameters():
+        p.grad = torch.ones(p.shape)
+    optimizer.step()
+    masters = {id(p): master for p, master in optimizer.pairs}
+    bits = {name: optimizer.state[masters.get(id(p), p)]["state1"].dtype for name, p in model.named_parameters()}
+    assert bits["embedding.weight"] == torch.float32
+    assert bits["inner.weight"] == torch.uint8
+    registered = bitsandbytes.optim.GlobalOptimManager.get_instance().pid2config
+    number = id(masters.get(id(model.embedding.weight), model.embedding.weight))
+    assert number in registered
+    del optimizer, options, masters, model, p
+    gc.collect()
+    assert number not in registered  # another tensor may have it next
+
+
+def test_other_optimizers_are_asked_nothing_about_embeddings():
+    model = Tied().bfloat16()
+    _, options = keeps_the_bits(torch.optim.SGD, {"lr": 1e-3}, model)
+    assert options == {"lr": 1e-3, "make": torch.optim.SGD}
 
 
 class Tied(nn.Module):

@@ -148,3 +148,45 @@ def test_biases_are_in_the_checkpoint():
     again.load_state_dict(policy.state_dict())
     with reference.use(policy) as left, resumed.use(again) as right:
         assert torch.equal(logits(left), logits(right))
+
+
+class Trips:
+    """An offloaded reference whose tensors are copied where they would travel; says which are away from home."""
+
+    def __init__(self, monkeypatch, room=1000):
+        self.policy, self.room, to = make_model(), room, torch.Tensor.to
+        self.reference = make_reference(self.policy, new_adapter=False, follows=False, other=None, offload=True)
+        self.home = {name: p.data_ptr() for name, p in self.reference.model.named_parameters()}
+
+        def travel(tensor, *args, **kwargs):
+            self.room -= 1
+            if self.room < 0:
+                raise torch.OutOfMemoryError("injected")
+            return to(tensor, *args, **kwargs).clone()
+
+        monkeypatch.setattr(torch.Tensor, "to", travel)
+
+    def away(self):
+        return {name for name, p in self.reference.model.named_parameters() if p.data_ptr() != self.home[name]}
+
+
+def test_an_offloaded_reference_is_on_the_device_while_it_is_used(monkeypatch):
+    trips = Trips(monkeypatch)
+    with trips.reference.use_head(trips.policy):
+        assert trips.away() == {"lm_head.weight"}
+    with trips.reference.staying():
+        assert not trips.away()  # nobody has used it yet
+        for _ in range(2):
+            with trips.reference.use(trips.policy):
+                pass
+            assert trips.away() == trips.home.keys()
+    assert not trips.away()
+    tensors = [*trips.reference.model.parameters(), *trips.reference.model.buffers()]
+    assert 1000 - trips.room == 1 + len(tensors)
+
+
+def test_an_offloaded_reference_that_finds_no_room_goes_home(monkeypatch):
+    trips = Trips(monkeypatch, room=3)
+    with pytest.raises(torch.OutOfMemoryError), trips.reference.use(trips.policy):
+        pass
+    assert not trips.away()

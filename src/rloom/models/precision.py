@@ -14,6 +14,7 @@ Gradients accumulate in float32 (torch's `grad_dtype`).
 from __future__ import annotations
 
 import logging
+import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from types import EllipsisType
@@ -150,12 +151,19 @@ class SplitAdamW(Optimizer):
 
 
 class MasterWeights(Optimizer):
-    """Any optimizer, run on float32 copies of the bfloat16 parameters, which are copied back after each step."""
+    """Any optimizer, run on float32 copies of the bfloat16 parameters, which are copied back after each step.
 
-    def __init__(self, params: Any, *, make: Callable[..., Optimizer], **options: Any) -> None:
+    `wide`: parameters whose state keeps 32 bits in an 8-bit optimizer of bitsandbytes.
+    """
+
+    def __init__(
+        self, params: Any, *, make: Callable[..., Optimizer], wide: Iterable[Tensor] = (), **options: Any
+    ) -> None:
         groups = [g if isinstance(g, dict) else {"params": [g]} for g in params]
         self.pairs: list[tuple[Tensor, Tensor]] = []
         copied = [{**group, "params": [self._master(p) for p in group["params"]]} for group in groups]
+        masters = {id(p): master for p, master in self.pairs}
+        _keep_32_bits([masters.get(id(p), p) for p in wide])
         self.inner = make(copied, **options)
         super().__init__([{**group} for group in self.inner.param_groups], dict(self.inner.defaults))
         self.param_groups = self.inner.param_groups  # one list: a schedule that changes it reaches the optimizer
@@ -298,7 +306,27 @@ def keeps_the_bits(cls: Any, options: dict[str, Any], model: nn.Module) -> tuple
     if cls is torch.optim.AdamW:
         known = ("lr", "betas", "eps", "weight_decay")
         return SplitAdamW, {name: value for name, value in options.items() if name in known}
+    if "bitsandbytes" in str(cls) and options.get("optim_bits") == 8:
+        options = {**options, "wide": _embeddings(model)}
     return MasterWeights, {**options, "make": cls}  # a class: the Trainer takes other callables for factories
+
+
+def _embeddings(model: nn.Module) -> list[Tensor]:
+    """What transformers' Trainer has 8-bit optimizers keep 32 bits for; it would name the weights, and not the copies
+    that are optimised."""
+    return [module.weight for module in model.modules() if isinstance(module, nn.Embedding)]
+
+
+def _keep_32_bits(params: list[Tensor]) -> None:
+    """Tell bitsandbytes, which knows parameters by their ids: those must be free again when the parameters are gone."""
+    if not params:
+        return
+    from bitsandbytes.optim import GlobalOptimManager
+
+    manager = GlobalOptimManager.get_instance()
+    manager.override_config(params, "optim_bits", 32)
+    for p in params:
+        weakref.finalize(p, manager.pid2config.pop, id(p), None).atexit = False
 
 
 def warn_of_lost_bits(model: nn.Module) -> None:

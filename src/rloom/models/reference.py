@@ -6,7 +6,7 @@ import copy
 import functools
 import warnings
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any, Protocol
 
 from torch import Tensor, nn
@@ -23,6 +23,14 @@ class Reference(Protocol):
 
     def use(self, policy: Any) -> Any:
         """A context manager that yields the module to call."""
+        ...
+
+    def use_head(self, policy: Any) -> Any:
+        """The same where its output layer alone is called."""
+        ...
+
+    def staying(self) -> Any:
+        """A context manager: what comes to the device meanwhile stays until its end, however often it is used."""
         ...
 
     def sync(self, policy: Any, alpha: float, value: Value = as_they_are) -> None:
@@ -47,23 +55,48 @@ class FrozenReference:
         if offload:
             self.model.to("cpu")
         self.weights = FollowingWeights(dict(self.model.named_parameters()), moves=follows)
+        self._stays = False
+        self._home: dict[int, tuple[Tensor, Tensor]] = {}  # of what is on the device meanwhile: it, and its host's data
 
     @contextmanager
     def use(self, policy: Any) -> Iterator[Any]:
         """Yields the copy; one that is kept in the host's memory comes to the device meanwhile."""
-        if not self.offload:
+        with self.staying():
+            self._bring(self.model, policy)
             yield self.model
+
+    @contextmanager
+    def use_head(self, policy: Any) -> Iterator[Any]:
+        """Yields the copy, of which the output layer alone has come."""
+        with self.staying():
+            self._bring(self.model.get_output_embeddings(), policy)  # type: ignore[operator]
+            yield self.model
+
+    @contextmanager
+    def staying(self) -> Iterator[None]:
+        """Meanwhile what came to the device stays there. The outermost of these ends it."""
+        outermost, self._stays = not self._stays, True
+        try:
+            yield
+        finally:
+            if outermost:
+                self._stays = False
+                self._go_home()
+
+    def _bring(self, module: nn.Module, policy: Any) -> None:
+        if not self.offload:
             return
         device = next(policy.parameters()).device
-        tensors = [*self.model.parameters(), *self.model.buffers()]
-        home = [tensor.data for tensor in tensors]
-        for tensor in tensors:
-            tensor.data = tensor.data.to(device, non_blocking=True)
-        try:
-            yield self.model
-        finally:  # nothing was changed: let go of the device's copies rather than copy them back
-            for tensor, data in zip(tensors, home, strict=True):
-                tensor.data = data
+        for tensor in (*module.parameters(), *module.buffers()):
+            if id(tensor) not in self._home:
+                self._home[id(tensor)] = (tensor, tensor.data)
+                tensor.data = tensor.data.to(device, non_blocking=True)
+
+    def _go_home(self) -> None:
+        """Nothing was changed: let go of the device's copies rather than copy them back."""
+        for tensor, data in self._home.values():
+            tensor.data = data
+        self._home = {}
 
     def sync(self, policy: Any, alpha: float, value: Value = as_they_are) -> None:
         """Move the copy towards the policy."""
@@ -96,6 +129,12 @@ class AdapterReference:
         """Yields the policy itself, with its adapters switched."""
         with _trainable_as_before(policy), self._switched(policy), self._shared_in_place(policy):
             yield policy
+
+    use_head = use
+
+    def staying(self) -> Any:
+        """It is the policy's own: there is nothing to bring."""
+        return nullcontext()
 
     @contextmanager
     def _switched(self, policy: Any) -> Iterator[None]:

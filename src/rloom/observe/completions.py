@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import defaultdict, deque
+from collections.abc import Sequence
 from typing import Any
 
 from rich.console import Console
@@ -17,11 +18,16 @@ from rloom.observe.cells import as_text
 
 
 class CompletionLog:
-    """Prompts, completions, scores and advantages of the latest rollout, one entry per completion."""
+    """Prompts, completions, scores and advantages of the latest rollout, one entry per completion.
+
+    Completions wait until their advantages are known. Those that are trained on join the table then, and the others
+    (of groups that were replaced) never do.
+    """
 
     def __init__(self, size: int) -> None:
         self.size = size
         self.count = self.shown = self.sent = 0  # completions taken in, and how many when they were last shown and sent
+        self._waiting: dict[int, dict[str, Any]] = {}  # by their numbers in the run's store
         self.columns: dict[str, Any] = {
             "images": self._column(),
             "prompt": self._column(),
@@ -33,6 +39,32 @@ class CompletionLog:
 
     def _column(self) -> deque[Any]:
         return deque(maxlen=self.size)
+
+    def add(self, numbers: Sequence[int], rows: Sequence[dict[str, Any]]) -> None:
+        """Take in completions whose advantages are not known yet, each by its number: entries by the columns' names,
+        those of `rewards` and `extra` by name once more."""
+        self._waiting.update(zip(numbers, rows, strict=True))
+
+    def settle(self, numbers: Sequence[int], advantages: Sequence[float]) -> None:
+        """Say the advantages of completions, which makes them the table's latest."""
+        for number, advantage in zip(numbers, advantages, strict=True):
+            self._append({**self._waiting.pop(number), "advantages": advantage})
+        self.count += len(numbers)
+
+    def forget(self) -> None:
+        """Let go of what still waits: it was not trained on."""
+        self._waiting = {}
+
+    def _append(self, row: dict[str, Any]) -> None:
+        before = len(self.columns["prompt"])
+        for name, value in row.items():
+            column = self.columns[name]
+            if not isinstance(column, dict):
+                column.append(value)
+                continue
+            for one in {**column, **value}:  # rows from before a column was there, and later ones without, have None
+                column[one].extendleft([None] * (before - len(column[one])))
+                column[one].append(value.get(one))
 
     def table(self, step: int) -> dict[str, list[Any]]:
         """Equal-length columns by name."""

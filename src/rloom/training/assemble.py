@@ -35,9 +35,11 @@ from rloom.rewards.build import as_list, build_reward, check_rewards, is_url, lo
 from rloom.rewards.collection import RewardSet
 from rloom.rewards.compose import Composition, Term, as_terms
 from rloom.training import contest, loaders
+from rloom.training.appraiser import Appraiser
 from rloom.training.budget import TokenBudget
 from rloom.training.credit import Credit, Shaper
 from rloom.training.learner import Learner
+from rloom.training.passes import Passes
 from rloom.training.rollouts import Collector
 from rloom.types import Rollout
 
@@ -73,6 +75,7 @@ class Parts:
     completion_log: CompletionLog
     store: RunStore
     collector: Collector
+    appraiser: Appraiser
     learner: Learner
 
 
@@ -259,14 +262,19 @@ def build(
     metrics, log = Metrics(), CompletionLog(args.generation_batch_size)
     store = RunStore(args.output_dir, texts=args.store_completions)
     credit, shaper = Credit(args), Shaper(args, rewards.weights, composition)
-    learner = Learner(
+    passes = Passes(
         args,
         policy=trainer.model,
         reference=reference,
-        credit=credit,
-        metrics=metrics,
         batcher=_batcher(trainer, policy, args),
         budget=TokenBudget(args.max_tokens_per_micro_batch or DEFAULT_TOKENS),
+    )
+    appraiser = Appraiser(args, passes=passes, credit=credit, metrics=metrics)
+    learner = Learner(
+        args,
+        passes=passes,
+        appraiser=appraiser,
+        metrics=metrics,
         aux_loss_weight=_aux_loss_weight(trainer.model, args.router_aux_loss_coef),
         keeps_gradients=not trainer.is_deepspeed_enabled,
     )
@@ -298,6 +306,7 @@ def build(
         completion_log=log,
         store=store,
         collector=collector,
+        appraiser=appraiser,
         learner=learner,
     )
 

@@ -14,7 +14,7 @@ from rloom.algo import masked_std
 from rloom.data.images import without_images
 from rloom.data.plan import UpdatePlan
 from rloom.data.prompts import PromptEncoder
-from rloom.errors import EngineError
+from rloom.errors import EngineError, NoCompletionError
 from rloom.evaluation.measured import Measured
 from rloom.generation.base import Engine
 from rloom.observe.completions import CompletionLog
@@ -64,7 +64,7 @@ class Collector:
         try:
             groups = self._in_order(prompts, self._generate(prompts, num_generations, seed))
             if not any(group.completions for group in groups):
-                raise EngineError("the engine returned no completion at all; see its messages above")
+                raise NoCompletionError("the engine returned no completion at all; see its messages above")
             inputs, contents, texts, ids = _flat(groups)
             self.rewards.failed, self.rewards.reasons, self.extra = None, {}, {}
             scores = self.score(inputs, contents, texts, ids).cpu().float()
@@ -76,10 +76,8 @@ class Collector:
         self._record(groups, scores, num_generations, mode)
         if self.measured is not None:
             self.measured.add(groups, scores, self.shaper.total(scores), texts)
-        self._log_completions(contents, texts, scores)
         rollout.records = self.store.add(self._stored(groups, rollout))
-        if self.log_images:
-            self.log.columns["images"].extend(group.prompt.images for group in groups for _ in group.completions)
+        self.log.add(rollout.records, self._shown(groups, texts, rollout))
         return rollout
 
     def _generate(self, prompts: list[Prompt], num_generations: int, seed: int) -> list[Group]:
@@ -133,6 +131,7 @@ class Collector:
             scores=scores,
             score=score,
             trained=trained.tolist(),
+            num_groups=len(groups),
             sampling_logprobs=None if any(p is None for p in logprobs) else logprobs,  # type: ignore[arg-type]
             ended=[c.stop_reason == EOS for c in completions],
             prompt_inputs=[group.prompt.inputs for group in groups for _ in group.completions],
@@ -178,8 +177,7 @@ class Collector:
     def _stored(self, groups: list[Group], rollout: Rollout) -> list[dict[str, Any]]:
         """The rollout as the run's store keeps it; the advantages follow when they are known."""
         flat = [(number, g.prompt, c) for number, g in enumerate(groups) for c in g.completions]
-        extra = {name: values for name, values in self.extra.items() if len(values) == len(flat)}
-        scores, reward = rollout.scores.tolist(), rollout.score.tolist()
+        scores, reward, extra = rollout.scores.tolist(), rollout.score.tolist(), self._extra_by_row(len(flat))
         return [
             {
                 "group": number,
@@ -191,18 +189,30 @@ class Collector:
                 "advantage": None,
                 "stop_reason": completion.stop_reason,
                 "num_tokens": len(completion.token_ids),
-                "extra": {name: values[row] for name, values in extra.items()},
+                "extra": extra[row],
             }
             for row, (number, prompt, completion) in enumerate(flat)
         ]
 
-    def _log_completions(self, prompts: list[Any], completions: list[Any], scores: Tensor) -> None:
-        columns = self.log.columns
-        self.log.count += len(prompts)
-        columns["prompt"].extend(prompts)
-        columns["completion"].extend(completions)
-        for index, name in enumerate(self.reward_names):
-            columns["rewards"][name].extend(scores[:, index].tolist())
+    def _shown(self, groups: list[Group], completions: list[Any], rollout: Rollout) -> list[dict[str, Any]]:
+        """The rollout as the table of completions shows it; the advantages follow when they are known."""
+        prompts = [group.prompt for group in groups for _ in group.completions]
+        scores, extra = rollout.scores.tolist(), self._extra_by_row(len(prompts))
+        return [
+            {
+                "prompt": prompt.content,
+                "completion": completions[row],
+                "rewards": dict(zip(self.reward_names, scores[row], strict=True)),
+                "extra": extra[row],
+                **({"images": prompt.images} if self.log_images else {}),
+            }
+            for row, prompt in enumerate(prompts)
+        ]
+
+    def _extra_by_row(self, count: int) -> list[dict[str, Any]]:
+        """What reward functions add to each completion."""
+        whole = {name: values for name, values in self.extra.items() if len(values) == count}
+        return [{name: values[row] for name, values in whole.items()} for row in range(count)]
 
 
 def _flat(groups: list[Group]) -> tuple[list[dict[str, Any]], list[Any], list[Any], list[list[int]]]:
@@ -241,7 +251,10 @@ def replace_degenerate(rollout: Rollout, draw: Callable[[int, int], Rollout], ro
         missing = [group for group, without in enumerate(equal) if without]
         if not missing:
             break
-        other = draw(len(missing), number)
+        try:
+            other = draw(len(missing), number)
+        except NoCompletionError:  # which is no reason to lose the groups that there are
+            continue
         found = [group for group, without in enumerate(other.degenerate()) if not without]
         swaps = dict(zip(missing, found, strict=False))
         replaced += len(swaps)
@@ -264,6 +277,7 @@ def _assembled(sources: list[tuple[Rollout, int]]) -> Rollout:
         scores=torch.stack([r.scores[row] for r, row, _ in rows]),
         score=torch.stack([r.score[row] for r, row, _ in rows]),
         trained=[r.trained[row] for r, row, _ in rows],
+        num_groups=len(sources),
         sampling_logprobs=None if any(s is None for s in sampled) else sampled,  # type: ignore[arg-type]
         ended=[bool(r.ended and r.ended[row]) for r, row, _ in rows],
         prompt_inputs=[r.prompt_inputs[row] for r, row, _ in rows],

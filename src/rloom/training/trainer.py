@@ -139,7 +139,7 @@ class RLOOTrainer(UpdateLoop):
             warn_of_lost_bits(self.model)
         parts = assemble.build(self, policy, functions, terms, reward_classes, reference_path, engine)
         self.rewards, self.collector, self.learner = parts.rewards, parts.collector, parts.learner
-        self.credit, self.shaper = parts.credit, parts.shaper
+        self.appraiser, self.credit, self.shaper = parts.appraiser, parts.credit, parts.shaper
         self.reference = parts.reference
         self.metrics, self.completion_log, self.store = parts.metrics, parts.completion_log, parts.store
         self.schedule = loaders.schedule(args)
@@ -190,7 +190,10 @@ class RLOOTrainer(UpdateLoop):
             self.optimizer.train()  # schedule-free optimizers have modes
         self.store.forget()  # what an update left that failed
         shares = self.buffer.take(inputs)
-        loss = self.learner.accumulate(model, shares, compute_loss=self.compute_loss, backward=self._backward)
+        own = getattr(self.compute_loss, "__func__", None) is not RLOOTrainer.compute_loss  # it may add to ours
+        loss = self.learner.accumulate(
+            model, shares, compute_loss=self.compute_loss, backward=self._backward, skip=not own
+        )
         self._note_first_use([share.rollout for share in shares])
         if self.args.torch_empty_cache_steps and self.state.global_step % self.args.torch_empty_cache_steps == 0:
             clear_device_cache()
@@ -206,7 +209,7 @@ class RLOOTrainer(UpdateLoop):
             draw = functools.partial(self._draw_others, seed)
             rollout, replaced = replace_degenerate(rollout, draw, self.args.dynamic_sampling)
             self.metrics.add("train", "completions/replaced_groups", float(replaced))
-        self.learner.prepare(self.model_wrapped, rollout, whole=plan.whole[number])
+        self.appraiser.prepare(self.model_wrapped, rollout, whole=plan.whole[number])
         return rollout
 
     def _draw_others(self, seed: int, count: int, number: int) -> Rollout:
@@ -223,7 +226,8 @@ class RLOOTrainer(UpdateLoop):
         return_outputs: bool = False,
         num_items_in_batch: Tensor | int | None = None,
     ) -> Tensor:
-        """A micro-batch's share of the update's loss; override it to add a term of your own."""
+        """A micro-batch's share of the update's loss; override it to add a term of your own. Groups without signal,
+        which are skipped otherwise, are run then: your term may have a gradient there."""
         if return_outputs:
             raise ValueError("The RLOOTrainer does not support returning outputs")
         with self.compute_loss_context_manager():
@@ -274,7 +278,6 @@ class RLOOTrainer(UpdateLoop):
         taken = self.collector.extra  # of this rollout: two functions may choose the same name, and both are kept
         names = itertools.chain([column], (f"{column} ({n})" for n in itertools.count(2)))
         column = next(name for name in names if name not in taken)
-        self._logs["extra"][column].extend(values)
         taken[column] = list(values)
 
     def _log_metric(self, name: str, value: float) -> None:
@@ -405,14 +408,13 @@ class RLOOTrainer(UpdateLoop):
                 ]
                 device = max((a.device for a in known), key=lambda device: device.type != "cpu")
                 advantages = torch.stack([a.to(device) for a in known]).tolist()
-                self._logs["advantages"].extend(advantages)
+                self.completion_log.settle(rollout.records, advantages)
                 self.store.settle(rollout.records, advantages)
                 rollout.records = []
-                self.learner.record_kl(rollout, self._mode)
-                self.learner.record_older(rollout, self._mode)
-                self.learner.record_mismatch(rollout, self._mode)
+                self.appraiser.record(rollout, self._mode)
         done = self.state.global_step  # the update under way is counted when it is over
         self.store.write(done + 1 if self._mode == "train" else done, self._eval_prefix or "train")
+        self.completion_log.forget()  # groups that were replaced
 
     def _count_tokens(self, new: int) -> int:
         self.state.num_input_tokens_seen += new

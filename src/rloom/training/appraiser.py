@@ -1,0 +1,183 @@
+"""What a rollout's rows are worth: the reference's and the old policy's log-probabilities, token KLs, advantages.
+
+Two forms. In the *one-forward* form the training forward's own detached log-probabilities give the KL, the reward and
+the advantages (`take_in`), and the same graph is then run backward. It needs the whole of each group in one micro-batch
+and one update that sees all of the rollout. Otherwise `prepare` makes a pass of its own first, at the rollout's weights
+(*two passes*).
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rloom.algo import token_kl
+from rloom.data.transfer import flat_numbers, upload
+from rloom.models.head import exact_kl_chunks
+from rloom.models.logprobs import TokenStats
+from rloom.observe.metrics import Metrics
+from rloom.observe.older import rollout_metrics
+from rloom.training.credit import Credit
+from rloom.training.passes import Passes, evaluating, gather, keep, trained_rows
+from rloom.types import MicroBatch, Rollout
+
+
+class Appraiser:
+    """Fills a rollout's `policy_logprobs`, `reference_logprobs`, `kl` and `advantages`."""
+
+    def __init__(self, config: Any, *, passes: Passes, credit: Credit, metrics: Metrics) -> None:
+        self.config, self.passes, self.credit, self.metrics = config, passes, credit, metrics
+        self.estimator = config.choices.kl_estimator
+
+    # -- before the first update
+
+    def prepare(self, model: Any, rollout: Rollout, *, whole: bool, mode: str = "train") -> None:
+        """Fill in what cannot wait for the training forward.
+
+        `whole`: the update that follows is the first and trains on all of the rollout at its own weights.
+        """
+        train = mode == "train"
+        self.passes.batcher.settle(rollout)
+        if self.passes.reference is not None and self.estimator != "full":
+            self._reference_pass(rollout)
+        if not self.credit.needs_kl:
+            self._set_advantages(rollout, range(len(rollout)), update=train)
+        if not whole or (self.credit.needs_kl and not self._fits_one_forward(rollout)):
+            self._first_pass(model, rollout, keep_logprobs=not whole)
+            if self.credit.needs_kl:
+                self._set_advantages(rollout, range(len(rollout)), update=train)
+
+    def _fits_one_forward(self, rollout: Rollout) -> bool:
+        if self.credit.needs_batch:
+            return False
+        batcher, tokens = self.passes.batcher, self.passes.budget.tokens
+        plans = batcher.plan(rollout, trained_rows(rollout), tokens, whole_groups=True)
+        return all(batcher.size(rollout, rows) <= tokens for rows in plans)
+
+    def _first_pass(self, model: Any, rollout: Rollout, *, keep_logprobs: bool) -> None:
+        """For a KL in the reward, token KLs; and if asked for the log-probabilities at the rollout's weights.
+
+        An update that trains on all of it at these weights takes those of its own forward: with dropout they differ.
+        """
+
+        def run(batch: MicroBatch) -> None:
+            with evaluating(model):
+                stats = self.passes.forward(model, batch)
+            if keep_logprobs:
+                keep(rollout.policy_logprobs, batch, stats.logprobs)
+            if self.credit.needs_kl:
+                keep(rollout.kl, batch, self.kl(batch, stats))
+
+        self.passes.without_gradient(rollout, run)
+
+    def _reference_pass(self, rollout: Rollout) -> None:
+        """The reference's log-probabilities of all that will be trained on."""
+
+        def run(batch: MicroBatch) -> None:
+            keep(rollout.reference_logprobs, batch, self.passes.by_reference(batch).logprobs)
+
+        self.passes.without_gradient(rollout, run)
+
+    # -- during an update
+
+    def awaits_forward(self, rollout: Rollout, rows: Sequence[int]) -> bool:
+        """Whether the advantages of these rows are still to come from the training forward."""
+        return self.credit.needs_kl and any(rollout.advantages[row] is None for row in rows)
+
+    def catch_up(self, model: Any, rollout: Rollout, rows: Sequence[int]) -> None:
+        """A budget that has shrunk since `prepare` may no longer hold whole groups: two passes, then."""
+        if self.awaits_forward(rollout, rows) and not self._fits_one_forward(rollout):
+            self._first_pass(model, rollout, keep_logprobs=False)
+            self._set_advantages(rollout, range(len(rollout)))
+
+    @torch.no_grad()
+    def take_in(self, batch: MicroBatch, stats: TokenStats) -> None:
+        """What a training forward at the rollout's weights says about it."""
+        rollout = batch.rollout
+        if batch.first:
+            keep(rollout.policy_logprobs, batch, stats.logprobs.detach())
+        if batch.one_forward:
+            keep(rollout.kl, batch, self.kl(batch, stats))
+            self._set_advantages(rollout, _whole_groups(rollout, batch.rows))
+
+    def kl(self, batch: MicroBatch, stats: TokenStats) -> Tensor:
+        """Token KLs (B, C), differentiable in the policy's log-probabilities."""
+        if self.estimator == "full":
+            return self._exact_kl(batch, stats)
+        known = batch.rollout.reference_logprobs
+        if any(known[row] is None for row in batch.rows):
+            keep(known, batch, self.passes.by_reference(batch).logprobs)
+        return token_kl(self.estimator, stats.logprobs, gather(known, batch))
+
+    def _exact_kl(self, batch: MicroBatch, stats: TokenStats) -> Tensor:
+        policy, reference = self.passes.policy, self.passes.reference
+        assert reference is not None
+        size = policy.get_output_embeddings().weight.shape[0]
+        using = functools.partial(reference.use_head, policy)
+        with reference.staying():  # not for the backward, whose memory it would take; its head comes again there
+            return batch.to_table(exact_kl_chunks(stats.head, self.passes.by_reference(batch).head, size, using))
+
+    def advantages(self, batch: MicroBatch) -> Tensor:
+        """Those of a micro-batch: (B,), or (B, C) where each token has its own."""
+        values = [batch.rollout.advantages[row] for row in batch.rows]
+        if values[0].dim() == 0:  # type: ignore[union-attr]
+            return upload(torch.stack(values), self.passes.device)  # type: ignore[arg-type]
+        return gather(batch.rollout.advantages, batch)
+
+    def _set_advantages(self, rollout: Rollout, rows: Sequence[int], *, update: bool = True) -> None:
+        """Advantages of whole groups, from scores and the token KLs that are known."""
+        index = torch.tensor(list(rows))
+        _, groups = rollout.groups[index].unique(return_inverse=True)  # numbered from 0
+        score, kl, mask = rollout.score[index], None, None
+        if self.credit.needs_kl:
+            kl, mask = _stack([rollout.kl[row] for row in rows])
+            score = upload(score, kl.device)
+            groups = upload(groups, kl.device)
+        values = self.credit.advantages(score, groups, kl, mask, update=update)
+        for row, value in zip(rows, values.unbind(0), strict=True):
+            rollout.advantages[row] = value if value.dim() == 0 else value[: len(rollout.completion_ids[row])]
+
+    # -- after the first update
+
+    def record(self, rollout: Rollout, mode: str) -> None:
+        """Metrics of a rollout, once all about it is known."""
+        known = [kl for kl in rollout.kl if kl is not None]
+        if known:
+            self.metrics.add(mode, "kl", torch.cat(known).mean())
+        if self.config.log_older_metrics:
+            for name, value in rollout_metrics(rollout, self.config.beta).items():
+                self.metrics.add(mode, name, value)
+        self._record_mismatch(rollout, mode)
+
+    def _record_mismatch(self, rollout: Rollout, mode: str) -> None:
+        """How far the engine's log-probabilities are from the trainer's, at equal weights: rounding, or a fault."""
+        sampled = rollout.sampling_logprobs
+        rows = [row for row, policy in enumerate(rollout.policy_logprobs) if policy is not None]
+        if sampled is None or not rows:
+            return
+        policy = torch.cat([rollout.policy_logprobs[row] for row in rows]).float()  # type: ignore[misc]
+        engine = upload(flat_numbers([sampled[row] for row in rows]), policy.device)
+        difference = (policy - engine).abs()
+        self.metrics.add(mode, "mismatch/mean", difference.mean())
+        self.metrics.add(mode, "mismatch/max", difference.max())
+
+
+def _whole_groups(rollout: Rollout, rows: Sequence[int]) -> list[int]:
+    """All rows of the groups that `rows` belong to, those that are not trained on included."""
+    members = torch.isin(rollout.groups, rollout.groups[torch.tensor(list(rows))])
+    return members.nonzero().flatten().tolist()
+
+
+def _stack(rows: list[Tensor | None]) -> tuple[Tensor, Tensor]:
+    """Ragged rows as a padded tensor and its mask; None is a row of no tokens. (N, T)"""
+    known = [row for row in rows if row is not None]
+    device = known[0].device if known else torch.device("cpu")
+    lengths = [0 if row is None else len(row) for row in rows]
+    there = torch.arange(max([*lengths, 1])) < torch.tensor(lengths).unsqueeze(1)
+    flat, mask = upload(there.flatten().nonzero().squeeze(-1), device), upload(there.float(), device)
+    values = torch.zeros(mask.numel(), device=device)
+    return (values.index_copy(0, flat, torch.cat(known)) if known else values).view(mask.shape), mask

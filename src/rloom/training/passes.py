@@ -1,0 +1,107 @@
+"""Forwards over a rollout's micro-batches, by policy and reference; what they say is kept row by row."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rloom.data.batching import Batcher
+from rloom.data.transfer import upload
+from rloom.models.attention import CompiledLayers, own_attention, packed_attention, running
+from rloom.models.logprobs import Forward, TokenStats
+from rloom.models.reference import FrozenReference, Reference
+from rloom.training.budget import TokenBudget
+from rloom.types import MicroBatch, Rollout
+
+
+class Passes:
+    """How policy and reference are run on micro-batches."""
+
+    def __init__(
+        self, config: Any, *, policy: Any, reference: Reference | None, batcher: Batcher, budget: TokenBudget
+    ) -> None:
+        self.policy, self.reference = policy, reference
+        self.batcher, self.budget = batcher, budget
+        self.forward = Forward(policy, config.temperature, keep_logits=config.keep_logits)
+        self._reference_forward = self.forward
+        self._attending = [self.forward.base]
+        if isinstance(reference, FrozenReference):
+            self._reference_forward = Forward(reference.model, config.temperature)
+            self._attending.append(self._reference_forward.base)
+        self._compiled = CompiledLayers(self._attending) if config.compile_layers and batcher.packed else None
+
+    @property
+    def device(self) -> torch.device:
+        """Where the policy is."""
+        return next(self.policy.parameters()).device
+
+    def attention(self) -> Any:
+        """Attention over packed rows for policy and reference, until the last backward is done."""
+        if not self.batcher.packed:
+            return nullcontext()
+        return packed_attention(self._attending, self._compiled)
+
+    def reference_stays(self) -> Any:
+        """An offloaded reference that is used meanwhile stays on the device until the end, and travels once."""
+        return nullcontext() if self.reference is None else self.reference.staying()
+
+    @torch.no_grad()
+    def by_reference(self, batch: MicroBatch) -> TokenStats:
+        """What the reference says about a micro-batch."""
+        assert self.reference is not None
+        with self.reference.use(self.policy) as module, evaluating(module):
+            return self._reference_forward(module, batch)
+
+    def without_gradient(self, rollout: Rollout, run: Callable[[MicroBatch], None]) -> None:
+        """Run over all trained rows. Nothing is kept for a backward, so that many more tokens fit at a time."""
+
+        @torch.no_grad()
+        def passes() -> None:
+            budget = self.budget.without_gradient
+            with self.attention(), self.reference_stays():
+                for rows in self.batcher.plan(rollout, trained_rows(rollout), budget, whole_groups=False):
+                    batch = self.batcher.make(rollout, rows, self.device)
+                    with laid_out(batch):
+                        run(batch)
+
+        self.budget.retrying(passes, gradient=False)
+
+
+def trained_rows(rollout: Rollout) -> list[int]:
+    """The rows that are in the loss."""
+    return [row for row, trained in enumerate(rollout.trained) if trained]
+
+
+def keep(column: list[Tensor | None], batch: MicroBatch, values: Tensor) -> None:
+    """Keep each row's values, (B, C) → (T_i,) each: views into one flat tensor."""
+    flat = values.flatten()[batch.flat]
+    for row, part in zip(batch.rows, flat.split(batch.lengths), strict=True):
+        column[row] = part
+
+
+def gather(column: list[Tensor | None], batch: MicroBatch) -> Tensor:
+    """Rows' kept values as one padded table, (B, C)."""
+    flat = torch.cat([column[row] for row in batch.rows])  # type: ignore[misc]
+    return batch.to_table(upload(flat, batch.flat.device))
+
+
+@contextmanager
+def laid_out(batch: MicroBatch) -> Iterator[None]:
+    """Attention as the layout of a micro-batch wants it, until its backward is done."""
+    with own_attention() if batch.packed is None else running(batch.packed):
+        yield
+
+
+@contextmanager
+def evaluating(model: Any) -> Iterator[None]:
+    """Evaluation mode for a while: no dropout, no gradient checkpointing."""
+    training = model.training
+    model.eval()
+    try:
+        yield
+    finally:
+        model.train(training)
