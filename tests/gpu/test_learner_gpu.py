@@ -236,3 +236,29 @@ def test_nothing_waits_inside_an_update(tmp_path, tokenizer):
     trainer.train()
     assert any("HtoD" in key for key in copies)
     assert not any("Pageable" in key or "DtoH" in key for key in copies), copies
+
+
+def test_a_reference_that_follows_loses_nothing_wherever_it_is_kept():
+    """bfloat16, a hundredth at a time: on the GPU, in the host's memory, and in float32."""
+    from rloom.models.reference import make_reference
+
+    torch.manual_seed(0)
+    policy = tf.AutoModelForCausalLM.from_config(CONFIGS["qwen2"]()).cuda().bfloat16()
+    copies = [make_reference(policy, follows=True, new_adapter=False, other=None, offload=x) for x in (False, True)]
+    plain = [p.detach().float() for p in policy.parameters()]
+    for _ in range(4):
+        with torch.no_grad():
+            for p in policy.parameters():
+                p.add_(0.01 * torch.randn_like(p))
+        for reference in copies:
+            reference.sync(policy, 0.01)
+        plain = [0.99 * mine + 0.01 * p.detach().float() for mine, p in zip(plain, policy.parameters(), strict=True)]
+    here, there = ([x.weights.value(name) for name in x.weights.weights] for x in copies)
+    for a, b, expected in zip(here, there, plain, strict=True):
+        assert a.is_cuda
+        assert not b.is_cuda
+        assert torch.equal(a.cpu(), b)
+        torch.testing.assert_close(a, expected, atol=1e-6, rtol=1e-6)
+    inputs = torch.arange(4, 40, device="cuda")[None]
+    with copies[0].use(policy) as left, copies[1].use(policy) as right, torch.no_grad():
+        assert torch.equal(left(inputs).logits, right(inputs).logits)
