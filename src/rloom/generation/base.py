@@ -47,10 +47,11 @@ def cut_at_end(tokens: Sequence[int], eos_token_ids: Sequence[int]) -> Completio
     >>> cut_at_end([5, 6, 2, 2, 2], eos_token_ids=[2])
     Completion(token_ids=[5, 6, 2], stop_reason='eos', text='', logprobs=None, drawn_logprobs=None, entropies=None)
     """
-    for position, token in enumerate(tokens):
-        if token in eos_token_ids:
-            return Completion(token_ids=list(tokens[: position + 1]), stop_reason=EOS)
-    return Completion(token_ids=list(tokens), stop_reason=LENGTH)
+    tokens = list(tokens)
+    ends = [tokens.index(end) for end in eos_token_ids if end in tokens]
+    if ends:
+        return Completion(token_ids=tokens[: min(ends) + 1], stop_reason=EOS)
+    return Completion(token_ids=tokens, stop_reason=LENGTH)
 
 
 def is_end(tokens: Sequence[int], sampling: Sampling, tokenizer: Any = None) -> str | None:

@@ -48,7 +48,7 @@ class RewardBatch:
             self,
             prompts=own(self.prompts),
             completions=own(self.completions),
-            completion_ids=own(self.completion_ids),
+            completion_ids=[list(ids) for ids in self.completion_ids],  # many, and numbers all of them
             columns=own(self.columns),
         )
 
