@@ -226,6 +226,29 @@ def test_reference_is_a_copy_of_the_weights_that_were_given(config, rows, tmp_pa
     assert trainer.state.log_history[0]["kl"] == pytest.approx(0.0, abs=1e-6)
 
 
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ({}, ["reference", "reward"]),  # a GPU works while rewards are awaited
+        ({"dynamic_sampling": 1}, ["reward", "reference"]),  # not on groups that may be replaced
+        ({"objective": "trl", "kl_estimator": "full"}, ["reward"]),  # it needs the policy's forward beside it
+    ],
+)
+def test_the_reference_is_asked_once_and_before_rewards_are(config, rows, options, expected):
+    order = []
+
+    def noted(completions, **kwargs):
+        order.append("reward")
+        return [float(row % 2) for row in range(len(completions))]
+
+    args = config(beta=0.1, max_steps=1, **options)
+    trainer = RLOOTrainer(make_model(), noted, args, rows, processing_class=make_tokenizer())
+    run = trainer.appraiser._reference_pass
+    trainer.appraiser._reference_pass = lambda rollout: (order.append("reference"), run(rollout))
+    trainer.train()
+    assert order == expected
+
+
 def test_without_a_kl_there_is_no_reference(config, rows):
     trainer, _ = train(config(beta=0.0, max_steps=1), rows)
     assert trainer.reference is None

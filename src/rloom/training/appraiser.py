@@ -35,15 +35,20 @@ class Appraiser:
 
     # -- before the first update
 
+    def begin(self, rollout: Rollout) -> None:
+        """What needs no scores, while they are awaited: a GPU is given this work before the host waits for rewards."""
+        self.passes.batcher.settle(rollout)
+        if self.passes.reference is not None and self.estimator != "full":
+            self._reference_pass(rollout)
+
     def prepare(self, model: Any, rollout: Rollout, *, whole: bool, mode: str = "train") -> None:
         """Fill in what cannot wait for the training forward.
 
         `whole`: the update that follows is the first and trains on all of the rollout at its own weights.
         """
         train = mode == "train"
-        self.passes.batcher.settle(rollout)
-        if self.passes.reference is not None and self.estimator != "full":
-            self._reference_pass(rollout)
+        if any(rollout.reference_logprobs[row] is None for row in trained_rows(rollout)):
+            self.begin(rollout)
         if not self.credit.needs_kl:
             self._set_advantages(rollout, range(len(rollout)), update=train)
         if not whole or (self.credit.needs_kl and not self._fits_one_forward(rollout)):

@@ -292,6 +292,8 @@ def build(
         store=store,
         count_tokens=trainer._count_tokens,
         log_images=policy.vision and args.log_multimodal,
+        # Of groups that may be replaced, it would be work for nothing.
+        meanwhile=appraiser.begin if reference is not None and not args.dynamic_sampling else None,
     )
     _hint_dropout(trainer.model, args)
     if not datasets.is_iterable(trainer.train_dataset):

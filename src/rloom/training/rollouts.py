@@ -49,12 +49,14 @@ class Collector:
         store: RunStore,
         count_tokens: Callable[[int], int],
         log_images: bool = False,
+        meanwhile: Callable[[Rollout], None] | None = None,
     ) -> None:
         self.encoder, self.engine, self.score, self.shaper = encoder, engine, score, shaper
         self.batch, self.rewards, self.reward_names = batch, rewards, rewards.names
         self.decode, self.truncated = decode, truncated
         self.metrics, self.log, self.count_tokens, self.log_images = metrics, log, count_tokens, log_images
         self.store = store
+        self.meanwhile = meanwhile  # what can be computed of a rollout without its scores, while they are awaited
         self.extra: dict[str, list[Any]] = {}  # what reward functions add to each completion of a rollout
         self.measured: Measured | None = None  # while evaluating
 
@@ -65,6 +67,11 @@ class Collector:
             groups = self._in_order(prompts, self._generate(prompts, num_generations, seed))
             if not any(group.completions for group in groups):
                 raise NoCompletionError("the engine returned no completion at all; see its messages above")
+            rollout = self._without_scores(groups)
+            if self.meanwhile is not None:
+                self.meanwhile(rollout)
+            if not self._decodes_early:
+                self._decode(groups)
             inputs, contents, texts, ids = _flat(groups)
             self.rewards.failed, self.rewards.reasons, self.extra = None, {}, {}
             scores = self.score(inputs, contents, texts, ids).cpu().float()
@@ -72,7 +79,7 @@ class Collector:
                 self.shaper.composition.note_failures(self.rewards.failed)
         finally:
             self.rewards.forget()
-        rollout = self._rollout(groups, scores, mode)
+        self._set_scores(rollout, groups, scores, mode)
         self._record(groups, scores, num_generations, mode)
         if self.measured is not None:
             self.measured.add(groups, scores, self.shaper.total(scores), texts)
@@ -94,10 +101,16 @@ class Collector:
             groups.append(group)
             if not group.completions:
                 continue
-            self._decode([group])
+            if self._decodes_early:
+                self._decode([group])
             if self.rewards.streaming:
                 self.rewards.add(position[id(group.prompt)], self.batch(*_flat([group]), names=names))
         return groups
+
+    @property
+    def _decodes_early(self) -> bool:
+        """Whether texts are made group by group; else while the device is busy with what is done meanwhile."""
+        return self.rewards.streaming or self.meanwhile is None
 
     def _in_order(self, prompts: list[Prompt], groups: list[Group]) -> list[Group]:
         """Groups in the order of the prompts, whatever order they finished in; none may be lost."""
@@ -112,30 +125,32 @@ class Collector:
         for completion, text in zip(completions, self.decode([c.token_ids for c in completions]), strict=True):
             completion.text = text
 
-    def _rollout(self, groups: list[Group], scores: Tensor, mode: str) -> Rollout:
+    def _without_scores(self, groups: list[Group]) -> Rollout:
         completions = [c for group in groups for c in group.completions]
-        truncated = torch.tensor([c.truncated for c in completions])
-        lengths = torch.tensor([len(c.token_ids) for c in completions])
-        trained = lengths > 0
-        if self.truncated != "keep":
-            trained &= ~truncated
-        counted = scores
-        if self.truncated == "exclude":  # neither in a baseline nor in a normaliser
-            counted = torch.where(truncated.unsqueeze(-1), torch.full_like(scores, torch.nan), scores)
-        score = self.shaper(counted, lengths, ~truncated, update=mode == "train")
+        unknown = torch.full((len(completions),), torch.nan)
         logprobs = [c.logprobs for c in completions]
         return Rollout(
             prompt_ids=[group.prompt.token_ids for group in groups for _ in group.completions],
             completion_ids=[c.token_ids for c in completions],
             groups=torch.tensor([index for index, group in enumerate(groups) for _ in group.completions]),
-            scores=scores,
-            score=score,
-            trained=trained.tolist(),
+            scores=unknown.unsqueeze(-1),
+            score=unknown,
+            trained=[bool(c.token_ids) and (self.truncated == "keep" or not c.truncated) for c in completions],
             num_groups=len(groups),
             sampling_logprobs=None if any(p is None for p in logprobs) else logprobs,  # type: ignore[arg-type]
             ended=[c.stop_reason == EOS for c in completions],
             prompt_inputs=[group.prompt.inputs for group in groups for _ in group.completions],
         )
+
+    def _set_scores(self, rollout: Rollout, groups: list[Group], scores: Tensor, mode: str) -> None:
+        completions = [c for group in groups for c in group.completions]
+        truncated = torch.tensor([c.truncated for c in completions])
+        lengths = torch.tensor([len(c.token_ids) for c in completions])
+        counted = scores
+        if self.truncated == "exclude":  # neither in a baseline nor in a normaliser
+            counted = torch.where(truncated.unsqueeze(-1), torch.full_like(scores, torch.nan), scores)
+        rollout.scores = scores
+        rollout.score = self.shaper(counted, lengths, ~truncated, update=mode == "train")
 
     # -- what is written down
 
