@@ -477,3 +477,52 @@ def test_columns_of_the_same_name_are_both_in_the_store(config):
     ]
     table = trainer.completion_log.table(2)
     assert table["length"] == [-value for value in table["length (2)"]] == [len(c) for c in table["completion"]]
+
+
+# -- the table of completions
+
+
+def test_an_update_that_is_made_again_shows_and_stores_each_completion_once(config, rows, tmp_path):
+    """Its first rollout is there already, its second could not be scored at first."""
+    calls = []
+
+    class Retrying(RLOOTrainer):
+        def training_step(self, *inputs):
+            try:
+                return super().training_step(*inputs)
+            except RuntimeError:
+                return super().training_step(*inputs)
+
+    def flaky(completions, **kwargs):
+        calls.append(completions)
+        if len(calls) == 2:
+            raise RuntimeError("a service is down")
+        return [float(i) for i in range(len(completions))]
+
+    args = config(output_dir=str(tmp_path), max_steps=1, gradient_accumulation_steps=2, steps_per_generation=1)
+    trainer = Retrying(make_model(), flaky, args, rows, processing_class=make_tokenizer())
+    trainer.train()
+    del calls[1]
+    stored = read_store(tmp_path)
+    assert [row["completion"] for row in stored] == [text for call in calls for text in call]
+    assert all(row["advantage"] is not None for row in stored)
+    table = trainer.completion_log.table(2)
+    assert table["completion"] == [text for call in calls for text in call][-len(table["completion"]) :]
+
+
+def test_what_a_subclass_adds_to_the_log_stands_beside_its_completion(config, rows):
+    """TRL's way: `_logs["extra"]` grows while rewards are calculated."""
+
+    class Own(RLOOTrainer):
+        def _calculate_rewards(self, inputs, prompts, completions, ids):
+            self._logs["extra"]["first"].extend(text[:1] for text in completions)
+            if self.state.global_step == 0:
+                self._logs["extra"]["once"].extend(completions)
+            return super()._calculate_rewards(inputs, prompts, completions, ids)
+
+    trainer = Own(make_model(), lambda completions, **kwargs: [1.0] * len(completions), config(max_steps=3), rows,
+                  processing_class=make_tokenizer())  # fmt: skip
+    trainer.train()
+    table = trainer.completion_log.table(3)
+    assert table["first"] == [text[:1] for text in table["completion"]]
+    assert "once" not in table  # its rows have left the table

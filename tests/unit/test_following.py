@@ -189,3 +189,22 @@ def test_the_copy_of_a_bfloat16_adapter_computes_as_it_does():
         expected = policy(ids).logits
         with reference.use(policy) as module:
             assert torch.equal(module(ids).logits, expected)
+
+
+def test_weights_that_are_cast_after_the_reference_was_made_keep_their_bits():
+    """DeepSpeed makes the policy bfloat16 when training begins, and the reference's adapter with it."""
+    lora = LoraConfig(r=4, target_modules=["q_proj", "v_proj"], init_lora_weights=False)
+    policy = get_peft_model(make_model(), lora)
+    reference = make_reference(policy, new_adapter=True, follows=True, other=None)
+    policy.bfloat16()
+    start = {name: weight.detach().float() for name, weight in reference.weights.weights.items()}
+    with torch.no_grad():
+        for parameter in policy.parameters():
+            if parameter.requires_grad:
+                parameter.mul_(1 + 0.01 * torch.randn_like(parameter))
+    for _ in range(SYNCS):
+        reference.sync(policy, ALPHA)
+    state = reference.state_dict()
+    for name, first in start.items():
+        target = policy.get_parameter(name.replace(REF_ADAPTER, "default")).detach().float()
+        torch.testing.assert_close(value(state, name), closed_form(first, target, SYNCS), rtol=1e-6, atol=1e-8)

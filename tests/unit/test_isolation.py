@@ -598,8 +598,34 @@ def test_what_at_start_throws_is_told():
 
     with pytest.raises(RewardError, match="no such model"):
         score(rloom.reward(lambda completions: [1.0], isolated=True, at_start=broken))
-    with pytest.raises(RewardError, match="at_start is for functions with isolated=True or threads=True"):
+    with pytest.raises(RewardError, match="at_start is for functions with isolated=True, or with threads=True"):
         rloom.reward(lambda completions: [1.0], at_start=broken)
+
+    async def later(completions):
+        return [1.0]
+
+    with pytest.raises(RewardError, match="threads=True and not async"):  # it runs in none of these threads
+        rloom.reward(later, threads=True, at_start=broken)
+
+
+def test_at_start_that_throws_in_a_thread_costs_scores_and_not_the_run():
+    def broken():
+        raise ValueError("no such model")
+
+    function = rloom.reward(lambda completions: [1.0] * len(completions), threads=True, at_start=broken)
+    result, report = score(function, on_error="none")
+    assert result.isnan().all()
+    assert next(value for name, value in report.items() if name.endswith("/errors")) == 4
+    with pytest.raises(ValueError, match="no such model"):
+        score(function)
+
+
+def test_a_ready_made_reward_called_in_another_way_leaves_its_start_behind():
+    """Which was for worker processes: sympy of this process is not touched."""
+    assert marks_of(math_accuracy).at_start is not None
+    for options in ({"isolated": False}, {"isolated": False, "threads": True}):
+        assert marks_of(rloom.reward(math_accuracy, **options)).at_start is None
+    assert marks_of(rloom.reward(math_accuracy, time_limit=5.0)).at_start is not None
 
 
 def test_a_worker_reads_mathematics_as_this_process_does():

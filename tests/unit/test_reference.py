@@ -6,7 +6,7 @@ import copy
 
 import pytest
 import torch
-from peft import LoraConfig, get_peft_model
+from peft import AdaptionPromptConfig, LoraConfig, get_peft_model
 
 from rloom.models.reference import REF_ADAPTER, make_reference
 from tests.conftest import make_model
@@ -190,3 +190,31 @@ def test_an_offloaded_reference_that_finds_no_room_goes_home(monkeypatch):
     with pytest.raises(torch.OutOfMemoryError), trips.reference.use(trips.policy):
         pass
     assert not trips.away()
+
+
+def test_biases_of_a_policy_that_was_cast_since():
+    policy = with_biases("all")
+    reference = make_reference(policy, new_adapter=True, follows=False, other=None)
+    policy.bfloat16()
+    with reference.use(policy) as module:
+        assert logits(module).dtype == torch.bfloat16
+
+
+def test_an_adapter_may_be_called_like_a_part_of_the_model():
+    lora = LoraConfig(r=4, target_modules=["q_proj", "v_proj"], bias="lora_only", init_lora_weights=False)
+    policy = get_peft_model(make_model(attention_bias=True), lora, adapter_name="model").eval()
+    twin = copy.deepcopy(policy).unload()
+    reference = make_reference(policy, new_adapter=True, follows=False, other=None)
+    assert all(name.endswith("bias") for name in reference.shared)
+    train_a_little(policy)
+    with reference.use(policy) as module:
+        assert torch.equal(logits(module), logits(twin))
+
+
+def test_an_adapter_whose_parameters_do_not_have_its_name():
+    policy = get_peft_model(make_model(), AdaptionPromptConfig(adapter_len=4, adapter_layers=1, task_type="CAUSAL_LM"))
+    expected = logits(make_model().eval())
+    reference = make_reference(policy.eval(), new_adapter=True, follows=False, other=None)
+    train_a_little(policy)
+    with reference.use(policy) as module:
+        torch.testing.assert_close(logits(module), expected)

@@ -35,11 +35,9 @@ class FollowingWeights:
 
     def __init__(self, weights: Mapping[str, Tensor], *, moves: bool) -> None:
         self.weights, self.moves = dict(weights), moves
-        self.rests = {
-            name: torch.zeros_like(weight, dtype=torch.int16)
-            for name, weight in self.weights.items()
-            if moves and weight.dtype == torch.bfloat16
-        }
+        self.rests: dict[str, Tensor] = {}
+        for name in self.weights if moves else ():
+            self._rest(name)  # now, so that a run that has no memory for them fails at its start
 
     @torch.no_grad()
     def move(self, others: Iterable[Tensor], alpha: float, value: Value) -> None:
@@ -49,12 +47,23 @@ class FollowingWeights:
         """
         assert self.moves, "weights that stand still have no place for the bits that bfloat16 drops"
         for (name, mine), theirs in zip(self.weights.items(), others, strict=True):
-            rest = self.rests.get(name)
+            rest = self._rest(name)
             for piece in _pieces(mine):
                 if rest is None:
                     mine[piece].mul_(1 - alpha).add_(value(theirs, piece).to(mine), alpha=alpha)
                 else:
                     _mix(mine[piece], rest[piece], value(theirs, piece).float(), alpha)
+
+    def _rest(self, name: str) -> Tensor | None:
+        """The dropped bits of a weight, beside it; None for one that drops none. Weights may be cast and moved to a
+        device after this was made."""
+        weight = self.weights[name]
+        if weight.dtype != torch.bfloat16:
+            return None
+        if name not in self.rests:
+            self.rests[name] = torch.zeros_like(weight, dtype=torch.int16)
+        self.rests[name] = self.rests[name].to(weight.device)
+        return self.rests[name]
 
     def value(self, name: str) -> Tensor:
         """What a weight stands for, with the bits that it dropped."""
@@ -70,8 +79,9 @@ class FollowingWeights:
         """Copy the weights in, and their dropped bits; those that nobody saved are zero."""
         for name, weight in self.weights.items():
             weight.copy_(state[name])
-        for name, rest in self.rests.items():
-            rest.copy_(state.get(name + REST, torch.zeros_like(rest)))
+        for name in self.weights if self.moves else ():
+            if (rest := self._rest(name)) is not None:
+                rest.copy_(state.get(name + REST, torch.zeros_like(rest)))
 
 
 def _mix(mine: Tensor, rest: Tensor, theirs: Tensor, alpha: float) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import functools
-import warnings
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any, Protocol
@@ -127,7 +126,8 @@ class AdapterReference:
     @contextmanager
     def use(self, policy: Any) -> Iterator[Any]:
         """Yields the policy itself, with its adapters switched."""
-        with _trainable_as_before(policy), self._switched(policy), self._shared_in_place(policy):
+        # The shared ones first: with an adapter off, some kinds have no place for theirs.
+        with _trainable_as_before(policy), self._shared_in_place(policy), self._switched(policy):
             yield policy
 
     use_head = use
@@ -140,7 +140,7 @@ class AdapterReference:
     def _switched(self, policy: Any) -> Iterator[None]:
         if self.adapter is None:
             with ExitStack() as off:
-                with _no_word_of_biases(policy):
+                with _without_biases(policy.peft_config[policy.active_adapter]):  # it would warn: ours are in place
                     off.enter_context(policy.disable_adapter())
                 yield
             return
@@ -156,7 +156,7 @@ class AdapterReference:
         trained = [(policy.get_parameter(name), kept) for name, kept in self.shared.items()]
         home = [parameter.data for parameter, _ in trained]
         for parameter, kept in trained:
-            parameter.data = kept.to(parameter.device)  # DeepSpeed places the policy only when training begins
+            parameter.data = kept.to(parameter)  # DeepSpeed places and casts the policy only when training begins
         try:
             yield
         finally:
@@ -201,7 +201,10 @@ def _copy_active_adapter(policy: Any) -> None:
     active = policy.active_adapter
     if REF_ADAPTER in policy.peft_config:  # an earlier trainer's
         policy.delete_adapter(REF_ADAPTER)
-    policy.add_adapter(REF_ADAPTER, _without_biases(policy.peft_config[active]))
+    config = copy.copy(policy.peft_config[active])
+    if hasattr(config, "bias"):
+        config.bias = "none"  # peft allows only one adapter that trains biases, since they are not its own
+    policy.add_adapter(REF_ADAPTER, config)
     for name, frozen in _parameters_of(policy, REF_ADAPTER).items():
         # peft makes every new adapter float32; the copy of a bfloat16 one has to compute as that does.
         frozen.data = policy.get_parameter(_renamed(name, REF_ADAPTER, active)).detach().clone()
@@ -210,28 +213,17 @@ def _copy_active_adapter(policy: Any) -> None:
         frozen.requires_grad_(False)
 
 
-def _without_biases(config: Any) -> Any:
-    """The config of an adapter that trains no biases: peft allows only one that does, since they are not its own."""
-    if not _trains_biases(config):
-        return config
-    config = copy.copy(config)
-    config.bias = "none"
-    return config
-
-
-def _trains_biases(config: Any) -> bool:
-    return getattr(config, "bias", "none") != "none"
-
-
 @contextmanager
-def _no_word_of_biases(policy: Any) -> Iterator[None]:
-    """Keep peft from warning that trained biases stay when adapters are off: we put the given ones in their place."""
-    if not _trains_biases(policy.peft_config[policy.active_adapter]):
+def _without_biases(config: Any) -> Iterator[None]:
+    """An adapter's config as if it trained no biases, for a while."""
+    before = getattr(config, "bias", "none")
+    if before != "none":
+        config.bias = "none"
+    try:
         yield
-        return
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "Careful, disabling adapter layers with bias")
-        yield
+    finally:
+        if before != "none":
+            config.bias = before
 
 
 @contextmanager
@@ -249,18 +241,21 @@ def _trainable_as_before(policy: Any) -> Iterator[None]:
             parameter.requires_grad_(trainable)
 
 
-def _parameters_of(policy: Any, adapter: str) -> dict[str, Tensor]:
-    """An adapter's parameters: `…lora_A.NAME.weight`, `…lora_embedding_A.NAME`."""
-    return {name: parameter for name, parameter in policy.named_parameters() if adapter in name.split(".")}
+def _parameters_of(policy: Any, *adapters: str) -> dict[str, Tensor]:
+    """The parameters of adapters: `…lora_A.NAME.weight`, `…lora_embedding_A.NAME`."""
+    found: dict[str, Tensor] = {}
+    for path, module in policy.named_modules():
+        if isinstance(module, nn.ModuleDict | nn.ParameterDict):  # peft keeps adapters in these, by name
+            for name, parameter in module.named_parameters(path):
+                if name[len(path) + 1 :].split(".")[0] in adapters and all(parameter is not p for p in found.values()):
+                    found[name] = parameter
+    return found
 
 
 def _shared_parameters(policy: Any) -> dict[str, Tensor]:
     """What is trained and belongs to no adapter."""
-    return {
-        name: parameter
-        for name, parameter in policy.named_parameters()
-        if parameter.requires_grad and not set(policy.peft_config) & set(name.split("."))
-    }
+    own = {id(parameter) for parameter in _parameters_of(policy, *policy.peft_config).values()}
+    return {n: p for n, p in policy.named_parameters() if p.requires_grad and id(p) not in own}
 
 
 def _renamed(name: str, adapter: str, other: str) -> str:

@@ -34,7 +34,7 @@ class CompletionLog:
             "completion": self._column(),
             "rewards": defaultdict(self._column),
             "advantages": self._column(),
-            "extra": defaultdict(self._column),
+            "extra": defaultdict(deque),  # longer while a user's own scoring adds to them
         }
 
     def _column(self) -> deque[Any]:
@@ -50,6 +50,22 @@ class CompletionLog:
         for number, advantage in zip(numbers, advantages, strict=True):
             self._append({**self._waiting.pop(number), "advantages": advantage})
         self.count += len(numbers)
+        extra = self.columns["extra"]
+        for name in [name for name, column in extra.items() if all(value is None for value in column)]:
+            del extra[name]  # its rows have left the table
+
+    def lengths(self) -> dict[str, int]:
+        """How many values each extra column has."""
+        return {name: len(column) for name, column in self.columns["extra"].items()}
+
+    def taken_back(self, before: dict[str, int], count: int) -> dict[str, list[Any]]:
+        """Values of extra columns that somebody added since, one for each of `count` completions: they wait with those.
+
+        TRL's trainer has its subclasses add to `_logs["extra"]` while they score.
+        """
+        columns = self.columns["extra"]
+        grown = [name for name, column in columns.items() if len(column) == before.get(name, 0) + count > 0]
+        return {name: [columns[name].pop() for _ in range(count)][::-1] for name in grown}
 
     def forget(self) -> None:
         """Let go of what still waits: it was not trained on."""
@@ -65,6 +81,8 @@ class CompletionLog:
             for one in {**column, **value}:  # rows from before a column was there, and later ones without, have None
                 column[one].extendleft([None] * (before - len(column[one])))
                 column[one].append(value.get(one))
+                if len(column[one]) > self.size:
+                    column[one].popleft()
 
     def table(self, step: int) -> dict[str, list[Any]]:
         """Equal-length columns by name."""

@@ -12,7 +12,7 @@ import json
 import logging
 import math
 import os
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +37,8 @@ class RunStore:
 
     def __init__(self, output_dir: str | Path, *, texts: bool = True, part_bytes: int = PART_BYTES) -> None:
         self.folder, self.texts, self.part_bytes = Path(output_dir) / FOLDER, texts, part_bytes
-        self._waiting: list[dict[str, Any]] = []
+        self._waiting: dict[int, dict[str, Any]] = {}  # by their numbers
+        self._added = 0  # completions so far, which numbers them
         self._step = -1  # the step whose groups are counted
         self._groups: dict[str, int] = {}  # how many groups of it are written down already, by mode
         self._off = False  # whether it could not be opened, so that nothing is written
@@ -102,23 +103,25 @@ class RunStore:
     def add(self, rows: Sequence[dict[str, Any]]) -> list[int]:
         """Take in completions whose advantages are not known yet; returns their numbers. Their groups are counted on
         from those that wait already: an update can take several rollouts."""
-        first, before = len(self._waiting), _count_groups(self._waiting)
-        self._waiting += [_renumbered(row, before) for row in rows]
-        return list(range(first, first + len(rows)))
+        before = _count_groups(self._waiting.values())
+        numbers = list(range(self._added, self._added + len(rows)))
+        self._waiting |= zip(numbers, (_renumbered(row, before) for row in rows), strict=True)
+        self._added += len(rows)
+        return numbers
 
     def settle(self, numbers: Sequence[int], advantages: Sequence[float]) -> None:
         """Say the advantages of completions."""
         for number, advantage in zip(numbers, advantages, strict=False):
             self._waiting[number]["advantage"] = advantage
 
-    def forget(self) -> None:
-        """Let go of what waits: its update failed, and will be made again or not at all."""
-        self._waiting = []
+    def forget(self, *, but: Collection[int] = ()) -> None:
+        """Let go of what waits, but for some: its update failed, and will be made again or not at all."""
+        self._waiting = {number: row for number, row in self._waiting.items() if number in but}
 
     def write(self, step: int, mode: str = "train") -> None:
         """Write all that waits, as of a step, of training or of an evaluation's name. A full disk costs these rows and
         not the run."""
-        rows, self._waiting = self._waiting, []
+        rows, self._waiting = list(self._waiting.values()), {}
         if not rows or self._off:
             return
         before = self._count_on(rows, step, mode)

@@ -61,10 +61,10 @@ def _strict_latex(text: str) -> list[Any]:
 
 @functools.cache
 def _quick_numbers() -> None:
-    """Let sympy look its names up once, for a process of our own.
+    """Let sympy look its names up once; in worker processes, where others' functions get the same answers from it.
 
     Reading a number, sympy runs `from sympy import *` into a new dictionary, each time: half of what an answer takes.
-    A copy of one such dictionary is the same. Where sympy is the user's too, it is left as it is.
+    A copy of one such dictionary is the same. In the trainer's process sympy is left as it is.
     """
     try:
         from sympy.parsing import sympy_parser

@@ -48,7 +48,7 @@ class RewardBatch:
             self,
             prompts=own(self.prompts),
             completions=own(self.completions),
-            completion_ids=[list(ids) for ids in self.completion_ids],  # many, and numbers all of them
+            completion_ids=[list(x) if type(x) is list else x for x in self.completion_ids],  # many, and numbers all
             columns=own(self.columns),
         )
 

@@ -74,6 +74,7 @@ class Caller:
         self.is_async = self.function is not None and is_coroutine_function(self.function)
         self.time_limit = self.marks.time_limit or options.time_limit
         self._threads: ThreadPoolExecutor | None = None
+        self._at_start_error: BaseException | None = None
         self._gate: asyncio.Semaphore | None = None
         if self.marks.isolated and self.function is None:
             raise RewardError(f"isolated=True is for functions; '{name}' is a {type(reward).__name__}")
@@ -120,15 +121,25 @@ class Caller:
             # Twice as many threads as cores: they wait for something most of the time.
             count = (self.marks.concurrency or 2 * self.options.workers) if self.marks.threads else 1
             self._threads = ThreadPoolExecutor(
-                count, thread_name_prefix=f"rloom-{self.name}", initializer=self.marks.at_start
+                count, thread_name_prefix=f"rloom-{self.name}", initializer=self._begin_thread
             )
         return self._threads
+
+    def _begin_thread(self) -> None:
+        """What the function wants done first. Where that fails, calls do: a broken pool would end the run."""
+        try:
+            if self.marks.at_start is not None:
+                self.marks.at_start()
+        except (Exception, SystemExit) as error:
+            self._at_start_error = _as_error(error)
 
     def call(self, batch: RewardBatch) -> Answer:
         """Call it here and now."""
         answer = Answer()
         began = time.perf_counter()
         try:
+            if self._at_start_error is not None:
+                raise self._at_start_error
             values = self.reward.score(_recorded(batch, answer))
             if isinstance(values, Awaitable):  # an async function in disguise (a lambda around one)
                 values = start(_awaited(values)).result()

@@ -41,7 +41,10 @@ def mark(function: Any, **options: Any) -> Any:
     for name in options:
         if name not in known:
             raise UnknownOptionError(f"reward() has no option '{name}'{did_you_mean(name, known)}")
-    marks = replace(marks_of(function), **options)
+    before = marks_of(function)
+    marks = replace(before, **options)
+    if "at_start" not in options and (marks.isolated, marks.threads) != (before.isolated, before.threads):
+        marks = replace(marks, at_start=None)  # it was for the other way to call the function
     _check(function, marks)
     try:
         setattr(function, ATTRIBUTE, marks)
@@ -61,8 +64,10 @@ def _check(function: Any, marks: Marks) -> None:
             "time_limit has no effect on a function that runs in the trainer's own process, where nothing can cut it "
             "off: add isolated=True, or make it async"
         )
-    if marks.at_start is not None and not (marks.isolated or marks.threads):
-        raise RewardError("at_start is for functions with isolated=True or threads=True; call it yourself for others")
+    if marks.at_start is not None and not (marks.isolated or (marks.threads and not is_async)):
+        raise RewardError(
+            "at_start is for functions with isolated=True, or with threads=True and not async; for others call it first"
+        )
     if marks.concurrency is not None and (marks.isolated or not (is_async or marks.threads)):
         raise RewardError("concurrency is for async functions, and for those with threads=True; others run one by one")
 

@@ -74,7 +74,9 @@ class Collector:
                 self._decode(groups)
             inputs, contents, texts, ids = _flat(groups)
             self.rewards.failed, self.rewards.reasons, self.extra = None, {}, {}
+            before = self.log.lengths()
             scores = self.score(inputs, contents, texts, ids).cpu().float()
+            self.extra |= self.log.taken_back(before, len(ids))
             if self.shaper.composition is not None:
                 self.shaper.composition.note_failures(self.rewards.failed)
         finally:
@@ -319,6 +321,10 @@ class RolloutBuffer:
             self.rollouts[key] = (rollout, left - 1)
         self.rollouts = {key: entry for key, entry in self.rollouts.items() if entry[1] > 0}
         return shares
+
+    def records(self) -> set[int]:
+        """Numbers, in store and table, of rows that wait for their first update."""
+        return {number for rollout, _ in self.rollouts.values() for number in rollout.records}
 
     def state_dict(self) -> list[dict[str, Any]]:
         """The rollouts that later updates need, as plain data."""

@@ -188,7 +188,7 @@ class RLOOTrainer(UpdateLoop):
         model.train()
         if hasattr(self.optimizer, "train") and callable(self.optimizer.train):
             self.optimizer.train()  # schedule-free optimizers have modes
-        self.store.forget()  # what an update left that failed
+        self.store.forget(but=self.buffer.records())  # what an update left that failed
         shares = self.buffer.take(inputs)
         own = getattr(self.compute_loss, "__func__", None) is not RLOOTrainer.compute_loss  # it may add to ours
         loss = self.learner.accumulate(
@@ -377,7 +377,7 @@ class RLOOTrainer(UpdateLoop):
         count = self.args.num_generations_eval or self.args.num_generations
         texts = [str(without_images(row["prompt"])) for row in inputs]
         seed = derive_seed(self.args.seed, "eval", self.args.process_index, texts)
-        self.store.forget()
+        self.store.forget(but=self.buffer.records())
         rollout = self.collector.collect(inputs, count, seed=seed, mode="eval")
         loss = self.learner.evaluate(model, rollout)
         if self.collector.measured is not None:
