@@ -72,21 +72,16 @@ class Collector:
                 self.meanwhile(rollout)
             if not self._decodes_early:
                 self._decode(groups)
-            inputs, contents, texts, ids = _flat(groups)
-            self.rewards.failed, self.rewards.reasons, self.extra = None, {}, {}
-            before = self.log.lengths()
-            scores = self.score(inputs, contents, texts, ids).cpu().float()
-            self.extra |= self.log.taken_back(before, len(ids))
-            if self.shaper.composition is not None:
-                self.shaper.composition.note_failures(self.rewards.failed)
+            scores, texts = self._scored(groups)
         finally:
             self.rewards.forget()
         self._set_scores(rollout, groups, scores, mode)
         self._record(groups, scores, num_generations, mode)
         if self.measured is not None:
             self.measured.add(groups, scores, self.shaper.total(scores), texts)
-        rollout.records = self.store.add(self._stored(groups, rollout))
-        self.log.add(rollout.records, self._shown(groups, texts, rollout))
+        stored = self._stored(groups, rollout)
+        rollout.records = self.store.add(stored)
+        self.log.add(rollout.records, self._shown(groups, texts, stored))
         return rollout
 
     def _generate(self, prompts: list[Prompt], num_generations: int, seed: int) -> list[Group]:
@@ -126,6 +121,17 @@ class Collector:
         completions = [c for group in groups for c in group.completions]
         for completion, text in zip(completions, self.decode([c.token_ids for c in completions]), strict=True):
             completion.text = text
+
+    def _scored(self, groups: list[Group]) -> tuple[Tensor, list[Any]]:
+        """Scores (N, F), and the completions as the functions saw them."""
+        inputs, contents, texts, ids = _flat(groups)
+        self.rewards.failed, self.rewards.reasons, self.extra = None, {}, {}
+        before = self.log.lengths()
+        scores = self.score(inputs, contents, texts, ids).cpu().float()
+        self.extra |= self.log.taken_back(before, len(ids))
+        if self.shaper.composition is not None:
+            self.shaper.composition.note_failures(self.rewards.failed)
+        return scores, texts
 
     def _without_scores(self, groups: list[Group]) -> Rollout:
         completions = [c for group in groups for c in group.completions]
@@ -194,7 +200,8 @@ class Collector:
     def _stored(self, groups: list[Group], rollout: Rollout) -> list[dict[str, Any]]:
         """The rollout as the run's store keeps it; the advantages follow when they are known."""
         flat = [(number, g.prompt, c) for number, g in enumerate(groups) for c in g.completions]
-        scores, reward, extra = rollout.scores.tolist(), rollout.score.tolist(), self._extra_by_row(len(flat))
+        scores, reward = rollout.scores.tolist(), rollout.score.tolist()
+        extra = {name: values for name, values in self.extra.items() if len(values) == len(flat)}
         return [
             {
                 "group": number,
@@ -206,30 +213,24 @@ class Collector:
                 "advantage": None,
                 "stop_reason": completion.stop_reason,
                 "num_tokens": len(completion.token_ids),
-                "extra": extra[row],
+                "extra": {name: values[row] for name, values in extra.items()},
             }
             for row, (number, prompt, completion) in enumerate(flat)
         ]
 
-    def _shown(self, groups: list[Group], completions: list[Any], rollout: Rollout) -> list[dict[str, Any]]:
+    def _shown(self, groups: list[Group], texts: list[Any], stored: list[dict[str, Any]]) -> list[dict[str, Any]]:
         """The rollout as the table of completions shows it; the advantages follow when they are known."""
         prompts = [group.prompt for group in groups for _ in group.completions]
-        scores, extra = rollout.scores.tolist(), self._extra_by_row(len(prompts))
         return [
             {
                 "prompt": prompt.content,
-                "completion": completions[row],
-                "rewards": dict(zip(self.reward_names, scores[row], strict=True)),
-                "extra": extra[row],
+                "completion": text,
+                "rewards": row["scores"],
+                "extra": row["extra"],
                 **({"images": prompt.images} if self.log_images else {}),
             }
-            for row, prompt in enumerate(prompts)
+            for prompt, text, row in zip(prompts, texts, stored, strict=True)
         ]
-
-    def _extra_by_row(self, count: int) -> list[dict[str, Any]]:
-        """What reward functions add to each completion."""
-        whole = {name: values for name, values in self.extra.items() if len(values) == count}
-        return [{name: values[row] for name, values in whole.items()} for row in range(count)]
 
 
 def _flat(groups: list[Group]) -> tuple[list[dict[str, Any]], list[Any], list[Any], list[list[int]]]:
