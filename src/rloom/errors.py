@@ -16,7 +16,10 @@ Each also is the built-in exception that callers of TRL's trainer catch, so scri
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable
+import functools
+import inspect
+from collections.abc import Callable, Iterable
+from typing import Any, TypeVar
 
 
 class RloomError(Exception):
@@ -82,3 +85,28 @@ def check_choice(option: str, value: object, choices: Iterable[str]) -> None:
     if value not in known:
         hint = did_you_mean(str(value), known, cutoff=0.5)
         raise ConfigError(f"`{option}` must be one of {', '.join(map(repr, known))}, not {value!r}{hint}")
+
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+def checks_options(function: F) -> F:
+    """Let a function name the nearest of its options where it is given one that it does not have.
+
+    >>> @checks_options
+    ... def length(*, maximum=3): ...
+    >>> length(maximim=4)
+    Traceback (most recent call last):
+        ...
+    rloom.errors.UnknownOptionError: length() has no option 'maximim'; did you mean 'maximum'?
+    """
+    known = list(inspect.signature(function).parameters)
+
+    @functools.wraps(function)
+    def call(*args: Any, **options: Any) -> Any:
+        for name in options:
+            if name not in known:
+                raise UnknownOptionError(f"{function.__name__}() has no option '{name}'{did_you_mean(name, known)}")
+        return function(*args, **options)
+
+    return call  # type: ignore[return-value]

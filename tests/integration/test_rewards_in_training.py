@@ -526,3 +526,20 @@ def test_what_a_subclass_adds_to_the_log_stands_beside_its_completion(config, ro
     table = trainer.completion_log.table(3)
     assert table["first"] == [text[:1] for text in table["completion"]]
     assert "once" not in table  # its rows have left the table
+
+
+@pytest.mark.parametrize("column", ["prompt", "advantage", "noted"])
+def test_columns_of_the_table_cannot_be_written_over(config, rows, column):
+    def noted(completions, log_extra, **kwargs):
+        log_extra(column, completions)
+        return [1.0] * len(completions)
+
+    trainer = RLOOTrainer(make_model(), noted, config(max_steps=1), rows, processing_class=make_tokenizer())
+    with pytest.raises(RewardError, match="that column of the table is the trainer's own"):
+        trainer.train()
+
+
+def test_a_run_in_which_nothing_is_scored_is_told_so(config, caplog):
+    rewards = rloom.route("task", {"mth": lambda completions: [1.0] * len(completions)})
+    RLOOTrainer(make_model(), rewards, config(max_steps=3), ROWS, processing_class=make_tokenizer()).train()
+    assert "no completion gets a score, so nothing is learned" in caplog.text

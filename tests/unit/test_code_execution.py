@@ -1081,6 +1081,30 @@ def test_programs_in_completions():
     assert program_of("x = 1") == "x = 1"
 
 
+@pytest.mark.parametrize("name", ["python", "Python3", "py", " python", "{.python}", "python title=x.py"])
+@pytest.mark.parametrize("after", ["```bash\npython f.py\n```", "```\n1\n```", "```text\n1\n```"])
+def test_what_stands_after_a_program_is_not_it(name, after):
+    """How to start it, or what it prints: instruct models like to add that."""
+    assert program_of(f"```{name}\ndef f(): return 1\n```\nIt gives:\n{after}") == "def f(): return 1\n"
+    assert program_of("```\nx = 1\n```\n```bash\nls\n```") == "x = 1\n"
+    assert program_of("```python\nx = 1\n```\n```python\nx = 2\n```") == "x = 2\n"
+    assert program_of("```pytb\nx\n```\n```\ny\n```") == "y\n"
+
+
+@pytest.mark.parametrize("program", ["def f(x): return 2 * x", "    return 2 * x", "I do not know."])
+def test_a_check_that_nobody_calls_is_an_error_whatever_the_program(program):
+    test = "METADATA = {'author': 'x'}\n\ndef check(candidate):\n    assert candidate(1) == 2\n"
+    with pytest.raises(RewardError, match="needs the column 'entry_point'"):
+        code_execution()([program], tests=[test])
+
+
+def test_inputs_and_outputs_that_do_not_fit_are_told_apart():
+    with pytest.raises(RewardError, match="'input': int, 'output': str"):
+        read_tests({"tests": [{"input": 2, "output": "4"}]})
+    with pytest.raises(RewardError, match="'inputs': 2 of them, 'outputs': 1 of them"):
+        read_tests({"tests": {"inputs": ["1", "2"], "outputs": ["3"]}})
+
+
 def test_without_bubblewrap_it_refuses(monkeypatch):
     sandbox.check_sandbox.cache_clear()
     monkeypatch.setattr(shutil, "which", lambda name: None)

@@ -127,3 +127,36 @@ def test_methods_as_gates():
     assert composition(term(scorer.accuracy, only_if=scorer.form), term(scorer.form)).gates == [1, None]
     with pytest.raises(RewardError, match="not among the other rewards"):
         composition(term(scorer.accuracy, only_if=Scorer().form), term(scorer.form))
+
+
+def test_a_gate_that_failed_is_shut_whatever_number_failures_get():
+    def gate(completions):
+        raise RuntimeError("down")
+
+    def good(completions):
+        return [6.0] * len(completions)
+
+    terms = as_terms([term(good, only_if=gate), gate], None)
+    rewards = RewardSet([FunctionReward(one.function) for one in terms], None, on_error=1.0)
+    scores = rewards.score(RewardBatch(prompts=["p"] * 2, completions=["a", "b"], completion_ids=[[1]] * 2, columns={}))
+    composition = Composition(terms, rewards.names)
+    composition.note_failures(rewards.failed)
+    assert composition.gated(scores).tolist() == [[0.0, 1.0], [0.0, 1.0]]
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda f: term(f, clip=5), r"clip must be \(min, max\), not 5"),
+        (lambda f: term(f, weight="2"), "weight must be a number, not '2'"),
+        (lambda f: term(f, when="math"), r"when must be \(column, value or values\), not 'math'"),
+        (lambda f: route("task", ["a"]), "takes a dict"),
+        (lambda f: term(f, onlyif=f), r"term\(\) has no option 'onlyif'; did you mean 'only_if'\?"),
+        (lambda f: rloom.rewards.code_execution(timelimit=2), "did you mean 'time_limit'"),
+        (lambda f: rloom.rewards.length(maximim=2), "did you mean 'maximum'"),
+        (lambda f: rloom.reward(f, isolated=True, time_limit="5"), "a number of seconds above 0, not '5'"),
+    ],
+)
+def test_what_is_written_wrong_is_told(make, message):
+    with pytest.raises((RewardError, TypeError), match=message):
+        make(lambda completions: [1.0])

@@ -45,6 +45,7 @@ def args():
 
 SYMPTOMS = {
     "kl_explodes": ({"kl": [0.01] * 50 + [0.1 * 2**i for i in range(10)]}, "beta"),
+    "nothing_is_scored": ({"completions/unscored_ratio": [0.1] * 57 + [1.0] * 3}, "on_reward_error='raise'"),
     "reward_falls": ({"reward": [0.5] * 30 + [0.5 - 0.02 * i for i in range(30)]}, "learning_rate"),
     "reward_jumps": ({"reward": [0.3 + 0.3 * (i % 2) for i in range(60)]}, "num_generations"),
     "gradient_spikes": ({"grad_norm": [1.0] * 59 + [40.0]}, "max_grad_norm"),

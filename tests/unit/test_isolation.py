@@ -323,7 +323,7 @@ def test_on_error(caplog):
     result, report = score(sometimes, on_error="none")
     assert result.isnan().all()
     assert report["rewards/sometimes/errors"] == 4
-    assert "'sometimes' failed: ValueError: not the 2 on sample 0 to 3, which gets no score" in caplog.text
+    assert "'sometimes' failed on samples 0 to 3, which get no score: ValueError: not the 2" in caplog.text
     assert same(score(sometimes, on_error=0.5)[0], [[0.5]] * 4)
     once = rloom.reward(sometimes, per_sample=True)
     assert same(score(once, on_error="none")[0], [[1], [1], [nan], [1]])

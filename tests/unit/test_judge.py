@@ -82,13 +82,14 @@ def test_swapping_takes_the_preference_for_the_first_out():
         assert made(url, mode="pairwise", swap=False)(PROMPTS, ANSWERS) == [1.0, 0.5, 0.0, 1.0, 0.0]
 
 
-def test_prose_is_asked_again_and_then_counted():
+def test_prose_is_asked_again_and_then_counted_and_quoted_once(caplog):
     with serving(lambda call: reply(call, "I rather like it, all in all.")) as (url, calls):
         logged = {}
         assert made(url)(PROMPTS[:2], ANSWERS[:2], log_metric=logged.__setitem__) == [None, None]
         assert len(calls) == 4
         assert "JSON object alone" in calls[-1].payload["messages"][-1]["content"]
         assert logged["judge/unparsed"] == 2
+        assert caplog.text.count("I rather like it, all in all.") == 1
 
     def second_time(call):
         reply(call, "Fine." if len(call.payload["messages"]) == 1 else '{"score": 10}')

@@ -287,3 +287,9 @@ def test_choices_in_strange_texts_take_no_time(text):
     began = time.monotonic()
     assert choice_accuracy([text] * 8, answer=["B"] * 8) == [0.0] * 8
     assert time.monotonic() - began < 5.0
+
+
+@pytest.mark.parametrize("answer", [1, "2"])
+def test_choices_that_are_numbers_are_told(answer):
+    with pytest.raises(RewardError, match=r"is a number: make it a letter in the data set, as by 'ABCD'\[number\]"):
+        choice_accuracy(["The answer is B."], answer=[answer])

@@ -288,3 +288,17 @@ def test_a_streaming_failure_is_seen_before_all_is_generated():
         patient.add(position, batch())
         time.sleep(0.05)
     patient.close()
+
+
+@pytest.mark.parametrize("isolated", [False, True])
+def test_a_column_that_is_missing_is_named_also_to_functions_that_take_any(isolated):
+    def mine(completions, solutoin, **kwargs):
+        return [1.0] * len(completions)
+
+    batch = RewardBatch(prompts=["p"], completions=["c"], completion_ids=[[1]], columns={"solution": ["2"], "n": [1]})
+    rewards = RewardSet([FunctionReward(rloom.reward(mine, isolated=isolated))], None, workers=1)
+    with pytest.raises(
+        RewardError, match=r"wants an argument 'solutoin'.*did you mean 'solution'.*The columns are: n, sol"
+    ):
+        rewards.score(batch)
+    rewards.close()

@@ -151,11 +151,13 @@ def _check_reward(verbs: Any) -> None:
 
 def _serve_reward(verbs: Any) -> None:
     serve = verbs.add_parser("serve-reward", help="serve a reward over HTTP, for reward_funcs='http://…/score'")
-    serve.add_argument("reward", metavar="REWARD", help="module:function or file.py:function(option=1)")
+    serve.add_argument(
+        "reward", metavar="REWARD", help="a ready-made name, module:function or file.py:function(option=1)"
+    )
     serve.add_argument("--host", default="127.0.0.1", help="address to listen on (default 127.0.0.1)")
     serve.add_argument("--port", type=int, default=8000, help="port; 0 takes a free one (default 8000)")
     serve.add_argument("--workers", type=int, help="worker processes (default: one per core, at most 8)")
-    serve.add_argument("--on-error", choices=("raise", "none"), default="raise", help="answer 500, or null scores")
+    serve.add_argument("--on-error", choices=("raise", "none"), default="raise", help="answer 422, or null scores")
 
 
 def _check_ranges(parser: Parser, options: Any) -> None:

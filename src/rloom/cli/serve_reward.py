@@ -7,7 +7,8 @@ from typing import Any
 
 from rich.console import Console
 
-from rloom.cli.spec import load_reward
+from rloom.cli.spec import find_reward
+from rloom.errors import RewardError
 from rloom.rewards.build import check_rewards
 from rloom.rewards.collection import RewardSet
 from rloom.rewards.functions import FunctionReward, ObjectReward
@@ -17,13 +18,20 @@ from rloom.rewards.serve import RewardServer
 
 def make_server(options: Any) -> RewardServer:
     """The service, listening; nothing is answered before `serve_forever`."""
-    function = load_reward(options.reward)
+    function = find_reward(options.reward)
+    if isinstance(function, str):
+        raise RewardError(
+            f"{options.reward!r} is no function to serve: module:function, file.py:function, or a ready-made name"
+        )
     check_rewards([function], None)
     reward = ObjectReward(function) if hasattr(function, "get_rewards") else FunctionReward(function)
     rewards = RewardSet(
         [reward], None, workers=options.workers, on_error="none" if options.on_error == "none" else "raise"
     )
-    return RewardServer(rewards, host=options.host, port=options.port, token=os.environ.get(TOKEN_VARIABLE))
+    try:
+        return RewardServer(rewards, host=options.host, port=options.port, token=os.environ.get(TOKEN_VARIABLE))
+    except OSError as error:
+        raise RewardError(f"cannot listen on {options.host}:{options.port} ({error}): choose another --port") from None
 
 
 def run(options: Any) -> int:

@@ -16,6 +16,9 @@ from rloom.data.images import without_images
 from rloom.observe import trackers
 from rloom.observe.cells import as_text
 
+TABLE_COLUMNS = ("step", "prompt", "completion", "advantage", "images")
+"""Of the table, beside one for each reward; extra columns have other names."""
+
 
 class CompletionLog:
     """Prompts, completions, scores and advantages of the latest rollout, one entry per completion.

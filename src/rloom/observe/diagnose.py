@@ -79,6 +79,18 @@ def kl_explodes(logs: Logs, args: Any) -> str | None:
     )
 
 
+def nothing_is_scored(logs: Logs, args: Any) -> str | None:
+    """No completion has a score: there is nothing to learn from."""
+    unscored = logs["completions/unscored_ratio"].values[-WINDOW:]
+    if len(unscored) < WINDOW or min(unscored) < 1 or "completions/unscored_ratio" not in logs.entries[-1]:
+        return None
+    return (
+        "no completion gets a score, so nothing is learned: functions failed (rewards/NAME/errors), gave None for all, "
+        "or were asked about no row, because no row has the value that a route or `when` names; set "
+        "on_reward_error='raise' to see what fails, and try `rloom check-reward`"
+    )
+
+
 def reward_falls(logs: Logs, args: Any) -> str | None:
     """Training makes the model worse by its own measure."""
     if not logs.long("reward", "reward_std"):
@@ -266,9 +278,9 @@ def no_progress(logs: Logs, args: Any) -> str | None:
 
 
 RULES: tuple[Rule, ...] = (
-    kl_explodes, reward_falls, reward_jumps, gradient_spikes, scores_are_constant, cold_start, groups_became_alike,
-    entropy_collapses, completions_are_cut_off, length_explodes, completions_vanish, updates_are_drastic,
-    engine_differs, reward_is_gamed, no_progress,
+    kl_explodes, nothing_is_scored, reward_falls, reward_jumps, gradient_spikes, scores_are_constant, cold_start,
+    groups_became_alike, entropy_collapses, completions_are_cut_off, length_explodes, completions_vanish,
+    updates_are_drastic, engine_differs, reward_is_gamed, no_progress,
 )  # fmt: skip
 
 

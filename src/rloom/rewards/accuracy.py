@@ -13,7 +13,7 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
-from rloom.errors import RewardError, needs_extra
+from rloom.errors import RewardError, checks_options, needs_extra
 from rloom.rewards.marks import mark, reward
 from rloom.rewards.texts import text_of
 
@@ -178,10 +178,17 @@ def choice_accuracy(
     if right is None:
         raise RewardError("choice_accuracy needs a column 'answer' or 'solution' with the right letters")
     letters = [chosen_letter(text_of(c)[-MAX_CHARACTERS:]) for c in completions]
-    return [
-        None if r is None else float(letter == str(r).strip().strip("().").upper())
-        for letter, r in zip(letters, right, strict=True)
-    ]
+    return [None if r is None else float(c == _right_letter(r)) for c, r in zip(letters, right, strict=True)]
+
+
+def _right_letter(right: Any) -> str:
+    letter = str(right).strip().strip("().").upper()
+    if letter.isdigit():
+        raise RewardError(
+            f"choice_accuracy compares letters, and the right answer {right!r} is a number: make it a letter in the "
+            "data set, as by 'ABCD'[number]"
+        )
+    return letter
 
 
 # -- as in TRL
@@ -241,6 +248,7 @@ def _accuracies(texts: list[str | None], solution: list[str], log_extra: Any) ->
     return rewards
 
 
+@checks_options
 def get_cosine_scaled_reward(
     max_len: int,
     min_value_wrong: float = -1.0,

@@ -105,10 +105,10 @@ class Reward(Protocol):
 LARGEST = torch.finfo(torch.float32).max
 
 
-def shown(value: Any) -> str:
+def shown(value: Any, limit: int = 60) -> str:
     """The beginning of a value as text, for a message; it may be anything, and refuse even that."""
     try:
-        return str(value)[:60]
+        return str(value)[:limit]
     except Exception as error:
         return f"(whose text cannot be had: {type(error).__name__})"
 

@@ -64,6 +64,11 @@ def load_reward_model(name: str, *, trust_remote_code: bool, init_kwargs: dict[s
     """A reward model by name or path, with one output."""
     if name.startswith(("/", "./", "../")) and not os.path.isdir(name):
         raise RewardError(f"reward_funcs: {name!r} is not a folder")
+    if ":" in name:
+        raise RewardError(
+            f"reward_funcs: {name!r} is no model's name. An address begins with http:// or https://; module:function "
+            "is for the command line: here, import the function and pass it"
+        )
     kwargs = {"trust_remote_code": trust_remote_code, **(init_kwargs or {})}
     return AutoModelForSequenceClassification.from_pretrained(name, num_labels=1, **kwargs)
 

@@ -18,7 +18,7 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
-from rloom.errors import RewardError, SandboxError
+from rloom.errors import RewardError, SandboxError, checks_options
 from rloom.rewards.compare import equals, shown
 from rloom.rewards.inside.light_json import dumps
 from rloom.rewards.inside.wire import WireError, encode, receive, send
@@ -35,7 +35,8 @@ CHECKS_NOTHING = (
 )
 AHEAD_BYTES = 2**14
 """Of calls that are sent before the answers to earlier ones are read; a pipe holds more, so nobody waits for room."""
-FENCE = re.compile(r"^[ \t]*(`{3,}|~{3,})[^\n`]*\n(.*?)(?:^[ \t]*\1[ \t]*$|\Z)", re.DOTALL | re.MULTILINE)
+FENCE = re.compile(r"^[ \t]*(`{3,}|~{3,})([^\n`]*)\n(.*?)(?:^[ \t]*\1[ \t]*$|\Z)", re.DOTALL | re.MULTILINE)
+PYTHON = re.compile(r"\W*(python|py)[\d.]*\b", re.IGNORECASE)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,6 +58,7 @@ class Tests:
     row: dict[str, Any] | None = None  # for a harness of the user's own
 
 
+@checks_options
 def code_execution(
     *,
     time_limit: float = 5.0,
@@ -122,6 +124,9 @@ def code_execution(
 def program_of(text: str, prompt: Any = None, entry_point: str | None = None) -> str:
     """The program in a completion: its last fenced block, or all of it.
 
+    The last that is called Python, if any is; else the last that is called nothing: after a program many models show
+    how to start it, or what it prints.
+
     Where the tests name a function that it does not define, and prompt and completion together do (HumanEval's
     prompts are the beginning of a program), it is both.
 
@@ -129,7 +134,9 @@ def program_of(text: str, prompt: Any = None, entry_point: str | None = None) ->
     'x = 1\\n'
     """
     blocks = FENCE.findall(text)
-    program = blocks[-1][1] if blocks else text
+    named = [block for _, name, block in blocks if PYTHON.match(name)]
+    unnamed = [block for _, name, block in blocks if not name.strip()]
+    program = (named or unnamed or [block for *_, block in blocks] or [text])[-1]
     if (
         entry_point
         and isinstance(prompt, str)
@@ -183,7 +190,25 @@ def read_tests(row: dict[str, Any], harness: str | None = None) -> Tests | None:
     _statements(setup, f"the tests' setup {setup!r:.100}")
     if not sum(_statements(source, f"the tests {source!r:.100}") for source in sources):
         raise RewardError(f"{CHECKS_NOTHING}: {sources!r:.100}")
-    return Tests(sources=sources, setup=setup, entry_point=_entry_point(row))
+    entry_point = _entry_point(row)
+    if entry_point is None and _only_defines_check("\n".join(sources)):
+        raise RewardError(f"{CHECKS_NOTHING}: {sources!r:.100}")
+    return Tests(sources=sources, setup=setup, entry_point=entry_point)
+
+
+def _only_defines_check(source: str) -> bool:
+    """Whether tests are HumanEval's function `check(candidate)`, which nobody calls; whatever the program is."""
+    body = ast.parse(source).body
+    return any(isinstance(node, ast.FunctionDef) and node.name == "check" for node in body) and all(
+        isinstance(node, (ast.FunctionDef, ast.Import, ast.ImportFrom)) or _is_constant(node) for node in body
+    )
+
+
+def _is_constant(node: ast.stmt) -> bool:
+    """A text that stands alone, or a name for something that nobody is called for."""
+    if not isinstance(node, (ast.Assign, ast.Expr)):
+        return False
+    return not any(isinstance(part, (ast.Call, ast.Attribute)) for part in ast.walk(node))
 
 
 def _setup(row: dict[str, Any]) -> str:
@@ -217,14 +242,19 @@ def _transposed(tests: dict[str, Any]) -> list[dict[str, Any]]:
     if not isinstance(inputs, (list, tuple)) or not isinstance(outputs, (list, tuple)) or len(inputs) != len(outputs):
         raise RewardError(
             "tests that are a dict should hold 'inputs' and 'outputs', two lists of one length; "
-            f"this one holds {', '.join(map(repr, tests))}"
+            f"this one holds {', '.join(f'{name!r}: {_sized(value)}' for name, value in tests.items())}"
         )
     return [{"input": i, "output": o} for i, o in zip(inputs, outputs, strict=True)]
 
 
+def _sized(value: Any) -> str:
+    return f"{len(value)} of them" if isinstance(value, (list, tuple)) else type(value).__name__
+
+
 def _case(case: dict[str, Any]) -> tuple[str, str]:
     if not isinstance(case.get("input"), str) or not isinstance(case.get("output"), str):
-        raise RewardError(f"a test needs 'input' and 'output', both text; this one holds {sorted(case)}")
+        kinds = ", ".join(f"{name!r}: {type(value).__name__}" for name, value in case.items())
+        raise RewardError(f"a test needs 'input' and 'output', both text (str); this one holds {kinds}")
     return case["input"], case["output"]
 
 

@@ -73,7 +73,7 @@ class RewardSet:
             for reward, name, route in zip(self.rewards, self.names, routes, strict=True)
         ]
         self.report: list[tuple[str, float]] = []  # metrics of the latest `score`
-        self.failed: Tensor | None = None  # (N, F), of the latest `score`: where there is none because a call failed
+        self.failed: Tensor | None = None  # (N, F), of the latest `score`: where a call failed
         self.reasons: dict[int, dict[str, str]] = {}  # of the latest `score`: row → reward → why it has no own value
         self._parts: list[Part] = []
         self._unseen: list[tuple[int, Piece, RewardBatch]] = []  # calls under way, whose failure should be seen early
@@ -125,7 +125,6 @@ class RewardSet:
         begun = {index: self._pieces(index, batch, parts) for index in order}
         columns = [self._settled(index, begun[index], batch) for index in range(len(self.callers))]
         scores = torch.tensor(columns, dtype=torch.float32).T.contiguous()
-        self.failed &= scores.isnan()
         _warn_unscored(scores, batch)
         return scores
 
@@ -226,17 +225,17 @@ class RewardSet:
         failures[kind] = failures.get(kind, 0) + len(rows)
         if failures[kind] > len(rows):
             return
-        what = {
-            "errors": f"failed: {type(error).__name__}: {_message(error)}",
-            "timeouts": f"was not done after {self.callers[index].time_limit:g} seconds and was cut off",
-            "crashes": f"took its worker process with it ({_message(error)})",
+        what, why = {
+            "errors": ("failed", f": {type(error).__name__}: {_message(error)}"),
+            "timeouts": (f"was not done after {self.callers[index].time_limit:g} seconds and was cut off", ""),
+            "crashes": ("took its worker process with it", f": {_message(error)}"),
         }[kind]
         cost = "no score" if self._instead is None else f"the score {self._instead:g}"
         logger.warning(
-            "The reward function '%s' %s on sample %s, which gets %s; further ones in this rollout are counted in "
-            "rewards/%s/%s. The sample's prompt begins: %.200r, its completion: %.200r",
-            name, what, rows[0] if len(rows) == 1 else f"{rows[0]} to {rows[-1]}", cost, name, kind,
-            str(batch.prompts[rows[0]]), str(batch.completions[rows[0]]),
+            "The reward function '%s' %s on %s %s%s\nFurther ones in this rollout are counted in rewards/%s/%s. The "
+            "sample's prompt begins: %.200r, its completion: %.200r",
+            name, what, _samples(rows), cost, why, name, kind, str(batch.prompts[rows[0]]),
+            str(batch.completions[rows[0]]),
         )  # fmt: skip
 
     def close(self) -> None:
@@ -245,6 +244,14 @@ class RewardSet:
         self.pool.close()
         for caller in self.callers:
             caller.close()
+
+
+def _samples(rows: list[int]) -> str:
+    """
+    >>> _samples([3]), _samples([0, 1, 2])
+    ('sample 3, which gets', 'samples 0 to 2, which get')
+    """
+    return f"sample {rows[0]}, which gets" if len(rows) == 1 else f"samples {rows[0]} to {rows[-1]}, which get"
 
 
 def _are_of(parts: list[Part], batch: RewardBatch) -> bool:

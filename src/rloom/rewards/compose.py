@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from rloom.algo.normalizers import RunningMoments, clip
-from rloom.errors import RewardError, did_you_mean
+from rloom.errors import RewardError, checks_options, did_you_mean
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,10 +34,17 @@ class Term:
     def __post_init__(self) -> None:
         if isinstance(self.function, Term):
             raise RewardError("a term of a term: give all of it to one `term(…)`")
-        if self.clip is not None and not self.clip[0] < self.clip[1]:
-            raise RewardError(f"clip must be (min, max), not {self.clip}")
+        if self.clip is not None and not _is_range(self.clip):
+            raise RewardError(f"clip must be (min, max), not {self.clip!r}")
+        if self.weight is not None and not isinstance(self.weight, (int, float)):
+            raise RewardError(f"weight must be a number, not {self.weight!r}")
 
 
+def _is_range(value: Any) -> bool:
+    return isinstance(value, (tuple, list)) and len(value) == 2 and value[0] < value[1]
+
+
+@checks_options
 def term(
     function: Any,
     *,
@@ -66,6 +73,8 @@ def term(
     >>> parts = [term(accuracy, only_if=form, weight=2.0), term(form, clip=(0.0, 1.0))]
     """
     if when is not None:
+        if not isinstance(when, (tuple, list)) or len(when) != 2:
+            raise RewardError(f"when must be (column, value or values), not {when!r}")
         column, values = when
         when = (column, tuple(values) if isinstance(values, (list, tuple, set, frozenset)) else (values,))
     return Term(function=function, weight=weight, clip=clip, normalize=normalize, only_if=only_if, at_least=at_least,
@@ -83,6 +92,8 @@ def route(column: str, rewards: Mapping[Any, Any]) -> list[Term]:
     ('task', ('code',))
     ('task', ('code',))
     """
+    if not isinstance(rewards, Mapping):
+        raise RewardError(f"route({column!r}, …) takes a dict of the column's values and rewards, not {rewards!r}")
     terms = []
     for value, several in rewards.items():
         for one in several if isinstance(several, (list, tuple)) else [several]:
@@ -128,8 +139,8 @@ class Composition:
                 return index
         name = wanted if isinstance(wanted, str) else getattr(wanted, "__name__", type(wanted).__name__)
         raise RewardError(
-            f"only_if={name!r} is not among the other rewards ({', '.join(self.names)}){did_you_mean(name, self.names)}"
-            " Add it to `reward_funcs`, with weight 0 if it shall only be a gate"
+            f"only_if={name!r} is not among the other rewards ({', '.join(self.names)})"
+            f"{did_you_mean(name, self.names) or '.'} Add it to `reward_funcs`, with weight 0 if it is a gate only"
         )
 
     @property

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rloom.errors import RewardError
+from rloom.errors import RewardError, checks_options
 from rloom.rewards.marks import mark
 from rloom.rewards.texts import text_of, without_surrogates
 
@@ -66,6 +66,7 @@ def _pooling(name: str) -> str:
     return known[chosen[0]]
 
 
+@checks_options
 def semantic_similarity(
     model: Any = DEFAULT, tokenizer: Any = None, *, column: str = "reference", device: str | None = None
 ) -> Callable[..., list[float | None]]:

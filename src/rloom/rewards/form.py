@@ -7,13 +7,14 @@ import re
 from collections.abc import Callable
 from typing import Any
 
-from rloom.errors import RewardError, needs_extra
+from rloom.errors import RewardError, checks_options, needs_extra
 from rloom.rewards.marks import mark, reward
 from rloom.rewards.texts import text_of
 
 JSON_FENCE = re.compile(r"```(?:json)?[ \t]*\n(.*?)```", re.DOTALL)
 
 
+@checks_options
 def format(pattern: str, *, flags: int = re.DOTALL, search: bool = False) -> Callable[..., list[float]]:
     r"""Make a reward that is 1.0 where the whole completion (with `search`: a part of it) matches an expression.
 
@@ -49,6 +50,7 @@ def think_format_reward(completions: list[Any], **kwargs: Any) -> list[float]:
     ]
 
 
+@checks_options
 def json_schema(schema: dict[str, Any] | None = None, *, column: str = "schema") -> Callable[..., list[float | None]]:
     """Make a reward that is 1.0 where the completion is JSON that fits a schema, else 0.0.
 

@@ -24,7 +24,7 @@ class FunctionReward:
         self.function = function
         self.name = callable_name(function)
         self.positional = _positional_only(function)
-        self.accepted = _accepted(function)  # None: everything
+        self.accepted, self.required = _accepted(function)  # accepted None: everything
         self.marks = marks_of(function)
 
     def score(self, batch: RewardBatch) -> Any:
@@ -36,16 +36,16 @@ class FunctionReward:
     def arguments(self, batch: RewardBatch) -> dict[str, Any]:
         """What the function takes of all that there is, by name."""
         arguments = batch.arguments()
-        if self.accepted is None:
-            return arguments
-        for name, required in self.accepted.items():
-            if required and name not in arguments:
+        for name in self.required:
+            if name not in arguments:
                 nearest = did_you_mean(name, arguments) or "."
                 raise RewardError(
                     f"The reward function '{self.name}' wants an argument '{name}', which is neither a column of the "
                     f"data set nor one of the documented arguments{nearest} The columns are: "
                     f"{', '.join(sorted(batch.columns)) or 'none'}"
                 )
+        if self.accepted is None:
+            return arguments
         return {name: arguments[name] for name in self.accepted if name in arguments}
 
 
@@ -69,15 +69,17 @@ def callable_name(function: Callable[..., Any]) -> str:
     return getattr(function, "__name__", type(function).__name__)
 
 
-def _accepted(function: Callable[..., Any]) -> dict[str, bool] | None:
-    """Parameter names and whether each is required; None when the function takes any keyword."""
+def _accepted(function: Callable[..., Any]) -> tuple[list[str] | None, list[str]]:
+    """Names of parameters, None where the function takes any keyword; and of those that it cannot do without."""
     try:
         parameters = inspect.signature(function).parameters.values()
     except (TypeError, ValueError):  # some builtins have no signature
-        return None
+        return None, []
+    named = [p for p in parameters if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
+    required = [p.name for p in named if p.default is p.empty]
     if any(p.kind is p.VAR_KEYWORD for p in parameters):
-        return None
-    return {p.name: p.default is p.empty for p in parameters if p.kind is not p.VAR_POSITIONAL}
+        return None, required
+    return [p.name for p in named], required
 
 
 def _positional_only(function: Callable[..., Any]) -> list[str]:

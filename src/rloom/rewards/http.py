@@ -13,13 +13,14 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 from urllib.parse import urlsplit
 
-from rloom.errors import RewardError
+from rloom.errors import RewardError, checks_options
 from rloom.rewards.marks import mark
 from rloom.rewards.web import JsonService, bearer
 
 TOKEN_VARIABLE = "RLOOM_REWARD_TOKEN"
 
 
+@checks_options
 def http_reward(
     url: str,
     *,

@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import itertools
 import json
+import logging
 import math
 import os
 import re
@@ -19,10 +20,12 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from rloom.errors import RewardError, check_choice
+from rloom.errors import RewardError, check_choice, checks_options
 from rloom.rewards.marks import mark
 from rloom.rewards.texts import text_of
 from rloom.rewards.web import JsonService, bearer
+
+logger = logging.getLogger(__name__)
 
 RUBRIC = "How helpful, correct and clear the answer is."
 POINTWISE = """You judge an answer to a request. What counts:
@@ -61,6 +64,7 @@ TOTALS = "judge/"
 PLAINLY = "That was not the JSON that I asked for. Reply with that JSON object alone."
 
 
+@checks_options
 def judge(
     model: str | None = None,
     *,
@@ -182,8 +186,19 @@ class Asker:
             messages += [{"role": "assistant", "content": answer}, {"role": "user", "content": PLAINLY}]
             answer, value = self._ask(messages, parse)
         if value is None:
-            self._count(unparsed=1)
+            self._note_unread(answer)
         return value
+
+    def _note_unread(self, answer: str) -> None:
+        """Count an answer that says nothing; quote the first, the tenth, the hundredth …"""
+        with self._lock:
+            self.counts["unparsed"] += 1
+            count = self.counts["unparsed"]
+        if str(count).strip("0") == "1":
+            logger.warning(
+                "The judge at %s does not answer as it was asked to: its sample gets no score (%d so far, as "
+                "judge/unparsed). It says: %.200r", self.service.url, count, self.service.safe(answer),
+            )  # fmt: skip
 
     def _ask(self, messages: list[dict[str, str]], parse: Callable[[str], float | None]) -> tuple[str, float | None]:
         """An answer, and what it says. Only one that says something is kept: a judge that was unwell is asked again."""

@@ -55,8 +55,8 @@ def mark(function: Any, **options: Any) -> Any:
 
 def _check(function: Any, marks: Marks) -> None:
     is_async = is_coroutine_function(function)
-    if marks.time_limit is not None and not marks.time_limit > 0:
-        raise RewardError(f"time_limit must be above 0, not {marks.time_limit}")
+    if marks.time_limit is not None and not (isinstance(marks.time_limit, (int, float)) and marks.time_limit > 0):
+        raise RewardError(f"time_limit must be a number of seconds above 0, not {marks.time_limit!r}")
     if marks.concurrency is not None and marks.concurrency < 1:
         raise RewardError(f"concurrency must be at least 1, not {marks.concurrency}")
     if marks.time_limit is not None and not (marks.isolated or is_async):

@@ -116,7 +116,7 @@ class Handler(BaseHTTPRequestHandler):
             self.close_connection = True
         except Exception as error:  # the reward's own, which asking again does not mend; and the service goes on
             logger.exception("the reward failed")
-            self._answer(422, {"error": f"{type(error).__name__}: {shown(error)}"[:2000]})
+            self._answer(422, {"error": f"{type(error).__name__}: {shown(error, 2000)}"})
 
     def _check(self) -> None:
         if self.path != "/score":

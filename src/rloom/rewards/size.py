@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from rloom.errors import RewardError
+from rloom.errors import RewardError, checks_options
 from rloom.rewards.marks import mark
 
 
+@checks_options
 def length(*, minimum: int = 0, maximum: int | None = None, margin: int = 1) -> Callable[..., list[float]]:
     """Make a reward: 1.0 for a length (in tokens) from `minimum` to `maximum`, falling to 0.0 over `margin` tokens.
 
@@ -26,6 +27,7 @@ def length(*, minimum: int = 0, maximum: int | None = None, margin: int = 1) -> 
     return mark(length_reward, streaming=True)
 
 
+@checks_options
 def get_soft_overlong_punishment(max_completion_len: int, soft_punish_cache: int) -> Callable[..., list[float]]:
     """TRL's: 0 up to `max_completion_len − soft_punish_cache` tokens, falling to −1 at the limit and staying there.
 
@@ -45,6 +47,7 @@ def get_soft_overlong_punishment(max_completion_len: int, soft_punish_cache: int
     return mark(soft_overlong_punishment_reward, streaming=True)
 
 
+@checks_options
 def get_repetition_penalty_reward(ngram_size: int = 3, max_penalty: float = -1.0) -> Callable[..., list[float]]:
     """TRL's: `max_penalty` times the share of token n-grams that have appeared before; 0 for shorter completions.
 

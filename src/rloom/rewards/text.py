@@ -6,7 +6,7 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
-from rloom.errors import RewardError, check_choice, needs_extra
+from rloom.errors import RewardError, check_choice, checks_options, needs_extra
 from rloom.rewards.marks import mark, reward
 from rloom.rewards.texts import text_of, without_surrogates
 
@@ -14,6 +14,7 @@ MAX_CHARACTERS = 20_000
 """What is read of a completion: these measures do not change much beyond, and some take quadratic time."""
 
 
+@checks_options
 def language(code: str | None = None, *, column: str = "language") -> Callable[..., list[float | None]]:
     """Make a reward: the probability that a completion is in a language, given by its ISO 639-1 code, by py3langid.
 
@@ -75,6 +76,7 @@ def _analyzer() -> Any:
     return SentimentIntensityAnalyzer()
 
 
+@checks_options
 def rouge(kind: str = "rougeL", *, column: str = "reference", stem: bool = True) -> Callable[..., list[float | None]]:
     """Make a reward: the ROUGE F1 score against a reference in a column, by rouge-score.
 
@@ -107,6 +109,7 @@ def _rouge_scorer(kind: str, stem: bool) -> Any:
     return RougeScorer([kind], use_stemmer=stem)
 
 
+@checks_options
 def bleu(*, column: str = "reference") -> Callable[..., list[float | None]]:
     """Make a reward: the sentence BLEU score, from 0 to 1, against a reference (or several) in a column, by sacrebleu.
 

@@ -32,6 +32,7 @@ from rloom.evaluation.statistics import Estimate
 from rloom.generation.base import Engine
 from rloom.models.load import is_peft_model
 from rloom.models.precision import warn_of_lost_bits
+from rloom.observe.completions import TABLE_COLUMNS
 from rloom.observe.metrics import BUILT_IN, BUILT_IN_PREFIXES
 from rloom.observe.trackers import tensorboard_writer
 from rloom.rewards.base import RewardBatch
@@ -275,6 +276,10 @@ class RLOOTrainer(UpdateLoop):
         )
 
     def _log_extra(self, column: str, values: list[Any]) -> None:
+        if column in TABLE_COLUMNS or column in self.rewards.names:
+            raise RewardError(
+                f"log_extra({column!r}, …): that column of the table is the trainer's own; choose another"
+            )
         taken = self.collector.extra  # of this rollout: two functions may choose the same name, and both are kept
         names = itertools.chain([column], (f"{column} ({n})" for n in itertools.count(2)))
         column = next(name for name in names if name not in taken)
