@@ -1432,3 +1432,16 @@ def test_no_process_that_is_over_is_left_to_a_trainer_that_is_process_1(home):
         for _ in range(20):
             assert reward(completions=[RIGHT] * 2, tests=[SIMPLE] * 2) == [1.0] * 2
         assert children() == before
+
+
+@needs_sandbox
+def test_why_a_program_failed_is_told_in_words():
+    found = {}
+    programs = ["def f(:", "raise KeyError('x')", "def f(x): return 1 / 0", "def f(x):\n    while True: pass"]
+    code_execution(time_limit=1.0)(programs, tests=[["assert f(1) == 2"]] * 4, log_extra=found.__setitem__)
+    assert found["tests"] == [
+        "the program did not load: SyntaxError: invalid syntax (<program>, line 1)",
+        "the program did not load: KeyError: 'x'",
+        "f raised ZeroDivisionError: division by zero",
+        "f: TimeoutError: out of time",
+    ]

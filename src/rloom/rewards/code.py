@@ -386,7 +386,7 @@ def _by_calls(program: str, calls: list[Call], limits: Limits, partial: bool, pa
             os.set_blocking(fds["ask_write"], False)
             hello = receive(fds["answer_read"], left.read)
             if not isinstance(hello, dict) or not isinstance(hello.get("names"), dict):
-                return Verdict(share=0.0, why=f"the program did not load: {shown(hello)}")
+                return Verdict(share=0.0, why=f"the program did not load: {_told(hello, 'failed')}")
             return _asked(calls, hello["names"], fds, left, partial)
 
 
@@ -408,7 +408,7 @@ def _asked(calls: list[Call], names: dict[str, Any], fds: dict[str, int], left: 
                 failure = _failure(call, receive(fds["answer_read"], left.read))
                 ahead.popleft()
         except (TimeoutError, WireError, BrokenPipeError) as error:
-            why = why or f"{call.function}: {type(error).__name__}: {error or 'out of time'}"
+            why = why or f"{call.function}: {type(error).__name__}: {str(error) or 'out of time'}"
             break  # what follows cannot pass either
         passed += not failure
         why = why or failure
@@ -431,10 +431,22 @@ def _request(call: Call, names: dict[str, Any]) -> dict[str, Any]:
             "kwargs": {k: encode(v, _refuse) for k, v in call.kwargs.items()}}  # fmt: skip
 
 
+def _told(answer: Any, name: str) -> str:
+    """An exception as the program's side describes it, which may say anything.
+
+    >>> _told({"error": [["ValueError", "Exception"], "no such key"]}, "error"), _told(7, "error")
+    ('ValueError: no such key', '7')
+    """
+    match answer.get(name) if isinstance(answer, dict) else None:
+        case [[str(kind), *_], str(message)]:
+            return f"{kind}: {message}"[:200]
+    return shown(answer)
+
+
 def _failure(call: Call, answer: Any) -> str:
     """Why an answer is not what it should be; empty if it is."""
     if not isinstance(answer, dict) or "error" in answer:
-        return f"{call.function} raised {shown(answer)}"
+        return f"{call.function} raised {_told(answer, 'error')}"
     if equals(answer.get("value"), call.expected):
         return ""
     return f"{call.function} returned {shown(answer.get('value'))}, not {_safe_repr(call.expected)}"
@@ -454,7 +466,7 @@ def _by_cases(program: str, tests: Tests, limits: Limits, partial: bool, package
                 try:
                     answer = receive(fds["answer_read"], left.read)
                 except (TimeoutError, WireError) as error:
-                    why = why or f"input {number}: {type(error).__name__}: {error or 'out of time'}"
+                    why = why or f"input {number}: {type(error).__name__}: {str(error) or 'out of time'}"
                     break
                 output = answer.get("output") if isinstance(answer, dict) else None
                 good = isinstance(output, str) and not answer.get("failed") and _lines(output) == _lines(expected)
