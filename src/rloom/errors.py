@@ -87,6 +87,13 @@ def check_choice(option: str, value: object, choices: Iterable[str]) -> None:
         raise ConfigError(f"`{option}` must be one of {', '.join(map(repr, known))}, not {value!r}{hint}")
 
 
+def check_options(function: str, given: Iterable[str], known: Iterable[str]) -> None:
+    """Refuse options that a function does not have, and name the nearest."""
+    for name in given:
+        if name not in known:
+            raise UnknownOptionError(f"{function}() has no option '{name}'{did_you_mean(name, known)}")
+
+
 F = TypeVar("F", bound=Callable[..., Any])
 
 
@@ -104,9 +111,7 @@ def checks_options(function: F) -> F:
 
     @functools.wraps(function)
     def call(*args: Any, **options: Any) -> Any:
-        for name in options:
-            if name not in known:
-                raise UnknownOptionError(f"{function.__name__}() has no option '{name}'{did_you_mean(name, known)}")
+        check_options(function.__name__, options, known)
         return function(*args, **options)
 
     return call  # type: ignore[return-value]

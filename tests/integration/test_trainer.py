@@ -333,17 +333,14 @@ def test_bfloat16_weights_keep_their_bits_and_resume(config, rows, tmp_path):
     assert all(torch.equal(a, b) for a, b in zip(rests, others, strict=True))
 
 
+FOLLOWED = {
+    "max_steps": 4, "sync_ref_model": True, "ref_model_sync_steps": 1, "save_strategy": "steps", "save_steps": 1
+}  # fmt: skip
+
+
 def test_a_reference_that_follows_bfloat16_weights_keeps_its_bits_and_resumes(config, rows, tmp_path):
     def run(resume=None, **options):
-        args = config(
-            max_steps=4,
-            sync_ref_model=True,
-            ref_model_sync_steps=1,
-            learning_rate=1e-3,
-            save_strategy="steps",
-            save_steps=1,
-            **options,
-        )
+        args = config(**FOLLOWED, learning_rate=1e-3, **options)
         trainer = RLOOTrainer(make_model().bfloat16(), length, args, rows, processing_class=make_tokenizer())
         trainer.train(resume_from_checkpoint=resume)
         return trainer
@@ -364,14 +361,7 @@ def test_a_reference_follows_an_adapter_with_biases_and_resumes(config, rows, tm
     peft = pytest.importorskip("peft")
 
     def run(resume=None):
-        args = config(
-            max_steps=4,
-            sync_ref_model=True,
-            ref_model_sync_steps=1,
-            learning_rate=1e-2,
-            save_strategy="steps",
-            save_steps=1,
-        )
+        args = config(**FOLLOWED, learning_rate=1e-2)
         lora = peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj"], bias="lora_only")
         model = make_model(attention_bias=True)
         trainer = RLOOTrainer(model, length, args, rows, processing_class=make_tokenizer(), peft_config=lora)

@@ -26,9 +26,11 @@ from hypothesis import strategies as st
 
 from rloom.errors import RewardError, SandboxError
 from rloom.rewards import FunctionReward, RewardBatch, RewardSet, code_execution, nursery, sandbox, seccomp
-from rloom.rewards.code import Limits, judge_program, program_of, read_tests
+from rloom.rewards.code import judge_program
 from rloom.rewards.inside import light_json
 from rloom.rewards.inside.wire import WireError, receive, send
+from rloom.rewards.problems import program_of, read_tests
+from rloom.rewards.sandbox import Limits
 
 try:
     sandbox.check_sandbox()

@@ -11,7 +11,6 @@ import ast
 import functools
 import logging
 import os
-import re
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
@@ -24,19 +23,14 @@ from rloom.rewards.inside.light_json import dumps
 from rloom.rewards.inside.wire import WireError, encode, receive, send
 from rloom.rewards.marks import mark
 from rloom.rewards.nursery import keep, kept, lost, sandboxed
+from rloom.rewards.problems import CHECKS_NOTHING, Tests, num_statements, program_of, read_tests, refuse, safe_repr
 from rloom.rewards.sandbox import Limits, TimeLeft, check_sandbox
 from rloom.rewards.texts import text_of, without_surrogates
 
 logger = logging.getLogger(__name__)
 
-CHECKS_NOTHING = (
-    "these tests check nothing: no assert, no unittest test and no call of the program is reached in them. A function "
-    "`check(candidate)` needs the column 'entry_point'"
-)
 AHEAD_BYTES = 2**14
 """Of calls that are sent before the answers to earlier ones are read; a pipe holds more, so nobody waits for room."""
-FENCE = re.compile(r"^[ \t]*(`{3,}|~{3,})([^\n`]*)\n(.*?)(?:^[ \t]*\1[ \t]*$|\Z)", re.DOTALL | re.MULTILINE)
-PYTHON = re.compile(r"\W*(python|py)[\d.]*\b", re.IGNORECASE)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,17 +39,6 @@ class Verdict:
 
     share: float
     why: str = ""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Tests:
-    """What a program is judged by: test programs, or texts for its standard input with what it should print."""
-
-    sources: tuple[str, ...] = ()
-    setup: str = ""
-    entry_point: str | None = None
-    cases: tuple[tuple[str, str], ...] = ()
-    row: dict[str, Any] | None = None  # for a harness of the user's own
 
 
 @checks_options
@@ -93,7 +76,7 @@ def code_execution(
     """
     limits = Limits(seconds=time_limit, memory_mb=memory_mb, disk_mb=disk_mb, processes=processes, output_kb=output_kb)
     if harness is not None:
-        _statements(harness, "the harness")
+        num_statements(harness, "the harness")
     check_sandbox()
 
     def code_execution_reward(
@@ -119,171 +102,6 @@ def code_execution(
 
 
 # -- what to run
-
-
-def program_of(text: str, prompt: Any = None, entry_point: str | None = None) -> str:
-    """The program in a completion: its last fenced block, or all of it.
-
-    The last that is called Python, if any is; else the last that is called nothing: after a program many models show
-    how to start it, or what it prints.
-
-    Where the tests name a function that it does not define, and prompt and completion together do (HumanEval's
-    prompts are the beginning of a program), it is both.
-
-    >>> program_of("Here:\\n```python\\nx = 1\\n```\\nand so on")
-    'x = 1\\n'
-    """
-    blocks = FENCE.findall(text)
-    named = [block for _, name, block in blocks if PYTHON.match(name)]
-    unnamed = [block for _, name, block in blocks if not name.strip()]
-    program = (named or unnamed or [block for *_, block in blocks] or [text])[-1]
-    if (
-        entry_point
-        and isinstance(prompt, str)
-        and not _defines(program, entry_point)
-        and _defines(prompt + program, entry_point)
-    ):
-        return prompt + program
-    return program
-
-
-def _defines(program: str, name: str) -> bool:
-    try:
-        tree = ast.parse(program)
-    except (SyntaxError, ValueError, RecursionError, MemoryError):
-        return False
-    return any(
-        (isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)) and node.name == name)
-        or (isinstance(node, ast.Assign) and any(isinstance(t, ast.Name) and t.id == name for t in node.targets))
-        for node in tree.body
-    )
-
-
-def read_tests(row: dict[str, Any], harness: str | None = None) -> Tests | None:
-    """The tests in a row's columns; None where there are none.
-
-    >>> read_tests({"tests": ["assert f(1) == 2"]}).sources
-    ('assert f(1) == 2',)
-    >>> read_tests({"tests": [{"input": "1", "output": "2"}]}).cases
-    (('1', '2'),)
-    """
-    if harness is not None:
-        return Tests(sources=(harness,), entry_point=_entry_point(row), row=_plain(row))
-    known = [name for name in ("tests", "test_list", "test") if name in row]
-    if not known:
-        raise RewardError(
-            "code_execution finds no tests: the data set needs a column 'tests' (a list of assert lines, a program, or "
-            "inputs and outputs), or 'test_list' (MBPP), or 'test' (HumanEval); its columns are: "
-            f"{', '.join(sorted(row)) or 'none'}"
-        )
-    tests = next((row[name] for name in known if row[name] is not None), None)
-    if tests is None or (isinstance(tests, (str, list, tuple, dict)) and not tests):
-        return None
-    if isinstance(tests, dict):
-        tests = _transposed(tests)
-    if isinstance(tests, (list, tuple)) and tests and all(isinstance(case, dict) for case in tests):
-        return Tests(cases=tuple(_case(case) for case in tests))
-    sources = (tests,) if isinstance(tests, str) else tuple(tests) if isinstance(tests, (list, tuple)) else (tests,)
-    if not all(isinstance(source, str) for source in sources):
-        raise RewardError(f"tests are a text, a list of texts, or inputs and outputs, not {_safe_repr(tests)}")
-    setup = _setup(row)
-    _statements(setup, f"the tests' setup {setup!r:.100}")
-    if not sum(_statements(source, f"the tests {source!r:.100}") for source in sources):
-        raise RewardError(f"{CHECKS_NOTHING}: {sources!r:.100}")
-    entry_point = _entry_point(row)
-    if entry_point is None and _only_defines_check("\n".join(sources)):
-        raise RewardError(f"{CHECKS_NOTHING}: {sources!r:.100}")
-    return Tests(sources=sources, setup=setup, entry_point=entry_point)
-
-
-def _only_defines_check(source: str) -> bool:
-    """Whether tests are HumanEval's function `check(candidate)`, which nobody calls; whatever the program is."""
-    body = ast.parse(source).body
-    return any(isinstance(node, ast.FunctionDef) and node.name == "check" for node in body) and all(
-        isinstance(node, (ast.FunctionDef, ast.Import, ast.ImportFrom)) or _is_constant(node) for node in body
-    )
-
-
-def _is_constant(node: ast.stmt) -> bool:
-    """A text that stands alone, or a name for something that nobody is called for."""
-    if not isinstance(node, (ast.Assign, ast.Expr)):
-        return False
-    return not any(isinstance(part, (ast.Call, ast.Attribute)) for part in ast.walk(node))
-
-
-def _setup(row: dict[str, Any]) -> str:
-    imports, setup = row.get("test_imports") or [], row.get("test_setup_code") or ""
-    lines = [imports] if isinstance(imports, str) else imports
-    if not isinstance(lines, list) or not all(isinstance(line, str) for line in [*lines, setup]):
-        raise RewardError(
-            "test_imports is a text or a list of texts, and test_setup_code a text, not "
-            f"{_safe_repr(imports)} and {_safe_repr(setup)}"
-        )
-    return "\n".join([*lines, setup])
-
-
-def _entry_point(row: dict[str, Any]) -> str | None:
-    name = row.get("entry_point")
-    if name is not None and not isinstance(name, str):
-        raise RewardError(f"entry_point is the name of a function, not {_safe_repr(name)}")
-    return name or None
-
-
-def _safe_repr(value: Any) -> str:
-    """What a message shows of a value, whatever its own `repr` thinks of that."""
-    try:
-        return f"{value!r:.100}"
-    except Exception:
-        return f"a {type(value).__name__}"
-
-
-def _transposed(tests: dict[str, Any]) -> list[dict[str, Any]]:
-    inputs, outputs = (tests.get(name, tests.get(name[:-1])) for name in ("inputs", "outputs"))
-    if not isinstance(inputs, (list, tuple)) or not isinstance(outputs, (list, tuple)) or len(inputs) != len(outputs):
-        raise RewardError(
-            "tests that are a dict should hold 'inputs' and 'outputs', two lists of one length; "
-            f"this one holds {', '.join(f'{name!r}: {_sized(value)}' for name, value in tests.items())}"
-        )
-    return [{"input": i, "output": o} for i, o in zip(inputs, outputs, strict=True)]
-
-
-def _sized(value: Any) -> str:
-    return f"{len(value)} of them" if isinstance(value, (list, tuple)) else type(value).__name__
-
-
-def _case(case: dict[str, Any]) -> tuple[str, str]:
-    if not isinstance(case.get("input"), str) or not isinstance(case.get("output"), str):
-        kinds = ", ".join(f"{name!r}: {type(value).__name__}" for name, value in case.items())
-        raise RewardError(f"a test needs 'input' and 'output', both text (str); this one holds {kinds}")
-    return case["input"], case["output"]
-
-
-@functools.lru_cache(maxsize=4096)
-def _statements(source: str, what: str) -> int:
-    """How many there are in a test program, which must be one."""
-    try:
-        return len(ast.parse(source).body)
-    except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
-        raise RewardError(f"{what} are no Python program: {error or type(error).__name__}") from None
-
-
-def _plain(row: dict[str, Any]) -> dict[str, Any]:
-    """The columns that can be shown to a harness."""
-    plain = {}
-    for name, value in row.items():
-        try:
-            encode(value, keep=_refuse)
-        except (TypeError, ValueError):
-            continue
-        plain[name] = value
-    return plain
-
-
-def _refuse(value: Any) -> Any:
-    raise TypeError(type(value).__name__)
-
-
-# -- running it
 
 
 def judge_program(
@@ -427,8 +245,8 @@ def _uncallable(call: Call, names: dict[str, Any]) -> str:
 
 def _request(call: Call, names: dict[str, Any]) -> dict[str, Any]:
     return {"do": "call", "with": {"theirs": names[call.function]["mine"]},
-            "args": [encode(a, _refuse) for a in call.args],
-            "kwargs": {k: encode(v, _refuse) for k, v in call.kwargs.items()}}  # fmt: skip
+            "args": [encode(a, refuse) for a in call.args],
+            "kwargs": {k: encode(v, refuse) for k, v in call.kwargs.items()}}  # fmt: skip
 
 
 def _told(answer: Any, name: str) -> str:
@@ -449,7 +267,7 @@ def _failure(call: Call, answer: Any) -> str:
         return f"{call.function} raised {_told(answer, 'error')}"
     if equals(answer.get("value"), call.expected):
         return ""
-    return f"{call.function} returned {shown(answer.get('value'))}, not {_safe_repr(call.expected)}"
+    return f"{call.function} returned {shown(answer.get('value'))}, not {safe_repr(call.expected)}"
 
 
 def _by_cases(program: str, tests: Tests, limits: Limits, partial: bool, packages: Sequence[str]) -> Verdict:
@@ -486,7 +304,7 @@ def _lines(text: str) -> list[str]:
 def _by_harness(program: str, tests: Tests, limits: Limits, partial: bool, packages: Sequence[str]) -> Verdict:
     """Run the tests in a sandbox of their own, whose verdict alone counts."""
     payload = {"tests": tests.sources, "setup": tests.setup, "entry_point": tests.entry_point, "partial": partial,
-               "row": encode(tests.row, _refuse), "program": program if tests.row is not None else ""}  # fmt: skip
+               "row": encode(tests.row, refuse), "program": program if tests.row is not None else ""}  # fmt: skip
     role = "tests with pytest" if any("pytest" in text for text in (*tests.sources, tests.setup)) else "tests"
     with _pipes("ask", "answer", "verdict") as fds:
         ours = {"read_fd": fds["answer_read"], "write_fd": fds["ask_write"], "verdict_fd": fds["verdict_write"]}

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
-from rloom.errors import RewardError, UnknownOptionError, did_you_mean
+from rloom.errors import RewardError, check_options
 
 ATTRIBUTE = "__rloom_reward__"
 
@@ -37,10 +37,7 @@ def marks_of(function: Any) -> Marks:
 
 def mark(function: Any, **options: Any) -> Any:
     """Note how a function wants to be called, on top of what is noted already."""
-    known = [field.name for field in fields(Marks)]
-    for name in options:
-        if name not in known:
-            raise UnknownOptionError(f"reward() has no option '{name}'{did_you_mean(name, known)}")
+    check_options("reward", options, [field.name for field in fields(Marks)])
     before = marks_of(function)
     marks = replace(before, **options)
     if "at_start" not in options and (marks.isolated, marks.threads) != (before.isolated, before.threads):

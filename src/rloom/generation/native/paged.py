@@ -174,10 +174,14 @@ def launch_for(width: int) -> Launch:
     return next(launch for limit, launch in LAUNCHES.items() if width <= limit)
 
 
+def _launches(geometry: Geometry) -> list[Launch]:
+    return [launch_for(max(layer.width, layer.value_width)) for layer in geometry.layers]
+
+
 def rows_at_once(geometry: Geometry, largest_group: int) -> int:
     """Rows that one program takes to a stretch of their prompt."""
     repeat = max(layer.query_heads // layer.heads for layer in geometry.layers)
-    queries = min(launch_for(max(layer.width, layer.value_width)).queries for layer in geometry.layers)
+    queries = min(launch.queries for launch in _launches(geometry))
     return max(1, min(queries // repeat, largest_group))
 
 
@@ -198,7 +202,7 @@ def make_tables(
     heads = max(layer.query_heads for layer in geometry.layers)
     width = max(layer.value_width for layer in geometry.layers)
     shared = min(layer.heads for layer in geometry.layers)
-    worth = min(launch_for(max(layer.width, layer.value_width)).on_prompt for layer in geometry.layers)
+    worth = min(launch.on_prompt for launch in _launches(geometry))
     on_prompt = stretches(-(-max_prompt // worth), groups * shared)
     on_own = stretches(-(-max_new_tokens // ON_OWN), count * shared)
     short: dict[str, Any] = {"dtype": torch.int32, "device": device}
