@@ -57,12 +57,12 @@ class CompletionLog:
         for name in [name for name, column in extra.items() if all(value is None for value in column)]:
             del extra[name]  # its rows have left the table
 
-    def lengths(self) -> dict[str, int]:
+    def extra_lengths(self) -> dict[str, int]:
         """How many values each extra column has."""
         return {name: len(column) for name, column in self.columns["extra"].items()}
 
-    def taken_back(self, before: dict[str, int], count: int) -> dict[str, list[Any]]:
-        """Values of extra columns that somebody added since, one for each of `count` completions: they wait with those.
+    def extra_added_since(self, before: dict[str, int], count: int) -> dict[str, list[Any]]:
+        """Take out what somebody added to extra columns since, a value for each of `count` completions: to wait with them.
 
         TRL's trainer has its subclasses add to `_logs["extra"]` while they score.
         """

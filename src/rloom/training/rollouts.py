@@ -126,9 +126,9 @@ class Collector:
         """Scores (N, F), and the completions as the functions saw them."""
         inputs, contents, texts, ids = _flat(groups)
         self.rewards.failed, self.rewards.reasons, self.extra = None, {}, {}
-        before = self.log.lengths()
+        before = self.log.extra_lengths()
         scores = self.score(inputs, contents, texts, ids).cpu().float()
-        self.extra |= self.log.taken_back(before, len(ids))
+        self.extra |= self.log.extra_added_since(before, len(ids))
         if self.shaper.composition is not None:
             self.shaper.composition.note_failures(self.rewards.failed)
         return scores, texts
