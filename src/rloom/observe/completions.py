@@ -62,7 +62,7 @@ class CompletionLog:
         return {name: len(column) for name, column in self.columns["extra"].items()}
 
     def extra_added_since(self, before: dict[str, int], count: int) -> dict[str, list[Any]]:
-        """Take out what somebody added to extra columns since, a value for each of `count` completions: to wait with them.
+        """Take out what somebody added to extra columns since, a value for each of `count` completions.
 
         TRL's trainer has its subclasses add to `_logs["extra"]` while they score.
         """
