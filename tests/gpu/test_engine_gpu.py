@@ -160,3 +160,33 @@ def test_memory_does_not_grow():
         list(engine.generate(make_prompts((5, 30)), 4, seed=step))
         sizes.append(torch.cuda.memory_allocated())
     assert max(sizes[100:]) <= max(sizes[:100])
+
+
+@pytest.mark.parametrize("rows", [1, 17, 64, 100, 128])
+@pytest.mark.parametrize(("columns", "depth"), [(8960, 1536), (4864, 896), (200, 72), (14336, 256), (18944, 128)])
+def test_gate_up_and_activation_as_one_product(rows, columns, depth):
+    from rloom.generation.native.gated import has_kernel
+
+    torch.manual_seed(0)
+    x = torch.randn(rows, depth, device="cuda", dtype=torch.bfloat16)
+    weight = torch.randn(2 * columns, depth, device="cuda", dtype=torch.bfloat16) / depth**0.5
+    if not has_kernel(weight):
+        pytest.skip("the kernel was written for GPUs of compute capability 9")
+    found = torch.ops.rloom.gated_product(x, weight).double()
+    gate, up = (x.double() @ weight.double().T).chunk(2, -1)
+    truth = torch.nn.functional.silu(gate) * up
+    gate, up = torch.nn.functional.linear(x, weight).chunk(2, -1)
+    plain = (torch.nn.functional.silu(gate) * up).double()
+    assert (found - truth).abs().mean() < 1.1 * (plain - truth).abs().mean()
+    assert (found - truth).abs().max() < 2 * (plain - truth).abs().max()
+
+
+def test_the_engine_uses_it():
+    from rloom.generation.native.gated import has_kernel
+
+    model = make("qwen2")
+    engine = engine_for(model)
+    mlp = model.model.layers[0].mlp
+    if not has_kernel(torch.cat([mlp.gate_proj.weight, mlp.up_proj.weight])):
+        pytest.skip("the kernel was written for GPUs of compute capability 9")
+    assert len(engine.runner.gated.forwards()) == model.config.num_hidden_layers

@@ -33,7 +33,7 @@ class JoinedLayers:
     """
 
     def __init__(self, model: nn.Module) -> None:
-        self.groups = [_Siblings(layers) for layers in _siblings(model)]
+        self.groups = [Siblings(layers) for layers in _siblings(model)]
 
     def forwards(self) -> list[tuple[nn.Module, Callable[[Tensor], Tensor]]]:
         """The layers, each with the forward that uses the joined product; none that weights have been moved from."""
@@ -45,8 +45,8 @@ class JoinedLayers:
             group.waiting.clear()
 
 
-class _Siblings:
-    """Layers that read one input, in the order in which they do."""
+class Siblings:
+    """Layers that read one input, in the order in which they do, and their weights as one."""
 
     def __init__(self, layers: list[nn.Linear]) -> None:
         self.layers = layers

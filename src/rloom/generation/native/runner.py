@@ -17,6 +17,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from rloom.generation.native.attention import decoding, native_attention, prefilling
 from rloom.generation.native.dense import DenseCache
+from rloom.generation.native.gated import GatedBlocks
 from rloom.generation.native.geometry import Geometry
 from rloom.generation.native.joined import JoinedLayers
 from rloom.generation.native.paged import PAGE, PagedCache, Tables, fits_kernels, make_tables, rows_at_once
@@ -60,6 +61,7 @@ class Runner:
         self.base = model.get_base_model() if is_peft_model(model) else model
         self.modules = list(model.modules())
         self.joined = JoinedLayers(model)
+        self.gated = GatedBlocks(self.joined, model)
         self.sampler, self.max_new_tokens = sampler, max_new_tokens
         self.accepts = frozenset(inspect.signature(type(self.base).forward).parameters)
         self.device = next(model.parameters()).device
@@ -85,7 +87,8 @@ class Runner:
         for module in in_training:  # `eval` and `train` would walk the model anew at every hand-over
             module.training = False
         try:
-            with torch.no_grad(), native_attention(self.base), forwards_replaced(self.joined.forwards()):
+            forwards = [*self.joined.forwards(), *self.gated.forwards()]
+            with torch.no_grad(), native_attention(self.base), forwards_replaced(forwards):
                 yield
         finally:
             self.joined.forget()
