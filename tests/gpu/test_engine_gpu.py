@@ -186,6 +186,7 @@ def test_the_engine_uses_it():
 
     model = make("qwen2")
     engine = engine_for(model)
+    groups(engine)
     mlp = model.model.layers[0].mlp
     if not has_kernel(torch.cat([mlp.gate_proj.weight, mlp.up_proj.weight])):
         pytest.skip("the kernel was written for GPUs of compute capability 9")
