@@ -161,7 +161,8 @@ def clean() -> None:
 
 
 def with_layers(config: Any, factor: int) -> Any:
-    return type(config)(**{**config.to_dict(), "num_hidden_layers": config.num_hidden_layers * factor})
+    made_from = {key: value for key, value in config.to_dict().items() if key != "layer_types"}  # one for each layer
+    return type(config)(**{**made_from, "num_hidden_layers": config.num_hidden_layers * factor})
 
 
 def growth() -> None:
