@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import random
+
 import pytest
 import torch
 
-from rloom import RLOOTrainer
+from rloom import FakeEngine, RLOOTrainer
 from rloom.training.budget import SMALLEST, TokenBudget
 from tests.conftest import make_model, make_tokenizer
-from tests.integration.test_invariance import first_gradient
+from tests.integration.test_invariance import FirstGradient, first_gradient
 
 
 class RunsOut:
@@ -118,3 +120,36 @@ def test_dropout_is_drawn_again_as_it_was():
     torch.manual_seed(0)
     budget.retrying(work)
     assert torch.equal(draws[0], draws[1])
+
+
+@pytest.mark.parametrize(
+    ("length", "budget", "checkpointing"), [(8192, 20_000, True), (16_384, 10_000, False)], ids=["8k", "16k"]
+)
+def test_long_completions_have_the_gradient_of_a_plain_forward(config, length, budget, checkpointing):
+    """A group that fits the budget, with checkpoints; and completions that are longer than all of it."""
+    rng = random.Random(0)
+    completions = [[rng.randrange(4, 30) for _ in range(length - 5 * sample)] for sample in range(2)]
+    model = make_model(
+        num_hidden_layers=1, num_attention_heads=1, num_key_value_heads=1, max_position_embeddings=20_000
+    )
+    prompt = make_tokenizer()("abc")["input_ids"]
+    scores = [float(3 - 4 * sample) for sample in range(2)]
+    loss = 0.0  # the advantage of one of two is what its score has more than the other's
+    for tokens, advantage in zip(completions, (scores[0] - scores[1], scores[1] - scores[0]), strict=True):
+        logits = model(torch.tensor([prompt + tokens])).logits[0, len(prompt) - 1 : -1]
+        drawn = logits.log_softmax(-1).gather(-1, torch.tensor(tokens)[:, None])
+        loss = loss - advantage * drawn.sum() / 2
+    loss.backward()
+    expected = {name: p.grad.clone() for name, p in model.named_parameters()}
+    model.zero_grad()
+    keep = FirstGradient()
+    options = {"beta": 0.0, "max_completion_length": length, "max_tokens_per_micro_batch": budget, "max_grad_norm": 0.0}
+    options |= {"per_device_train_batch_size": 2, "gradient_checkpointing": checkpointing}
+    RLOOTrainer(
+        model, lambda completions, **kwargs: scores, config(**options), [{"prompt": "abc"}] * 2,
+        processing_class=make_tokenizer(), callbacks=[keep],
+        engine=FakeEngine(lambda prompt, sample, seed: completions[sample], eos_token_ids=[2]),
+    ).train()  # fmt: skip
+    scale = max(g.abs().max() for g in expected.values())
+    for name, gradient in expected.items():
+        assert (keep.grads[name] - gradient).abs().max() / scale < 1e-5, name
