@@ -10,7 +10,7 @@ import torch
 from rloom import FakeEngine, RLOOTrainer
 from rloom.training.budget import SMALLEST, TokenBudget
 from tests.conftest import make_model, make_tokenizer
-from tests.integration.test_invariance import FirstGradient, first_gradient
+from tests.integration.test_invariance import FirstGradient, first_gradient, reward, script
 
 
 class RunsOut:
@@ -84,6 +84,33 @@ def test_running_out_in_a_pass_without_gradient_leaves_the_training_budget(confi
     again = TokenBudget(64)
     again.load_state_dict(budget.state_dict())
     assert (again.tokens, again.without_gradient) == (budget.tokens, budget.without_gradient)
+
+
+@pytest.mark.parametrize("options", [{"beta": 0.1}, {"beta": 0.0}, {"objective": "verl"}, {"log_older_metrics": True}])
+def test_an_evaluation_that_runs_out_is_done_again(config, rows, options, caplog):
+    def evaluated(times):
+        args = config(num_generations=4, max_completion_length=7, max_tokens_per_micro_batch=200, **options)
+        engine = FakeEngine(script, eos_token_ids=[2])
+        trainer = RLOOTrainer(
+            make_model(), reward, args, rows, eval_dataset=rows, processing_class=make_tokenizer(), engine=engine
+        )
+        left, seen = [times], []
+
+        def fails(module, inputs, output):
+            seen.append(1)
+            if left[0] and len(seen) > 2:  # in the middle: some of the rollout has been seen
+                left[0] -= 1
+                raise torch.OutOfMemoryError("injected")
+
+        trainer.model.model.layers[0].register_forward_hook(fails)
+        found = trainer.evaluate()
+        assert left == [0]
+        return {key: value for key, value in found.items() if not key.endswith(("time", "per_second"))}
+
+    expected = evaluated(0)
+    assert len(expected) > 10
+    assert evaluated(2) == pytest.approx(expected, rel=1e-4, abs=1e-6, nan_ok=True)
+    assert caplog.text.count("it is done again") == 2
 
 
 def test_the_budget_learns_and_gives_up_at_last():

@@ -76,13 +76,11 @@ class Learner:
         self._count(shares)
         work = lambda: self._accumulate(model, shares, compute_loss, backward, skip)  # noqa: E731
         if self.keeps_gradients:
-            known = [_known(share.rollout) for share in shares]
+            known = [columns for share in shares for columns in _known(share.rollout)]
 
             def undo() -> None:
                 self._undo()
-                for columns in known:  # what the failed attempt has found out, with its own dropout
-                    for column, values in columns:
-                        column[:] = values
+                _put_back(known)  # what the failed attempt has found out, with its own dropout
 
             return self.budget.retrying(work, undo=undo)
         try:
@@ -153,11 +151,24 @@ class Learner:
 
     @torch.no_grad()
     def evaluate(self, model: Any, rollout: Rollout) -> Tensor:
-        """The loss of a rollout at its own weights (ratio 1), and the metrics that go with it."""
+        """The loss of a rollout at its own weights (ratio 1), and the metrics that go with it.
+
+        Out of memory, it is done again in smaller micro-batches; they are as large as those of updates, so that those
+        are smaller from then on too.
+        """
         self.appraiser.prepare(model, rollout, whole=True, mode="eval")
         share = Share(rollout=rollout, rows=range(len(rollout)))
         self._count([share])
+        known = _known(rollout)
+        total = self.budget.retrying(lambda: self._evaluated(model, share), undo=lambda: _put_back(known))
+        total += self._untrained_loss(share)
+        self.tally.record(self.metrics, "eval")
+        return total
+
+    def _evaluated(self, model: Any, share: Share) -> Tensor:
+        rollout = share.rollout
         self.tally = Tally(older=self.config.log_older_metrics)
+        self.appraiser.catch_up(model, rollout, share.rows)
         total = torch.zeros((), device=self.passes.device)
         one_forward = self.appraiser.awaits_forward(rollout, share.rows)
         plans = self.batcher.plan(rollout, trained_rows(rollout), self.budget.tokens, whole_groups=one_forward)
@@ -168,8 +179,6 @@ class Learner:
                 batch.one_forward = one_forward
                 with laid_out(batch):
                     total += self.loss(model, batch)
-        total += self._untrained_loss(share)
-        self.tally.record(self.metrics, "eval")
         return total
 
     def try_worst_case(
@@ -265,3 +274,8 @@ def _known(rollout: Rollout) -> list[tuple[list[Any], list[Any]]]:
     """What an update may fill in, each with what it holds now."""
     columns: list[list[Any]] = [rollout.policy_logprobs, rollout.kl, rollout.advantages]
     return [(column, list(column)) for column in columns]
+
+
+def _put_back(known: list[tuple[list[Any], list[Any]]]) -> None:
+    for column, values in known:
+        column[:] = values
