@@ -162,14 +162,15 @@ def test_memory_does_not_grow():
     assert max(sizes[100:]) <= max(sizes[:100])
 
 
-@pytest.mark.parametrize("rows", [1, 17, 64, 100, 128])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("rows", [1, 17, 64, 100, 128, 130])
 @pytest.mark.parametrize(("columns", "depth"), [(8960, 1536), (4864, 896), (200, 72), (14336, 256), (18944, 128)])
-def test_gate_up_and_activation_as_one_product(rows, columns, depth):
+def test_gate_up_and_activation_as_one_product(rows, columns, depth, dtype):
     from rloom.generation.native.gated import has_kernel
 
     torch.manual_seed(0)
-    x = torch.randn(rows, depth, device="cuda", dtype=torch.bfloat16)
-    weight = torch.randn(2 * columns, depth, device="cuda", dtype=torch.bfloat16) / depth**0.5
+    x = torch.randn(rows, depth, device="cuda", dtype=dtype)
+    weight = torch.randn(2 * columns, depth, device="cuda", dtype=dtype) / depth**0.5
     if not has_kernel(weight):
         pytest.skip("the kernel was written for GPUs of compute capability 9")
     found = torch.ops.rloom.gated_product(x, weight).double()
@@ -181,13 +182,19 @@ def test_gate_up_and_activation_as_one_product(rows, columns, depth):
     assert (found - truth).abs().max() < 2 * (plain - truth).abs().max()
 
 
-def test_the_engine_uses_it():
+def test_the_engine_uses_it(monkeypatch):
+    from rloom.generation.native import gated_kernels
     from rloom.generation.native.gated import has_kernel
 
     model = make("qwen2")
-    engine = engine_for(model)
-    groups(engine)
     mlp = model.model.layers[0].mlp
     if not has_kernel(torch.cat([mlp.gate_proj.weight, mlp.up_proj.weight])):
         pytest.skip("the kernel was written for GPUs of compute capability 9")
+    engine = engine_for(model)
+    asked = []
+    run = gated_kernels.gated_product
+    monkeypatch.setattr(gated_kernels, "gated_product", lambda x, weight: asked.append(len(x)) or run(x, weight))
+    groups(engine)
     assert len(engine.runner.gated.forwards()) == model.config.num_hidden_layers
+    assert max(asked) == 100  # tried,
+    assert asked.count(24) >= model.config.num_hidden_layers  # and captured for 24 rows

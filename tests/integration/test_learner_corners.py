@@ -8,8 +8,9 @@ import transformers as tf
 from peft import LoraConfig
 
 from rloom import RLOOTrainer
-from rloom.errors import ConfigError
-from rloom.models.proof import check_head
+from rloom.errors import ConfigError, EngineError
+from rloom.generation import NativeEngine, Sampling
+from rloom.models.proof import check_head, why_not_packed
 from tests.conftest import make_model, make_tokenizer
 
 
@@ -26,13 +27,25 @@ def make_trainer(config, rows, model=None, **changes):
     )
 
 
-def test_falcon_h1_multiplies_its_logits():
-    config = tf.FalconH1Config(
+def falcon_h1(**changes):
+    return tf.FalconH1ForCausalLM(tf.FalconH1Config(
         vocab_size=46, hidden_size=32, intermediate_size=48, num_hidden_layers=1, num_attention_heads=4,
-        num_key_value_heads=2, mamba_d_ssm=32, mamba_n_heads=4, mamba_d_head=8, mamba_d_state=8,
-        lm_head_multiplier=0.25,
-    )  # fmt: skip
-    check_head(tf.FalconH1ForCausalLM(config))
+        num_key_value_heads=2, mamba_d_ssm=32, mamba_n_heads=4, mamba_d_head=8, mamba_d_state=8, **changes,
+    ))  # fmt: skip
+
+
+def test_falcon_h1_multiplies_its_logits():
+    check_head(falcon_h1(lm_head_multiplier=0.25))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_state_that_does_not_show_in_logits_is_known_all_the_same(dtype):
+    """With weights as small as these, packed rows had nearly the numbers of padded ones."""
+    model = falcon_h1().to(dtype)
+    assert "keeps other state" in why_not_packed(model)
+    sampling = Sampling(max_completion_length=4, eos_token_ids=(), pad_token_id=0)
+    with pytest.raises(EngineError, match="keeps other state"):
+        NativeEngine(lambda: model, sampling)
 
 
 def test_a_head_that_does_something_unknown_is_refused(config, rows):

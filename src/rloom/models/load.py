@@ -159,6 +159,12 @@ def _rendered(tokenizer: Any, template: str | None, contents: list[Any]) -> str:
         return ""
 
 
+def keeps_other_state(model: nn.Module) -> bool:
+    """Whether the library marks a model, or a part of it, as one that carries more from token to token than keys and
+    values. With small weights that is too little to show in a comparison of logits."""
+    return any(getattr(module, "_is_stateful", False) for module in model.modules())
+
+
 def has_position_table(model: Any) -> bool:
     """Whether positions are looked up in a table (GPT-2, OPT), beyond which there is nothing."""
     config = model.config.get_text_config()

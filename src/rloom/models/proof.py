@@ -16,7 +16,7 @@ from torch import Tensor
 from rloom.data.batching import Batcher
 from rloom.errors import ConfigError
 from rloom.models.attention import num_calls, packed_attention, running
-from rloom.models.load import is_peft_model
+from rloom.models.load import is_peft_model, keeps_other_state
 from rloom.models.logprobs import Forward
 from rloom.types import Rollout
 
@@ -83,6 +83,8 @@ def why_not_packed(model: Any, rollout: Rollout | None = None) -> str | None:
         return "the adapter puts virtual tokens before each prompt"
     if base.get_output_embeddings() is None:
         return f"{type(base).__name__} names no output head"
+    if keeps_other_state(base):
+        return f"{type(base).__name__} keeps other state than keys and values"
     training = model.training
     model.eval()
     try:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -11,48 +12,52 @@ from torch.nn import functional
 
 from rloom.generation.native.joined import JoinedLayers, Siblings
 
-MOST_ROWS = 128
-"""Of a step; the product of more is long enough to take its activation apart."""
+logger = logging.getLogger(__name__)
+
+PARTS = ("gate_proj", "up_proj", "act_fn")
+"""Of a block, that the kernel stands in for."""
+
+ROWS = (4, 100, 130)
+"""With so many the kernels are tried: each has a form of its own."""
 
 
 class GatedBlocks:
     """Blocks that are down(silu(gate(x)) · up(x)), with gate and up laid together."""
 
     def __init__(self, joined: JoinedLayers, model: nn.Module) -> None:
-        by_gate = {id(group.layers[0]): group for group in joined.groups}
-        known: dict[type, bool] = {}
-        # Made once: compiled layers would be compiled anew for another function.
+        tried: dict[Any, bool] = {}
         self.blocks = [
             (group, (block, _forward(block, group.weight)))
-            for block, group in _blocks(model, by_gate)
-            if _fits(block, group, known)
+            for block, group in _candidates(joined, model)
+            if is_gated(block) and _kernel_works(group.weight, tried)
         ]
 
-    def forwards(self) -> list[tuple[nn.Module, Callable[[Tensor], Tensor]]]:
+    def forwards(self) -> list[tuple[nn.Module, Callable[..., Tensor]]]:
         """The blocks, each with the forward that uses the product; none that weights have been moved from."""
         return [pair for group, pair in self.blocks if group.in_place()]
 
 
-def _blocks(model: nn.Module, by_gate: dict[int, Siblings]) -> Iterator[tuple[Any, Siblings]]:
-    """Those whose gate and up are plain layers: what an adapter adds to them would be missing."""
+def _candidates(joined: JoinedLayers, model: nn.Module) -> Iterator[tuple[Any, Siblings]]:
+    """Blocks whose gate and up are plain layers that nobody listens to: what adapters and hooks do would be missing."""
+    laid = {tuple(map(id, group.layers)): group for group in joined.groups}
     for block in model.modules():
-        group = by_gate.get(id(getattr(block, "gate_proj", None)))
-        if group is not None and group.bias is None and isinstance(getattr(block, "down_proj", None), nn.Module):
+        parts = [getattr(block, name, None) for name in PARTS]
+        group = laid.get((id(parts[0]), id(parts[1])))
+        if group is None or group.bias is not None or not has_kernel(group.weight):
+            continue
+        if "forward" not in block.__dict__ and not any(_has_hooks(part) for part in parts):
             yield block, group
 
 
-def _fits(block: Any, group: Siblings, known: dict[type, bool]) -> bool:
-    weight = group.weight
-    if weight.dtype not in (torch.bfloat16, torch.float16) or "forward" in block.__dict__ or not has_kernel(weight):
-        return False
-    if type(block) not in known:
-        known[type(block)] = is_gated(block)
-    return known[type(block)]
+def _has_hooks(part: Any) -> bool:
+    return not isinstance(part, nn.Module) or bool(part._forward_hooks or part._forward_pre_hooks)
 
 
 def has_kernel(weight: Tensor) -> bool:
     """Whether the GPU is of the kind that the kernel was written for, and the weights of a size that it holds."""
-    if not weight.is_cuda or torch.cuda.get_device_capability(weight.device)[0] != 9 or weight.shape[1] % 8:
+    if not weight.is_cuda or weight.dtype not in (torch.bfloat16, torch.float16) or weight.shape[1] % 8:
+        return False
+    if torch.version.hip or torch.cuda.get_device_capability(weight.device)[0] != 9:
         return False
     try:
         from rloom.generation.native.gated_kernels import holds
@@ -63,7 +68,7 @@ def has_kernel(weight: Tensor) -> bool:
 
 @torch.no_grad()
 def is_gated(block: Any) -> bool:
-    """Whether a block does what its parts' names say: nothing between them, no other activation.
+    """Whether a block does what its parts' names say: no other activation, nothing in between, no limits.
 
     >>> from transformers import LlamaConfig
     >>> from transformers.models.llama.modeling_llama import LlamaMLP
@@ -71,33 +76,73 @@ def is_gated(block: Any) -> bool:
     >>> is_gated(make("silu")), is_gated(make("gelu"))
     (True, False)
     """
-    weight = block.gate_proj.weight
-    generator = torch.Generator().manual_seed(0)
-    x = torch.randn((1, 1, weight.shape[1]), generator=generator).to(weight.device, weight.dtype)
-    expected = block.down_proj(functional.silu(block.gate_proj(x)) * block.up_proj(x))
-    return torch.equal(block(x), expected)
+    gate, up, down = block.gate_proj.weight, block.up_proj.weight, block._modules.get("down_proj")
+    in_training = [module for module in block.modules() if module.training]
+    drawn = torch.randn((2, 1, gate.shape[1]), generator=torch.Generator().manual_seed(0))
+    drawn[1] *= 1000  # some models clamp what is large
+    x = drawn.to(gate.device, gate.dtype)
+    if down is None:
+        return False
+    try:
+        block._modules["down_proj"] = nn.Identity()  # weights of zero would hide what comes before them
+        for module in in_training:  # dropout would draw
+            module.training = False
+        found = block.forward(x)
+    except Exception:  # it takes other arguments, or does other things with its parts
+        return False
+    finally:
+        block._modules["down_proj"] = down
+        for module in in_training:
+            module.training = True
+    expected = functional.silu(functional.linear(x, gate)) * functional.linear(x, up)
+    return isinstance(found, Tensor) and torch.allclose(found, expected, rtol=0.0, atol=0.0, equal_nan=True)
 
 
-def _forward(block: Any, weight: Tensor) -> Callable[[Tensor], Tensor]:
+@torch.no_grad()
+def _kernel_works(weight: Tensor, tried: dict[Any, bool]) -> bool:
+    """Whether the kernel runs here and is right, tried once for weights of a shape: else blocks stay as they are."""
+    key = (weight.shape, weight.dtype, weight.device)
+    if key not in tried:
+        try:
+            tried[key] = all(_agrees(weight, rows) for rows in ROWS)
+        except torch.OutOfMemoryError:
+            raise
+        except Exception as error:
+            logger.warning("gate and up are not run as one product: the kernel fails (%s)", str(error)[:160])
+            tried[key] = False
+    return tried[key]
+
+
+def _agrees(weight: Tensor, rows: int) -> bool:
+    x = torch.randn((rows, weight.shape[1]), generator=torch.Generator().manual_seed(0))
+    x = x.to(weight.device, weight.dtype)
+    gate, up = functional.linear(x, weight).float().chunk(2, -1)
+    expected = functional.silu(gate) * up
+    error = float((_run(x, weight).float() - expected).norm() / expected.norm().clamp(min=1e-30))
+    if error > 0.02:  # rounding is a quarter of a hundredth
+        logger.warning("gate and up are not run as one product: the kernel is off by %.1e on this GPU", error)
+    return error <= 0.02
+
+
+def _forward(block: Any, weight: Tensor) -> Callable[..., Tensor]:
     """For steps of one token a row; the block's own for all else."""
-    own, down = block.forward, block.down_proj
+    own = block.forward
 
-    def forward(x: Tensor) -> Tensor:
-        if x.dim() < 3 or x.shape[-2] > 1 or x.dtype != weight.dtype:
-            return own(x)
-        product = torch.ops.rloom.gated_product(x.flatten(0, -2), weight)
-        return down(product.view(*x.shape[:-1], -1))
+    def forward(x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        if args or kwargs or x.dim() != 3 or x.shape[1] > 1 or x.dtype != weight.dtype:
+            return own(x, *args, **kwargs)
+        product = torch.ops.rloom.gated_product(x.flatten(0, 1), weight)
+        return block.down_proj(product.unsqueeze(1))
 
     return forward
 
 
 def _run(x: Tensor, weight: Tensor) -> Tensor:
-    if len(x) <= MOST_ROWS:
-        from rloom.generation.native.gated_kernels import gated_product
+    from rloom.generation.native import gated_kernels as kernels
 
-        return gated_product(x.contiguous(), weight)
-    gate, up = functional.linear(x, weight).chunk(2, -1)
-    return functional.silu(gate) * up
+    if len(x) <= kernels.MOST_ROWS:
+        return kernels.gated_product(x.contiguous(), weight)
+    return kernels.activation(functional.linear(x, weight))
 
 
 _library = torch.library.Library("rloom", "FRAGMENT")

@@ -19,17 +19,25 @@ DEPTH = 64  # of a tile
 ROOM = 200 * 1024  # bytes of shared memory for tiles that are on their way
 STAGES = 5
 MOST_COLUMNS = 144  # to a program
+MOST_ROWS = 128
+
+
+@triton.jit
+def _silu_times(gate, up):  # type: ignore[no-untyped-def]
+    """In float32, of products that have been rounded as if they had been stored; rounded once more at the end."""
+    dtype: tl.constexpr = gate.dtype
+    gate = gate.to(tl.float32)
+    return (gate * tl.sigmoid(gate) * up.to(tl.float32)).to(dtype)
 
 
 @triton.jit
 def _activated(both, dtype: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr):  # type: ignore[no-untyped-def]
-    """silu(gate) · up of (BM, 2 · BN), each rounded as if it had been stored."""
+    """silu(gate) · up of (BM, 2 · BN)."""
     gate, up = both.reshape([BM, 2, BN]).permute([0, 2, 1]).split()
-    gate, up = gate.to(dtype).to(tl.float32), up.to(dtype).to(tl.float32)
-    return (gate * tl.sigmoid(gate) * up).to(dtype)
+    return _silu_times(gate.to(dtype), up.to(dtype))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["M"])
 def _gated(  # type: ignore[no-untyped-def]
     x, weight, more_weight, out, M, N, K,
     BM: tl.constexpr, BN: tl.constexpr, BX: tl.constexpr, BK: tl.constexpr, STRIPS: tl.constexpr,
@@ -55,9 +63,27 @@ def _gated(  # type: ignore[no-untyped-def]
     tl.store(out + m * N + n, _activated(both, dtype, BM, BN), mask=(m < M) & (n < N))
 
 
+@triton.jit
+def _activation(both, out, N, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+    """both (M, 2 · N) → out (M, N). Grid (M, blocks of N)."""
+    row, n = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    gate = tl.load(both + row * 2 * N + n, mask=n < N, other=0.0)
+    up = tl.load(both + row * 2 * N + N + n, mask=n < N, other=0.0)
+    tl.store(out + row * N + n, _silu_times(gate, up), mask=n < N)
+
+
+def activation(both: Tensor) -> Tensor:
+    """silu(gate) · up of (M, 2 · N)."""
+    count, size = both.shape[0], both.shape[1] // 2
+    out = both.new_empty((count, size))
+    _activation[(count, triton.cdiv(size, 1024))](both, out, size, BLOCK=1024, num_warps=4)
+    return out
+
+
 def gated_product(x: Tensor, weight: Tensor, *, programs: int | None = None) -> Tensor:
     """silu(x · gateᵀ) · (x · upᵀ) for x (M, K), M up to 128, and weight (2 · N, K): the gate's, then up's."""
     count, depth = x.shape
+    assert count <= MOST_ROWS
     size = len(weight) // 2
     strip, more, strips = plan(size, programs or _processors(x.device))
     tall = 64 if count <= 64 else 128

@@ -16,7 +16,7 @@ from torch import Tensor
 from rloom.generation.native.attention import num_calls
 from rloom.generation.native.pages import Pages
 from rloom.generation.native.scheduler import Scheduler, Sequence, SharedPrompt
-from rloom.models.load import is_peft_model
+from rloom.models.load import is_peft_model, keeps_other_state
 
 if TYPE_CHECKING:
     from rloom.generation.native.runner import Runner
@@ -36,6 +36,8 @@ def why_not_native(model: Any, runner: Runner) -> str | None:
         return "the adapter puts virtual tokens before each prompt"
     if getattr(base.config, "is_encoder_decoder", False):
         return f"{name} is an encoder-decoder model"
+    if keeps_other_state(base):
+        return f"{name} keeps other state than keys and values"
     training = model.training
     model.eval()
     try:
