@@ -162,7 +162,7 @@ class RLOOConfig(OlderNames, TrainingArguments, metaclass=_Remembering):
         "group) or transformers (`model.generate`). Unset: the first of these that proves right on the model.",
     )
     compile_generation: bool | None = _option(
-        None, "Compile the native engine's decode step (CUDA). Unset: in runs long enough to earn it back."
+        None, "Compile the native engine's decode step. Unset: on a GPU, in runs long enough to earn it back."
     )
 
     # vLLM

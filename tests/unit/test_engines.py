@@ -266,6 +266,36 @@ def test_a_stop_string_of_several_bytes_a_character():
     assert is_end(tokens[:-1], options, Bytes()) is None
 
 
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_compiled_step_on_a_cpu(monkeypatch, caplog, fails):
+    """The same tokens, whether it is compiled or falls back."""
+    from rloom.generation.native import runner
+
+    model = make_model(num_hidden_layers=1).eval()
+    prompts = [Prompt(content="", token_ids=[5, 6, 7]), Prompt(content="", token_ids=[8, 9])]
+
+    def drawn(compiled):
+        engine = NativeEngine(lambda: model, sampling(max_completion_length=7), compiled=compiled)
+        groups = sorted(engine.generate(prompts, 3, seed=1), key=lambda group: len(group.prompt.token_ids))
+        return [c.token_ids for g in groups for c in g.completions], engine.runner
+
+    expected, _ = drawn(False)
+    compiled = []
+    make = torch.compile
+
+    def compile(forward, **options):
+        if fails:
+            raise RuntimeError("no compiler")
+        compiled.append(forward)
+        return make(forward, **options)
+
+    monkeypatch.setattr(runner.torch, "compile", compile)
+    found, made = drawn(True)
+    assert found == expected
+    assert (len(compiled), made.compiled) == ((0, False) if fails else (1, True))
+    assert ("cannot be compiled" in caplog.text) == fails
+
+
 def test_hooks_on_layers_survive_compiled_forwards():
     from rloom.models.attention import forwards_replaced
 

@@ -68,7 +68,7 @@ class Runner:
         self.position_limit = position_limit(self.base)
         self.ends = torch.tensor(sorted(eos_token_ids) or [-1], device=self.device)
         self.vocabulary = int(self.base.get_output_embeddings().weight.shape[0])
-        self.compiled = compiled and self.device.type == "cuda"
+        self.compiled = compiled
         self.max_prompt = self.largest_group = 0  # that buffers are made for
         self.buckets: dict[tuple[int, int], Bucket] = {}  # by rows and groups
         self.geometry: Geometry | None = None
@@ -125,6 +125,21 @@ class Runner:
 
     def _step(self, rows: Rows, cache: Any, *, opaque: bool = False) -> None:
         logits = self.logits(rows, cache, opaque=opaque)
+        rows.advance(self.draw(logits, rows.keys, rows.counts, rows.seen))
+
+    def _eager_step(self, rows: Rows, cache: Any) -> None:
+        """A step without a graph. On a CPU its layers are compiled where that was asked for, but not for a single row,
+        which would be compiled apart."""
+        if not self.compiled or self.device.type != "cpu" or len(rows) == 1:
+            self._step(rows, cache)
+            return
+        try:
+            with self._compiled_layers():
+                logits = self.logits(rows, cache, opaque=True)
+        except Exception as error:  # no compiler here, or an architecture that is not to its liking
+            logger.warning("the decode step cannot be compiled, and runs without: %s", _first_line(error))
+            self.compiled = False
+            logits = self.logits(rows, cache)  # once more: keys and values are written to the same places
         rows.advance(self.draw(logits, rows.keys, rows.counts, rows.seen))
 
     # -- memory
@@ -186,7 +201,7 @@ class Runner:
             if bucket.graph is not None:
                 bucket.graph.replay()
             else:
-                self._step(bucket.rows, cache)
+                self._eager_step(bucket.rows, cache)
                 cache.stepped()
                 bucket.steps += 1
         return bucket.rows.look(steps)
@@ -261,7 +276,7 @@ class Runner:
             torch.cuda.synchronize()
             logger.warning(
                 "a decode step of this model cannot be captured in a CUDA graph, and runs without: %s",
-                str(error).splitlines()[0][:160] if str(error) else type(error).__name__,
+                _first_line(error),
             )
         finally:
             torch.set_autocast_cache_enabled(caching)
@@ -281,6 +296,10 @@ class Runner:
             self.layers = [(layer, torch.compile(layer.forward, dynamic=True)) for layer in found]
         with forwards_replaced(self.layers):
             yield
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).splitlines()[0][:160] if str(error) else type(error).__name__
 
 
 def _next_size(count: int) -> int:
