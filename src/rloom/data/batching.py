@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -49,35 +50,29 @@ class Batcher:
         if not whole_groups:
             units = [[row] for unit in units for row in unit]
         plans: list[list[int]] = []
+        filled, pictured = Extent(), False
         for unit in units:
-            joins = plans and has_images(rollout, plans[-1]) == has_images(rollout, unit)
-            if joins and self._fits(rollout, [*plans[-1], *unit], groups, budget):
+            images = has_images(rollout, unit)
+            grown = filled.grown(rollout, unit, groups)
+            if plans and images == pictured and grown.tokens(self._packs(images)) <= budget:
                 plans[-1] += unit
+                filled = grown
             else:
                 plans.append(list(unit))
+                filled, pictured = Extent().grown(rollout, unit, groups), images
         return plans
 
-    def size(self, rollout: Rollout, rows: Sequence[int], groups: Sequence[int] | None = None) -> int:
+    def size(self, rollout: Rollout, rows: Sequence[int]) -> int:
         """Tokens that rows take in a forward."""
-        completions = [len(rollout.completion_ids[row]) for row in rows]
-        if not rows:
-            return 0
-        if not self._packs(rollout, rows):
-            width = max(len(rollout.prompt_ids[row]) for row in rows) + max(completions)
-            return len(rows) * width
-        runs = runs_of_groups(rows, rollout.groups.tolist() if groups is None else groups)
-        return sum(len(rollout.prompt_ids[rows[run[0]]]) for run in runs) + sum(completions)
+        return Extent().grown(rollout, rows, rollout.groups.tolist()).tokens(self._packs(has_images(rollout, rows)))
 
-    def _packs(self, rollout: Rollout, rows: Sequence[int]) -> bool:
-        return self.packed and (self.images_packed or not has_images(rollout, rows))
-
-    def _fits(self, rollout: Rollout, rows: Sequence[int], groups: Sequence[int], budget: int) -> bool:
-        return self.size(rollout, rows, groups) <= budget
+    def _packs(self, images: bool) -> bool:
+        return self.packed and (self.images_packed or not images)
 
     def make(self, rollout: Rollout, rows: Sequence[int], device: torch.device) -> MicroBatch:
         """The rows as tensors."""
         lengths = [len(rollout.completion_ids[row]) for row in rows]
-        packed = pack(rollout, rows, device) if self._packs(rollout, rows) else None
+        packed = pack(rollout, rows, device) if self._packs(has_images(rollout, rows)) else None
         width = _round_up(max(lengths), None if packed else self.multiple)
         mask = torch.arange(width) < torch.tensor(lengths).unsqueeze(1)
         batch = MicroBatch(
@@ -110,6 +105,30 @@ class Batcher:
         batch.attention_mask = upload(mask, device)
         batch.position_ids = upload((mask.cumsum(-1) - 1).clamp(min=0), device)
         batch.prompt_inputs = join([batch.rollout.prompt_inputs[row] for row in batch.rows], left, right)
+
+
+@dataclass(frozen=True, slots=True)
+class Extent:
+    """What some rows take in a forward, in either layout; counted on as rows are added."""
+
+    rows: int = 0
+    prompt: int = 0  # the longest
+    completion: int = 0
+    packed: int = 0  # tokens, a prompt once for neighbours of its group
+    group: int | None = None  # of the last row
+
+    def grown(self, rollout: Rollout, rows: Sequence[int], groups: Sequence[int]) -> Extent:
+        """With some rows more."""
+        prompt, completion, packed, group = self.prompt, self.completion, self.packed, self.group
+        for row in rows:
+            length, own = len(rollout.prompt_ids[row]), len(rollout.completion_ids[row])
+            packed += own if groups[row] == group else length + own
+            prompt, completion, group = max(prompt, length), max(completion, own), groups[row]
+        return Extent(self.rows + len(rows), prompt, completion, packed, group)
+
+    def tokens(self, packed: bool) -> int:
+        """In a packed row, or as padded ones."""
+        return self.packed if packed else self.rows * (self.prompt + self.completion)
 
 
 def _inputs_of_packed(batch: MicroBatch) -> dict[str, torch.Tensor]:

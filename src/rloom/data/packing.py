@@ -33,12 +33,6 @@ def runs_of_groups(rows: Sequence[int], groups: Sequence[int]) -> list[list[int]
     return runs
 
 
-def packed_size(rollout: Rollout, rows: Sequence[int], groups: Sequence[int]) -> int:
-    """Tokens that `rows` take in a packed row: a prompt once for a run of its completions."""
-    prompts = sum(len(rollout.prompt_ids[rows[run[0]]]) for run in runs_of_groups(rows, groups))
-    return prompts + sum(len(rollout.completion_ids[row]) for row in rows)
-
-
 def pack(rollout: Rollout, rows: Sequence[int], device: torch.device) -> PackedRow:
     """Pack rows of a rollout; neighbouring rows of one group share their prompt."""
     runs = runs_of_groups(rows, rollout.groups.tolist())

@@ -1,0 +1,54 @@
+"""Which rows share a micro-batch: all of them once, in order, as many as the budget holds and not one more."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+
+from rloom.data.batching import Batcher
+from rloom.types import Rollout
+
+CPU = torch.device("cpu")
+
+
+def drawn(seed):
+    """Groups of different sizes, ragged prompts and completions, some rows left out."""
+    draw = random.Random(seed)
+    prompts = [[1] * draw.randrange(1, 30) for _ in range(draw.randrange(1, 7))]
+    groups = [group for group in range(len(prompts)) for _ in range(draw.randrange(1, 6))]
+    rollout = Rollout(
+        prompt_ids=[prompts[group] for group in groups],
+        completion_ids=[[2] * draw.randrange(1, 20) for _ in groups],
+        groups=torch.tensor(groups),
+        scores=torch.zeros(len(groups), 1),
+        score=torch.zeros(len(groups)),
+        trained=[True] * len(groups),
+    )
+    return rollout, [row for row in range(len(groups)) if draw.random() < 0.8], draw.randrange(10, 150)
+
+
+@pytest.mark.parametrize("packed", [True, False])
+@pytest.mark.parametrize("whole_groups", [True, False])
+def test_plans_are_full_and_no_fuller(packed, whole_groups):
+    batcher = Batcher(packed=packed, pad_token_id=0)
+    cut = 0
+    for seed in range(200):
+        rollout, rows, budget = drawn(seed)
+        groups = rollout.groups.tolist()
+        plans = batcher.plan(rollout, rows, budget, whole_groups=whole_groups)
+        assert [row for plan in plans for row in plan] == rows
+        for number, plan in enumerate(plans):
+            batch = batcher.make(rollout, plan, CPU)
+            tokens = batch.packed.input_ids.numel() if packed else batch.input_ids.numel()
+            assert batcher.size(rollout, plan) == tokens  # what is counted is what is run
+            one = len({groups[row] for row in plan}) == 1 if whole_groups else len(plan) == 1
+            assert tokens <= budget or one
+            if number + 1 < len(plans):
+                first = plans[number + 1][0]
+                unit = [row for row in rows if groups[row] == groups[first]] if whole_groups else [first]
+                assert not set(unit) & set(plan)
+                assert batcher.size(rollout, [*plan, *unit]) > budget
+                cut += 1
+    assert cut > 100
