@@ -105,9 +105,7 @@ def _kernel_works(weight: Tensor, tried: dict[Any, bool]) -> bool:
     if key not in tried:
         try:
             tried[key] = all(_agrees(weight, rows) for rows in ROWS)
-        except torch.OutOfMemoryError:
-            raise
-        except Exception as error:
+        except Exception as error:  # of the compiler, the driver, or for want of memory: nothing that must end a run
             logger.warning("gate and up are not run as one product: the kernel fails (%s)", str(error)[:160])
             tried[key] = False
     return tried[key]

@@ -1,8 +1,8 @@
 """Triton kernel of gate, up and their activation as one product, for the few rows of a decode step.
 
 A program takes a strip of columns through all of the weights' depth. Strips are powers of two, so that one to each
-processor seldom covers all columns: `BX` more go to the first programs that need take some. A strip of the gate's and
-one of up's weights come as one box, and are multiplied as one tile.
+processor seldom covers all columns: what is left goes to the first programs, `BX` columns more to each. A strip of the
+gate's and one of up's weights come as one box, and are multiplied as one tile.
 """
 
 from __future__ import annotations
