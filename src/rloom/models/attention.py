@@ -51,14 +51,14 @@ def attention_of(config: Any) -> Any:
     return {"": config._attn_implementation, **inner} if inner else config._attn_implementation
 
 
-def packed_form(config: Any) -> Any:
+def packed_form(config: Any, ours: str = NAME) -> Any:
     """Ours for the text, and for a tower of images the one that it has: its rows are not packed."""
 
     def within(part: Any) -> Any:
         if part is config.get_text_config():
-            return NAME
+            return ours
         inner = {name: within(p) for name in part.sub_configs if (p := getattr(part, name)) is not None}
-        return {"": NAME if part is config else part._attn_implementation, **inner}
+        return {"": ours if part is config else part._attn_implementation, **inner}
 
     return within(config)
 

@@ -6,7 +6,7 @@ They are of softmax(logits / temperature) over the whole vocabulary, whatever to
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -36,8 +36,7 @@ class Forward:
         self.keep_logits = keep_logits
         self.base = model.get_base_model() if is_peft_model(model) else model
         self.accepts = frozenset(inspect.signature(self.base.forward).parameters)
-        owners = (self.base, getattr(self.base, "model", None))
-        self.rope_index = next(filter(None, (getattr(owner, "get_rope_index", None) for owner in owners)), None)
+        self.rope_index = rope_index_of(self.base)
         self.transform = LogitTransform.of(self.base, temperature)
 
     def __call__(self, model: Any, batch: MicroBatch, *, with_aux_loss: bool = False) -> TokenStats:
@@ -85,14 +84,27 @@ class Forward:
         return inputs, where.flatten()[batch.flat]
 
 
+def rope_index_of(model: Any) -> Callable[..., Any] | None:
+    """What counts a model's positions in several dimensions, where it has such."""
+    owners = (model, getattr(model, "model", None))
+    return next(filter(None, (getattr(owner, "get_rope_index", None) for owner in owners)), None)
+
+
+def prompt_positions(rope_index: Callable[..., Any], token_ids: list[int], inputs: Mapping[str, Tensor]) -> Tensor:
+    """Of a prompt with images, as its model counts them. (3, 1, P)"""
+    ids = torch.tensor([token_ids])
+    known = {name: value for name, value in inputs.items() if not name.startswith("pixel_values")}
+    positions, _ = rope_index(input_ids=ids, attention_mask=torch.ones_like(ids), **known)
+    return positions
+
+
 def image_positions(rope_index: Callable[..., Any], batch: MicroBatch, row: PackedRow) -> Tensor:
     """Positions in several dimensions, of prompts with images: the model counts each prompt's, and completions go on
     after the largest of them. (3, 1, T)"""
     prompts, completions = [], []
     for block, first in zip(row.blocks, batch.first_rows(), strict=True):
-        ids = torch.tensor([batch.rollout.prompt_ids[first]])
-        inputs = {n: v for n, v in batch.rollout.prompt_inputs[first].items() if not n.startswith("pixel_values")}
-        positions, _ = rope_index(input_ids=ids, attention_mask=torch.ones_like(ids), **inputs)  # (3, 1, P)
+        rollout = batch.rollout
+        positions = prompt_positions(rope_index, rollout.prompt_ids[first], rollout.prompt_inputs[first])
         prompts.append(positions)
         after = int(positions.max()) + 1
         completions += [torch.arange(after, after + length).expand(3, 1, length) for length in block.completions]

@@ -13,6 +13,7 @@ import numpy as np
 import psutil
 import torch
 
+from rloom.data.model_inputs import placeholder_ids
 from rloom.errors import EngineError
 from rloom.generation.base import Sampling, is_end
 from rloom.generation.native.noise import key_of
@@ -36,9 +37,12 @@ SHARE_OF_FREE_MEMORY = 0.8
 class NativeEngine:
     """Samples from the trained weights themselves; nothing is copied or kept in step.
 
-    `get_model` gives the model; `compiled` has its decode step compiled (CUDA), which takes some seconds once. Raises
+    `get_model` gives the model; `compiled` has its decode step compiled, which takes some seconds once. Raises
     [`EngineError`] if the model does not decode here as it does on its own.
     """
+
+    takes_images = True
+    """Where the model proves to decode after them as it does on its own, which is tried on the first that come."""
 
     def __init__(
         self,
@@ -58,6 +62,7 @@ class NativeEngine:
             sampling
         ).filters  # whether what is drawn from is another distribution than the plain one
         self.runner: Runner | None = None
+        self._images: tuple[str | None] | None = None  # why prompts with images cannot be had, once that was tried
         self._seen: tuple[Any, ...] | None = None  # the weights that the runner was made for
         self.requeued = 0
         if prove:
@@ -66,8 +71,9 @@ class NativeEngine:
                 raise EngineError(reason)
 
     def _new_runner(self, model: Any) -> Runner:
+        never = placeholder_ids(model.config)  # a forward over them would look for images that are not there
         return Runner(
-            model, Sampler(self.sampling), max_new_tokens=self.sampling.max_completion_length,
+            model, Sampler(self.sampling, never), max_new_tokens=self.sampling.max_completion_length,
             eos_token_ids=self.sampling.eos_token_ids, compiled=self.compiled,
         )  # fmt: skip
 
@@ -82,12 +88,23 @@ class NativeEngine:
             self._seen = _fingerprint(model)  # after the runner has laid weights together
         return self.runner
 
+    def why_not_images(self, pictured: Prompt) -> str | None:
+        """None if a prompt with images decodes here as it does on its own, else what goes wrong; tried once."""
+        if self._images is None:
+            model = self.get_model()
+            with torch.no_grad():
+                self._images = (why_not_native(model, self._current_runner(), pictured),)
+        return self._images[0]
+
     # -- a rollout
 
     def generate(self, prompts: Listing[Prompt], num_generations: int, *, seed: int) -> Iterator[Group]:
         """Yield each prompt's group as it finishes; equal `seed` and weights, equal tokens."""
         if num_generations == 0 or not prompts:
             return
+        pictured = next((prompt for prompt in prompts if prompt.inputs), None)
+        if pictured is not None and (reason := self.why_not_images(pictured)) is not None:
+            raise EngineError(f"prompts with images do not run here: {reason}. Leave `engine` unset")
         runner = self._current_runner()
         self._check(prompts, runner)
         shared, groups = _share(prompts, num_generations, seed)
@@ -180,9 +197,9 @@ class NativeEngine:
     ) -> None:
         """Prefill who fits, then begin some steps of all that run."""
         while prompts := scheduler.next_prefill():
-            cache.begin_prefill(prompts)
-            logits = runner.prefill([p.token_ids for p in prompts], cache)
-            self._first_tokens(runner, prompts, logits, scheduler, end)
+            for alike in _alike(prompts):
+                logits = runner.prefill_shared(alike, cache)
+                self._first_tokens(runner, alike, logits, scheduler, end)
         steps = scheduler.fill(runner.chunk)
         if not scheduler.running:
             return
@@ -259,11 +276,19 @@ def _share(
     shared: dict[tuple[int, ...], SharedPrompt] = {}
     groups: list[list[Sequence]] = []
     for index, prompt in enumerate(prompts):
-        one = shared.setdefault(tuple(prompt.token_ids), SharedPrompt(list(prompt.token_ids)))
+        inputs = prompt.inputs or None  # equal tokens may stand for other images
+        key = (*prompt.token_ids, -1, id(inputs)) if inputs else tuple(prompt.token_ids)
+        one = shared.setdefault(key, SharedPrompt(list(prompt.token_ids), inputs=inputs))
         group = [Sequence(one, index, sample, key_of(seed, index, sample)) for sample in range(num_generations)]
         one.sequences += group
         groups.append(group)
     return list(shared.values()), groups
+
+
+def _alike(prompts: list[SharedPrompt]) -> list[list[SharedPrompt]]:
+    """Those with images, and those without: a forward has images throughout or not at all."""
+    parts = [[p for p in prompts if (p.inputs is None) == plain] for plain in (True, False)]
+    return [part for part in parts if part]
 
 
 def _fingerprint(model: Any) -> tuple[Any, ...]:

@@ -13,10 +13,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from rloom.data.model_inputs import fitted_to, join
 from rloom.generation.native.attention import num_calls
 from rloom.generation.native.pages import Pages
 from rloom.generation.native.scheduler import Scheduler, Sequence, SharedPrompt
 from rloom.models.load import is_peft_model, keeps_other_state
+from rloom.types import Prompt
 
 if TYPE_CHECKING:
     from rloom.generation.native.runner import Runner
@@ -28,8 +30,11 @@ LEAST = 72  # tokens of the longer prompt: more than a page
 STEPS = 3
 
 
-def why_not_native(model: Any, runner: Runner) -> str | None:
-    """None if two prompts with two completions each have the logits of a plain forward, else what went wrong."""
+def why_not_native(model: Any, runner: Runner, pictured: Prompt | None = None) -> str | None:
+    """None if two prompts with two completions each have the logits of a plain forward, else what went wrong.
+
+    With `pictured`, a prompt with images, it is tried on that.
+    """
     base = runner.base
     name = type(base).__name__
     if is_peft_model(model) and any(getattr(c, "is_prompt_learning", False) for c in model.peft_config.values()):
@@ -38,11 +43,14 @@ def why_not_native(model: Any, runner: Runner) -> str | None:
         return f"{name} is an encoder-decoder model"
     if keeps_other_state(base):
         return f"{name} keeps other state than keys and values"
+    text = base.config.get_text_config()
+    if pictured and runner.rope_index is not None and "sliding_attention" in (getattr(text, "layer_types", None) or ()):
+        return f"{name} has windows, and positions in several dimensions"
     training = model.training
     model.eval()
     try:
         with torch.no_grad():
-            return _compare(model, runner, name)
+            return _compare(model, runner, name, *(_tokens(text) if pictured is None else _after(pictured)))
     except torch.OutOfMemoryError:
         raise
     except Exception as error:  # whatever an architecture does not like about it, other engines remain
@@ -52,10 +60,11 @@ def why_not_native(model: Any, runner: Runner) -> str | None:
         model.train(training)
 
 
-def _compare(model: Any, runner: Runner, name: str) -> str | None:
-    prompts, completions = _tokens(runner.base.config.get_text_config())
+def _compare(
+    model: Any, runner: Runner, name: str, prompts: list[Prompt], completions: list[list[list[int]]]
+) -> str | None:
     plain = [
-        model(input_ids=torch.tensor([prompt + tokens], device=runner.device), **runner._no_cache()).logits[0]
+        _plain(model, runner, prompt, tokens)
         for prompt, own in zip(prompts, completions, strict=True)
         for tokens in own
     ]
@@ -70,7 +79,7 @@ def _compare(model: Any, runner: Runner, name: str) -> str | None:
     allowed = 1e-3 if exact else 0.06  # bfloat16 noise; a wrong mask is off by far more
     worst = 0.0
     for index, logits in enumerate(plain):
-        length = len(prompts[index // 2])
+        length = len(prompts[index // 2].token_ids)
         wanted = logits[length - 1 : length + STEPS].float()
         worst = max(worst, float((ours[index].float() - wanted).abs().max() / wanted.abs().max().clamp(min=1e-6)))
     if not worst < allowed:
@@ -78,25 +87,33 @@ def _compare(model: Any, runner: Runner, name: str) -> str | None:
     return None
 
 
-def _decoded(runner: Runner, prompts: list[list[int]], completions: list[list[list[int]]]) -> tuple[list[Tensor], int]:
+def _plain(model: Any, runner: Runner, prompt: Prompt, tokens: list[int]) -> Tensor:
+    """Logits (T, V) of the model on its own, which counts positions itself."""
+    ids = torch.tensor([prompt.token_ids + tokens], device=runner.device)
+    inputs: dict[str, Any] = {"input_ids": ids, **runner._no_cache()}
+    if prompt.inputs:
+        inputs["attention_mask"] = torch.ones_like(ids)
+        inputs |= fitted_to(runner.base, join([prompt.inputs], len(prompt.token_ids), len(tokens)))
+    return model(**inputs).logits[0]
+
+
+def _decoded(runner: Runner, prompts: list[Prompt], completions: list[list[list[int]]]) -> tuple[list[Tensor], int]:
     """Logits (1 + STEPS, V) of each completion, teacher-forced, and attention calls of a step."""
     with runner.ready():
-        runner.prefill([prompts[0][:4]])
-        runner.prepare_for(max(map(len, prompts)), 2)
-        shared = [SharedPrompt(list(prompt)) for prompt in prompts]
+        runner.prefill([prompts[0].token_ids[:4]])
+        runner.prepare_for(max(len(prompt.token_ids) for prompt in prompts), 2)
+        shared = [SharedPrompt(list(prompt.token_ids), inputs=prompt.inputs or None) for prompt in prompts]
         for group, (prompt, own) in enumerate(zip(shared, completions, strict=True)):
             prompt.sequences = [Sequence(prompt, group, i, key=i, tokens=tokens[:1]) for i, tokens in enumerate(own)]
         limit = STEPS + 1
-        total = sum(-(-len(p) // runner.page_size) for p in prompts) + 16
+        total = sum(-(-len(p.token_ids) // runner.page_size) for p in prompts) + 16
         scheduler = Scheduler(
             shared, pages=Pages(total=total, size=runner.page_size), max_new_tokens=limit, max_sequences=4,
             prefill_tokens=1 << 30,
         )  # fmt: skip
         cache = runner.make_cache(total)
         cache.max_new_tokens = limit
-        chosen = scheduler.next_prefill()
-        cache.begin_prefill(chosen)
-        first = runner.prefill(prompts, cache)
+        first = runner.prefill_shared(scheduler.next_prefill(), cache)
         for prompt in shared:
             for sequence in prompt.sequences:
                 scheduler.start(sequence)
@@ -113,11 +130,17 @@ def _decoded(runner: Runner, prompts: list[list[int]], completions: list[list[li
             for row, sequence in enumerate(scheduler.running):
                 found[row].append(logits[row])
                 sequence.tokens.append(completions[sequence.group][sequence.sample][step + 1])
-    runner.buckets.clear()
+    runner.drop_graphs()
     return [torch.stack(rows) for rows in found], calls
 
 
-def _tokens(config: Any) -> tuple[list[list[int]], list[list[list[int]]]]:
+def _after(pictured: Prompt) -> tuple[list[Prompt], list[list[list[int]]]]:
+    """A prompt with images with two completions, of tokens that come after its last image or before its first."""
+    tokens = [pictured.token_ids[-1], pictured.token_ids[0]]
+    return [pictured], [[(tokens * STEPS)[first : first + STEPS + 1] for first in (0, 1)]]
+
+
+def _tokens(config: Any) -> tuple[list[Prompt], list[list[list[int]]]]:
     """Two prompts of different lengths with two completions each, across any window that is not too long."""
     window = getattr(config, "sliding_window", None) or 0
     limit = getattr(config, "max_position_embeddings", None) or 1024
@@ -126,4 +149,5 @@ def _tokens(config: Any) -> tuple[list[list[int]], list[list[list[int]]]]:
     draw = random.Random(0)
     vocabulary = min(config.vocab_size, 1000)
     tokens = lambda count: [draw.randrange(vocabulary) for _ in range(count)]  # noqa: E731
-    return [tokens(length), tokens(5)], [[tokens(STEPS + 1) for _ in range(2)] for _ in range(2)]
+    prompts = [Prompt(content="", token_ids=tokens(count)) for count in (length, 5)]
+    return prompts, [[tokens(STEPS + 1) for _ in range(2)] for _ in range(2)]

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from transformers.modeling_layers import GradientCheckpointingLayer
 
+from rloom.data.model_inputs import fitted_to, join_packed
 from rloom.generation.native.attention import decoding, native_attention, prefilling
 from rloom.generation.native.dense import DenseCache
 from rloom.generation.native.gated import GatedBlocks
@@ -23,9 +24,10 @@ from rloom.generation.native.joined import JoinedLayers
 from rloom.generation.native.paged import PAGE, PagedCache, Tables, fits_kernels, make_tables, rows_at_once
 from rloom.generation.native.rows import CHUNK, Look, Rows, groups_of
 from rloom.generation.native.sampler import Drawn, Sampler
-from rloom.generation.native.scheduler import Sequence
+from rloom.generation.native.scheduler import Sequence, SharedPrompt
 from rloom.models.attention import forwards_replaced
 from rloom.models.load import context_length, has_position_table, is_peft_model
+from rloom.models.logprobs import prompt_positions, rope_index_of
 from rloom.types import Block, PackedRow
 
 logger = logging.getLogger(__name__)
@@ -67,6 +69,9 @@ class Runner:
         self.device = next(model.parameters()).device
         self.position_limit = position_limit(self.base)
         self.ends = torch.tensor(sorted(eos_token_ids) or [-1], device=self.device)
+        if sampler.never is not None:
+            sampler.never = sampler.never.to(self.device)
+        self.rope_index = rope_index_of(self.base)
         self.vocabulary = int(self.base.get_output_embeddings().weight.shape[0])
         self.compiled = compiled
         self.max_prompt = self.largest_group = 0  # that buffers are made for
@@ -95,11 +100,26 @@ class Runner:
             for module in in_training:
                 module.training = True
 
-    def prefill(self, prompts: list[list[int]], cache: Any = None) -> Tensor:
-        """Logits (P, V) after each prompt; its keys and values go to the cache."""
+    def prefill_shared(self, prompts: list[SharedPrompt], cache: Any) -> Tensor:
+        """Logits (P, V) after each prompt, all of them with images or none."""
+        cache.begin_prefill(prompts)
+        tokens = [prompt.token_ids for prompt in prompts]
+        if prompts[0].inputs is None:
+            return self.prefill(tokens, cache)
+        shown = join_packed([prompt.inputs for prompt in prompts], list(map(len, tokens)), sum(map(len, tokens)))
+        inputs: dict[str, Any] = fitted_to(self.base, shown)
+        if self.rope_index is not None:
+            positions = [prompt_positions(self.rope_index, prompt.token_ids, prompt.inputs) for prompt in prompts]
+            for prompt, counted in zip(prompts, positions, strict=True):
+                prompt.after = int(counted.max()) + 1
+            inputs["position_ids"] = torch.cat(positions, -1).to(self.device, non_blocking=True)
+        return self.prefill(tokens, cache, **inputs)
+
+    def prefill(self, prompts: list[list[int]], cache: Any = None, **more: Any) -> Tensor:
+        """Logits (P, V) after each prompt; its keys and values go to the cache. `more`: what images add."""
         row = prompt_row(prompts, self.device)
         last = row.source
-        inputs: dict[str, Any] = {"input_ids": row.input_ids, "position_ids": row.position_ids, **self._no_cache()}
+        inputs = {"input_ids": row.input_ids, "position_ids": row.position_ids, **self._no_cache(), **more}
         with prefilling(cache, row) as found:
             if "logits_to_keep" in self.accepts:
                 logits = self.model(**inputs, logits_to_keep=last).logits[0]

@@ -8,6 +8,7 @@ Order and meaning of the filters are `model.generate`'s: repetition penalty, tem
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -34,12 +35,13 @@ class Drawn:
 class Sampler:
     """Draws with fixed options. Temperature 0 takes the likeliest token, and its log-probabilities are at 1."""
 
-    def __init__(self, sampling: Sampling) -> None:
+    def __init__(self, sampling: Sampling, never: Sequence[int] = ()) -> None:
         self.greedy = sampling.temperature == 0.0
         self.temperature = sampling.temperature or 1.0
         self.top_k, self.top_p, self.min_p = sampling.top_k, sampling.top_p, sampling.min_p
         self.penalty = sampling.repetition_penalty
-        self.filters = bool(self.top_k) or self.top_p < 1.0 or bool(self.min_p) or self.penalty != 1.0
+        self.never = torch.tensor(list(never), dtype=torch.long) if never else None  # tokens that are not drawn
+        self.filters = bool(self.top_k) or self.top_p < 1.0 or bool(self.min_p) or self.penalty != 1.0 or bool(never)
 
     def __call__(self, logits: Tensor, keys: Tensor, positions: Tensor, seen: Tensor | None = None) -> Drawn:
         """From logits (B, V); `seen` (B, V) marks tokens that the repetition penalty is about."""
@@ -63,6 +65,8 @@ class Sampler:
         if seen is not None and self.penalty != 1.0:
             z = torch.where(seen, torch.where(z < 0, z * self.penalty, z / self.penalty), z)
         z = z / self.temperature
+        if self.never is not None:
+            z = z.index_fill(-1, self.never, -torch.inf)
         if self.top_k:
             least = z.topk(min(self.top_k, z.shape[-1])).values[..., -1:]
             z = z.masked_fill(z < least, -torch.inf)

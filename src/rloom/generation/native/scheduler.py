@@ -24,6 +24,10 @@ class SharedPrompt:
     sequences: list[Sequence] = field(default_factory=list)
     pages: list[int] = field(default_factory=list)
     unfinished: int = 0
+    inputs: Any = None  # the tensors of its images, if it has some
+    after: int | None = (
+        None  # the position of its first completion token, where images make that another than its length
+    )
 
 
 @dataclass(slots=True, eq=False)
@@ -47,7 +51,8 @@ class Sequence:
     @property
     def position(self) -> int:
         """Of the next input, counted from the prompt's first token."""
-        return len(self.prompt.token_ids) + self.cached
+        after = self.prompt.after
+        return (len(self.prompt.token_ids) if after is None else after) + self.cached
 
     def restart(self) -> None:
         """Back to the first token, which the prompt's prefill has drawn."""
