@@ -147,7 +147,7 @@ def test_a_misspelt_reward_is_found_before_anything_is_written(here, capsys, mon
 
 
 def test_images_are_looked_at(here, capsys):
-    """The engine of text would pass over them without a word."""
+    """An engine that takes none would pass over them without a word."""
     from tests import vision_models
 
     model, processor = vision_models.make("qwen2.5-vl")
@@ -160,9 +160,10 @@ def test_images_are_looked_at(here, capsys):
     groups = dict(writer.write(rows, 2, seed=0))
     assert groups[0].prompt.inputs
     assert len(groups[0].completions) == len(groups[1].completions) == 2
-    writer = Writer(str(here / "eyes"), processing_class=processor, max_completion_length=4, chat=True, engine="native")
+    options = {"processing_class": processor, "max_completion_length": 4, "chat": True}
+    assert len(list(Writer(str(here / "eyes"), **options, engine="native").write(rows, 2, seed=0))) == 2
     with pytest.raises(EngineError, match="does not take images"):
-        list(writer.write(rows, 2, seed=0))
+        list(Writer(str(here / "eyes"), **options, engine="forked").write(rows, 2, seed=0))
     assert main(["eval", "--model", "eyes", "--data", "seen.jsonl", "--reference_model", "eyes"]) == 1
     assert "the KL of completions of images is not measured here" in capsys.readouterr().err
 
