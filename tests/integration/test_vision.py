@@ -426,8 +426,10 @@ def test_a_tower_keeps_its_own_attention():
 
 
 def test_engines_that_take_no_images(config):
-    with pytest.raises(ConfigError, match="engine='native' does not take images"):
-        trainer_of(config(engine="native"), image_rows())
+    with pytest.raises(ConfigError, match="engine='forked' does not take images"):
+        trainer_of(config(engine="forked"), image_rows())
+    with pytest.raises(EngineError, match="prompts with images do not run here: decoding Gemma3"):
+        trainer_of(config(engine="native"), image_rows()).train()
     engine = FakeEngine(lambda prompt, sample, seed: [7, 8 + sample, 2], eos_token_ids=[2])
     trainer = trainer_of(config(max_steps=1), image_rows(), engine=engine)
     trainer.train()

@@ -219,10 +219,10 @@ def check_images(policy: Policy, column: str | None, args: Any) -> None:
             f"the data has a column {column!r}, and {type(policy.processing_class).__name__} is a tokenizer: pass a "
             "vision-language model with its processor as `processing_class`, or remove the column"
         )
-    if args.engine in ("native", "forked"):
+    if args.engine == "forked":
         raise ConfigError(
-            f"engine={args.engine!r} does not take images, and the data has a column {column!r}: leave `engine` unset, "
-            "or set engine='transformers'"
+            f"engine='forked' does not take images, and the data has a column {column!r}: leave `engine` unset, or set "
+            "engine='native' or 'transformers'"
         )
 
 
