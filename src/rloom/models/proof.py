@@ -18,6 +18,7 @@ from rloom.errors import ConfigError
 from rloom.models.attention import num_calls, packed_attention, running
 from rloom.models.load import is_peft_model, keeps_other_state
 from rloom.models.logprobs import Forward
+from rloom.models.looking import sees_ahead
 from rloom.types import Rollout
 
 logger = logging.getLogger(__name__)
@@ -88,6 +89,8 @@ def why_not_packed(model: Any, rollout: Rollout | None = None) -> str | None:
     training = model.training
     model.eval()
     try:
+        if rollout is not None and sees_ahead(model, rollout.prompt_ids[0], rollout.prompt_inputs[0]):
+            return f"image tokens of {type(base).__name__} see each other both ways"
         return _compare(model, base, _rollout(base.config.get_text_config()) if rollout is None else rollout)
     except Exception as error:  # whatever an architecture does not like about packed rows, padded ones remain
         logger.debug("the packed forward failed", exc_info=True)

@@ -58,9 +58,8 @@ class NativeEngine:
         self.max_sequences, self.compiled = max_sequences, compiled
         if sampling.stop_strings and tokenizer is None:
             raise EngineError("stop_strings need a tokenizer")
-        self.filtered = Sampler(
-            sampling
-        ).filters  # whether what is drawn from is another distribution than the plain one
+        # whether what is drawn from is another distribution than the plain one
+        self.filtered = Sampler(sampling, _never(get_model())).filters
         self.runner: Runner | None = None
         self._images: tuple[str | None] | None = None  # why prompts with images cannot be had, once that was tried
         self._seen: tuple[Any, ...] | None = None  # the weights that the runner was made for
@@ -71,9 +70,8 @@ class NativeEngine:
                 raise EngineError(reason)
 
     def _new_runner(self, model: Any) -> Runner:
-        never = placeholder_ids(model.config)  # a forward over them would look for images that are not there
         return Runner(
-            model, Sampler(self.sampling, never), max_new_tokens=self.sampling.max_completion_length,
+            model, Sampler(self.sampling, _never(model)), max_new_tokens=self.sampling.max_completion_length,
             eos_token_ids=self.sampling.eos_token_ids, compiled=self.compiled,
         )  # fmt: skip
 
@@ -88,12 +86,16 @@ class NativeEngine:
             self._seen = _fingerprint(model)  # after the runner has laid weights together
         return self.runner
 
-    def why_not_images(self, pictured: Prompt) -> str | None:
-        """None if a prompt with images decodes here as it does on its own, else what goes wrong; tried once."""
+    def why_not_images(self, prompts: Listing[Prompt]) -> str | None:
+        """None if prompts with images decode here as they do on their own, else what goes wrong; tried once, on the
+        shortest and the longest of these."""
         if self._images is None:
-            model = self.get_model()
-            with torch.no_grad():
-                self._images = (why_not_native(model, self._current_runner(), pictured),)
+            ordered = sorted((p for p in prompts if p.inputs), key=lambda prompt: len(prompt.token_ids))
+            some = ordered[:1] + ordered[1:][-1:]
+            try:
+                self._images = (why_not_native(self.get_model(), self._current_runner(), some),)
+            except torch.OutOfMemoryError:  # which may be otherwise next time
+                return "there was no memory left to try it"
         return self._images[0]
 
     # -- a rollout
@@ -102,8 +104,7 @@ class NativeEngine:
         """Yield each prompt's group as it finishes; equal `seed` and weights, equal tokens."""
         if num_generations == 0 or not prompts:
             return
-        pictured = next((prompt for prompt in prompts if prompt.inputs), None)
-        if pictured is not None and (reason := self.why_not_images(pictured)) is not None:
+        if any(prompt.inputs for prompt in prompts) and (reason := self.why_not_images(prompts)) is not None:
             raise EngineError(f"prompts with images do not run here: {reason}. Leave `engine` unset")
         runner = self._current_runner()
         self._check(prompts, runner)
@@ -283,6 +284,12 @@ def _share(
         one.sequences += group
         groups.append(group)
     return list(shared.values()), groups
+
+
+def _never(model: Any) -> list[int]:
+    """Tokens that stand for images: a forward over one that was drawn would look for an image that is not there."""
+    size = model.get_output_embeddings().weight.shape[0]
+    return [token for token in placeholder_ids(model.config) if 0 <= token < size]  # some have names outside of it
 
 
 def _alike(prompts: list[SharedPrompt]) -> list[list[SharedPrompt]]:

@@ -13,11 +13,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from rloom.data.model_inputs import fitted_to, join
+from rloom.data.model_inputs import placeholder_ids
 from rloom.generation.native.attention import num_calls
 from rloom.generation.native.pages import Pages
 from rloom.generation.native.scheduler import Scheduler, Sequence, SharedPrompt
 from rloom.models.load import is_peft_model, keeps_other_state
+from rloom.models.looking import one_row, sees_ahead
 from rloom.types import Prompt
 
 if TYPE_CHECKING:
@@ -30,10 +31,10 @@ LEAST = 72  # tokens of the longer prompt: more than a page
 STEPS = 3
 
 
-def why_not_native(model: Any, runner: Runner, pictured: Prompt | None = None) -> str | None:
+def why_not_native(model: Any, runner: Runner, pictured: list[Prompt] | None = None) -> str | None:
     """None if two prompts with two completions each have the logits of a plain forward, else what went wrong.
 
-    With `pictured`, a prompt with images, it is tried on that.
+    With `pictured`, one or two prompts with images, it is tried on those.
     """
     base = runner.base
     name = type(base).__name__
@@ -50,7 +51,11 @@ def why_not_native(model: Any, runner: Runner, pictured: Prompt | None = None) -
     model.eval()
     try:
         with torch.no_grad():
-            return _compare(model, runner, name, *(_tokens(text) if pictured is None else _after(pictured)))
+            if pictured is None:
+                return _compare(model, runner, name, *_tokens(text))
+            if any(sees_ahead(model, prompt.token_ids, prompt.inputs) for prompt in pictured):
+                return f"image tokens of {name} see each other both ways"
+            return _compare(model, runner, name, *_after(pictured, placeholder_ids(base.config)))
     except torch.OutOfMemoryError:
         raise
     except Exception as error:  # whatever an architecture does not like about it, other engines remain
@@ -79,8 +84,7 @@ def _compare(
     allowed = 1e-3 if exact else 0.06  # bfloat16 noise; a wrong mask is off by far more
     worst = 0.0
     for index, logits in enumerate(plain):
-        length = len(prompts[index // 2].token_ids)
-        wanted = logits[length - 1 : length + STEPS].float()
+        wanted = logits.float()
         worst = max(worst, float((ours[index].float() - wanted).abs().max() / wanted.abs().max().clamp(min=1e-6)))
     if not worst < allowed:
         return f"decoding {name} step by step differs from its plain forward by {worst:.1e}"
@@ -88,13 +92,12 @@ def _compare(
 
 
 def _plain(model: Any, runner: Runner, prompt: Prompt, tokens: list[int]) -> Tensor:
-    """Logits (T, V) of the model on its own, which counts positions itself."""
-    ids = torch.tensor([prompt.token_ids + tokens], device=runner.device)
-    inputs: dict[str, Any] = {"input_ids": ids, **runner._no_cache()}
+    """Logits (1 + STEPS, V) of the model on its own, which counts positions itself."""
     if prompt.inputs:
-        inputs["attention_mask"] = torch.ones_like(ids)
-        inputs |= fitted_to(runner.base, join([prompt.inputs], len(prompt.token_ids), len(tokens)))
-    return model(**inputs).logits[0]
+        row = one_row(runner.base, prompt.token_ids, tokens, prompt.inputs, keep=STEPS + 2)
+        return model(**row).logits[0, -STEPS - 2 : -1].clone()
+    ids = torch.tensor([prompt.token_ids + tokens], device=runner.device)
+    return model(input_ids=ids, **runner._no_cache()).logits[0, -STEPS - 2 : -1]
 
 
 def _decoded(runner: Runner, prompts: list[Prompt], completions: list[list[list[int]]]) -> tuple[list[Tensor], int]:
@@ -134,10 +137,12 @@ def _decoded(runner: Runner, prompts: list[Prompt], completions: list[list[list[
     return [torch.stack(rows) for rows in found], calls
 
 
-def _after(pictured: Prompt) -> tuple[list[Prompt], list[list[list[int]]]]:
-    """A prompt with images with two completions, of tokens that come after its last image or before its first."""
-    tokens = [pictured.token_ids[-1], pictured.token_ids[0]]
-    return [pictured], [[(tokens * STEPS)[first : first + STEPS + 1] for first in (0, 1)]]
+def _after(pictured: list[Prompt], placeholders: tuple[int, ...]) -> tuple[list[Prompt], list[list[list[int]]]]:
+    """Prompts with images, two of them, so that one row holds the images of several; with two completions each."""
+    prompts = (pictured * 2)[:2]
+    words = [token for prompt in prompts for token in prompt.token_ids if token not in placeholders] or [0, 1]
+    draw = random.Random(0)
+    return prompts, [[[draw.choice(words) for _ in range(STEPS + 1)] for _ in range(2)] for _ in prompts]
 
 
 def _tokens(config: Any) -> tuple[list[Prompt], list[list[list[int]]]]:
