@@ -53,7 +53,7 @@ def why_not_native(model: Any, runner: Runner, pictured: list[Prompt] | None = N
         with torch.no_grad():
             if pictured is None:
                 return _compare(model, runner, name, *_tokens(text))
-            if any(sees_ahead(model, prompt.token_ids, prompt.inputs) for prompt in pictured):
+            if sees_ahead(model, pictured[0].token_ids, pictured[0].inputs):
                 return f"image tokens of {name} see each other both ways"
             return _compare(model, runner, name, *_after(pictured, placeholder_ids(base.config)))
     except torch.OutOfMemoryError:

@@ -25,9 +25,7 @@ class SharedPrompt:
     pages: list[int] = field(default_factory=list)
     unfinished: int = 0
     inputs: Any = None  # the tensors of its images, if it has some
-    after: int | None = (
-        None  # the position of its first completion token, where images make that another than its length
-    )
+    after: int | None = None  # the position of its first completion token, where that is not its length
 
 
 @dataclass(slots=True, eq=False)
