@@ -18,8 +18,9 @@ from rloom.generation import NativeEngine
 from rloom.generation.base import Sampling
 from rloom.generation.transformers import TransformersEngine
 from rloom.models.attention import NAME, own_attention, packed_attention, running
-from rloom.models.logprobs import Forward, image_positions
+from rloom.models.logprobs import Forward
 from rloom.models.looking import sees_ahead
+from rloom.models.positions import image_positions
 from rloom.models.proof import why_not_packed
 from rloom.types import Rollout
 from tests import vision_models

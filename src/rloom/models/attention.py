@@ -51,7 +51,7 @@ def attention_of(config: Any) -> Any:
     return {"": config._attn_implementation, **inner} if inner else config._attn_implementation
 
 
-def packed_form(config: Any, ours: str = NAME) -> Any:
+def attention_for_text(config: Any, ours: str = NAME) -> Any:
     """Ours for the text, and for a tower of images the one that it has: its rows are not packed."""
 
     def within(part: Any) -> Any:
@@ -68,7 +68,7 @@ def packed_attention(models: list[Any], compiled: CompiledLayers | None = None) 
     """Let `models` attend over packed rows meanwhile. Stays set until the backward is done (checkpointing)."""
     before = [attention_of(model.config) for model in models]
     for model in models:
-        model.set_attn_implementation(packed_form(model.config))
+        model.set_attn_implementation(attention_for_text(model.config))
     _active.opaque = compiled is not None
     _active.replaced, _active.compiled = list(zip(models, before, strict=True)), compiled
     try:
@@ -92,7 +92,7 @@ def own_attention() -> Iterator[None]:
             yield
     finally:
         for model, _ in replaced:
-            model.set_attn_implementation(packed_form(model.config))
+            model.set_attn_implementation(attention_for_text(model.config))
 
 
 class CompiledLayers:

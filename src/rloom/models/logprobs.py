@@ -6,7 +6,6 @@ They are of softmax(logits / temperature) over the whole vocabulary, whatever to
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,6 +15,7 @@ from torch import Tensor
 from rloom.data.model_inputs import fitted_to
 from rloom.models.head import HeadOutput, LogitTransform, captured_head
 from rloom.models.load import is_peft_model
+from rloom.models.positions import image_positions, rope_index_of
 from rloom.types import MicroBatch, PackedRow
 
 
@@ -82,30 +82,3 @@ class Forward:
         if "logits_to_keep" in self.accepts:
             inputs["logits_to_keep"] = keep
         return inputs, where.flatten()[batch.flat]
-
-
-def rope_index_of(model: Any) -> Callable[..., Any] | None:
-    """What counts a model's positions in several dimensions, where it has such."""
-    owners = (model, getattr(model, "model", None))
-    return next(filter(None, (getattr(owner, "get_rope_index", None) for owner in owners)), None)
-
-
-def prompt_positions(rope_index: Callable[..., Any], token_ids: list[int], inputs: Mapping[str, Tensor]) -> Tensor:
-    """Of a prompt with images, as its model counts them. (3, 1, P)"""
-    ids = torch.tensor([token_ids])
-    known = {name: value for name, value in inputs.items() if not name.startswith("pixel_values")}
-    positions, _ = rope_index(input_ids=ids, attention_mask=torch.ones_like(ids), **known)
-    return positions
-
-
-def image_positions(rope_index: Callable[..., Any], batch: MicroBatch, row: PackedRow) -> Tensor:
-    """Positions in several dimensions, of prompts with images: the model counts each prompt's, and completions go on
-    after the largest of them. (3, 1, T)"""
-    prompts, completions = [], []
-    for block, first in zip(row.blocks, batch.first_rows(), strict=True):
-        rollout = batch.rollout
-        positions = prompt_positions(rope_index, rollout.prompt_ids[first], rollout.prompt_inputs[first])
-        prompts.append(positions)
-        after = int(positions.max()) + 1
-        completions += [torch.arange(after, after + length).expand(3, 1, length) for length in block.completions]
-    return torch.cat([*prompts, *completions], dim=-1).to(row.input_ids.device, non_blocking=True)

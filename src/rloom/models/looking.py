@@ -16,13 +16,12 @@ from transformers.masking_utils import sdpa_mask
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from rloom.data.model_inputs import Inputs, fitted_to, join
-from rloom.models.attention import attention_of, packed_form
+from rloom.models.attention import attention_for_text, attention_of
 from rloom.models.load import is_peft_model
 
 NAME = "rloom_looking"
 
-_found: list[bool] = []  # for each mask that was looked at, whether it lets a token see a later one
-_seen: list[Tensor] = []  # masks: layers of one kind share theirs
+_masks: list[Tensor] = []  # of the forward that is looked at; layers of one kind share theirs
 
 
 def one_row(base: Any, prompt: list[int], completion: list[int], shown: Inputs, *, keep: int) -> dict[str, Any]:
@@ -39,22 +38,20 @@ def sees_ahead(model: Any, prompt: list[int], shown: Inputs) -> bool:
     """Whether any layer's mask is open above the diagonal in a forward over a prompt with images."""
     base = model.get_base_model() if is_peft_model(model) else model
     before = attention_of(base.config)
-    base.set_attn_implementation(packed_form(base.config, NAME))
+    base.set_attn_implementation(attention_for_text(base.config, NAME))
     try:
         model(**one_row(base, prompt, [], shown, keep=1))
-        return any(_found)
+        return any(bool(mask.triu(diagonal=1).any()) for mask in _masks)
     finally:
-        _found.clear()
-        _seen.clear()
+        _masks.clear()
         base.set_attn_implementation(before)
 
 
 def _attention(
     module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **kwargs: Any
 ) -> Any:
-    if attention_mask is not None and not any(attention_mask is mask for mask in _seen):
-        _seen.append(attention_mask)
-        _found.append(bool(attention_mask.triu(diagonal=1).any()))
+    if attention_mask is not None and not any(attention_mask is mask for mask in _masks):
+        _masks.append(attention_mask)
     return ALL_ATTENTION_FUNCTIONS["sdpa"](module, query, key, value, attention_mask, **kwargs)
 
 

@@ -14,7 +14,7 @@ from transformers import AttentionInterface
 
 from rloom.generation.native.geometry import Layer
 from rloom.generation.native.rows import Rows
-from rloom.models.attention import attend_packed, attention_of, packed_form, running
+from rloom.models.attention import attend_packed, attention_for_text, attention_of, running
 from rloom.types import PackedRow
 
 NAME = "rloom_native"
@@ -75,7 +75,7 @@ def decoding(cache: Cache, rows: Rows, *, order: tuple[int, ...] = (), opaque: b
 def native_attention(model: Any) -> Iterator[None]:
     """Let `model` attend as the engine does meanwhile."""
     before = attention_of(model.config)
-    model.set_attn_implementation(packed_form(model.config, NAME))
+    model.set_attn_implementation(attention_for_text(model.config, NAME))
     try:
         yield
     finally:

@@ -198,9 +198,9 @@ class NativeEngine:
     ) -> None:
         """Prefill who fits, then begin some steps of all that run."""
         while prompts := scheduler.next_prefill():
-            for alike in _alike(prompts):
-                logits = runner.prefill_shared(alike, cache)
-                self._first_tokens(runner, alike, logits, scheduler, end)
+            for part in _by_images(prompts):
+                logits = runner.prefill_shared(part, cache)
+                self._first_tokens(runner, part, logits, scheduler, end)
         steps = scheduler.fill(runner.chunk)
         if not scheduler.running:
             return
@@ -292,7 +292,7 @@ def _never(model: Any) -> list[int]:
     return [token for token in placeholder_ids(model.config) if 0 <= token < size]  # some have names outside of it
 
 
-def _alike(prompts: list[SharedPrompt]) -> list[list[SharedPrompt]]:
+def _by_images(prompts: list[SharedPrompt]) -> list[list[SharedPrompt]]:
     """Those with images, and those without: a forward has images throughout or not at all."""
     parts = [[p for p in prompts if (p.inputs is None) == plain] for plain in (True, False)]
     return [part for part in parts if part]

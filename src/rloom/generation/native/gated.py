@@ -76,13 +76,14 @@ def is_gated(block: Any) -> bool:
     >>> is_gated(make("silu")), is_gated(make("gelu"))
     (True, False)
     """
-    gate, up, down = block.gate_proj.weight, block.up_proj.weight, block._modules.get("down_proj")
+    down = block._modules.get("down_proj")
+    if down is None:
+        return False
+    gate, up = block.gate_proj.weight, block.up_proj.weight
     in_training = [module for module in block.modules() if module.training]
     drawn = torch.randn((2, 1, gate.shape[1]), generator=torch.Generator().manual_seed(0))
     drawn[1] *= 1000  # some models clamp what is large
     x = drawn.to(gate.device, gate.dtype)
-    if down is None:
-        return False
     try:
         block._modules["down_proj"] = nn.Identity()  # weights of zero would hide what comes before them
         for module in in_training:  # dropout would draw

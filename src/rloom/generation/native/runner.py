@@ -27,7 +27,7 @@ from rloom.generation.native.sampler import Drawn, Sampler
 from rloom.generation.native.scheduler import Sequence, SharedPrompt
 from rloom.models.attention import forwards_replaced
 from rloom.models.load import context_length, has_position_table, is_peft_model
-from rloom.models.logprobs import prompt_positions, rope_index_of
+from rloom.models.positions import prompt_positions, rope_index_of
 from rloom.types import Block, PackedRow
 
 logger = logging.getLogger(__name__)
@@ -111,7 +111,7 @@ class Runner:
         if self.rope_index is not None:
             positions = [prompt_positions(self.rope_index, prompt.token_ids, prompt.inputs) for prompt in prompts]
             for prompt, counted in zip(prompts, positions, strict=True):
-                prompt.after = int(counted.max()) + 1
+                prompt.goes_on_at = int(counted.max()) + 1
             inputs["position_ids"] = torch.cat(positions, -1).to(self.device, non_blocking=True)
         return self.prefill(tokens, cache, **inputs)
 
@@ -144,7 +144,9 @@ class Runner:
         return self.sampler(logits, keys, counts, seen)
 
     def _step(self, rows: Rows, cache: Any, *, opaque: bool = False) -> None:
-        logits = self.logits(rows, cache, opaque=opaque)
+        self._advance(rows, self.logits(rows, cache, opaque=opaque))
+
+    def _advance(self, rows: Rows, logits: Tensor) -> None:
         rows.advance(self.draw(logits, rows.keys, rows.counts, rows.seen))
 
     def _eager_step(self, rows: Rows, cache: Any) -> None:
@@ -160,7 +162,7 @@ class Runner:
             logger.warning("the decode step cannot be compiled, and runs without: %s", _first_line(error))
             self.compiled = False
             logits = self.logits(rows, cache)  # once more: keys and values are written to the same places
-        rows.advance(self.draw(logits, rows.keys, rows.counts, rows.seen))
+        self._advance(rows, logits)
 
     # -- memory
 

@@ -25,7 +25,7 @@ class SharedPrompt:
     pages: list[int] = field(default_factory=list)
     unfinished: int = 0
     inputs: Any = None  # the tensors of its images, if it has some
-    after: int | None = None  # the position of its first completion token, where that is not its length
+    goes_on_at: int | None = None  # the position of its first completion token, where that is not its length
 
 
 @dataclass(slots=True, eq=False)
@@ -49,8 +49,8 @@ class Sequence:
     @property
     def position(self) -> int:
         """Of the next input, counted from the prompt's first token."""
-        after = self.prompt.after
-        return (len(self.prompt.token_ids) if after is None else after) + self.cached
+        start = self.prompt.goes_on_at
+        return (len(self.prompt.token_ids) if start is None else start) + self.cached
 
     def restart(self) -> None:
         """Back to the first token, which the prompt's prefill has drawn."""

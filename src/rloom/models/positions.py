@@ -1,0 +1,38 @@
+"""Positions in several dimensions, where a model counts those of images so; completions go on after the largest."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rloom.types import MicroBatch, PackedRow
+
+
+def rope_index_of(model: Any) -> Callable[..., Any] | None:
+    """What counts a model's positions in several dimensions, where it has such."""
+    owners = (model, getattr(model, "model", None))
+    return next(filter(None, (getattr(owner, "get_rope_index", None) for owner in owners)), None)
+
+
+def prompt_positions(rope_index: Callable[..., Any], token_ids: list[int], inputs: Mapping[str, Tensor]) -> Tensor:
+    """Of a prompt with images, as its model counts them. (3, 1, P)"""
+    ids = torch.tensor([token_ids])
+    known = {name: value for name, value in inputs.items() if not name.startswith("pixel_values")}
+    positions, _ = rope_index(input_ids=ids, attention_mask=torch.ones_like(ids), **known)
+    return positions
+
+
+def image_positions(rope_index: Callable[..., Any], batch: MicroBatch, row: PackedRow) -> Tensor:
+    """Positions in several dimensions, of prompts with images: the model counts each prompt's, and completions go on
+    after the largest of them. (3, 1, T)"""
+    prompts, completions = [], []
+    for block, first in zip(row.blocks, batch.first_rows(), strict=True):
+        rollout = batch.rollout
+        positions = prompt_positions(rope_index, rollout.prompt_ids[first], rollout.prompt_inputs[first])
+        prompts.append(positions)
+        after = int(positions.max()) + 1
+        completions += [torch.arange(after, after + length).expand(3, 1, length) for length in block.completions]
+    return torch.cat([*prompts, *completions], dim=-1).to(row.input_ids.device, non_blocking=True)
