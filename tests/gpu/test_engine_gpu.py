@@ -49,8 +49,11 @@ def plain(model, prompt, tokens, temperature=1.0):
     return logprobs.gather(-1, torch.tensor(tokens, device="cuda")[:, None])[:, 0].cpu()
 
 
-@pytest.mark.parametrize("name", CONFIGS)
-def test_sampling_logprobs_are_a_plain_forwards(name):
+@pytest.mark.parametrize(("name", "whole"), [*itertools.product(CONFIGS, [False]), *itertools.product(CONFIGS, [True])])
+def test_sampling_logprobs_are_a_plain_forwards(name, whole, monkeypatch):
+    if whole:  # rows in one program each, as in large batches with short prompts
+        monkeypatch.setattr("rloom.generation.native.paged.PROGRAMS", 1)
+        monkeypatch.setattr("rloom.generation.native.paged.SHORT", 0)
     model = make(name)
     exact = tf.AutoModelForCausalLM.from_config(CONFIGS[name](), dtype=torch.float32).cuda().eval()
     exact.load_state_dict({key: value.float() for key, value in model.state_dict().items()})
@@ -64,6 +67,7 @@ def test_sampling_logprobs_are_a_plain_forwards(name):
             count += len(truth)
     print(f"{name}: off by {ours / count:.2e}, a plain forward by {theirs / count:.2e}; {engine.runner.seconds}")
     assert engine.runner.paged
+    assert all(bucket.tables.whole == whole for bucket in engine.runner.buckets.values())
     assert ours < 1.3 * theirs + 1e-3 * count
 
 
@@ -135,10 +139,20 @@ def test_joined_weights_are_saved_whole_and_trained(tmp_path):
     assert torch.cuda.memory_allocated() - before < 0.5 * weights + (64 << 20)  # graphs and buffers, no second copy
 
 
-def test_compiled_steps(monkeypatch):
+@pytest.mark.parametrize("name", ["qwen2", "gemma2", "gpt_neox"])  # others in what is fused before they are compiled
+def test_compiled_steps(name, monkeypatch):
+    from rloom.generation.native import fusing
     from rloom.generation.native.runner import Runner
 
-    model = make("qwen2")
+    seen = []
+    put = fusing.Fusing.__call__
+    monkeypatch.setattr(
+        fusing.Fusing,
+        "__call__",
+        lambda self, graph: put(self, graph) or seen.extend(str(n.target) for n in graph.nodes),
+    )
+    monkeypatch.setattr(fusing.Fusing, "uuid", lambda self: None)  # nothing from the cache
+    model = make(name)
     engine = engine_for(model, compiled=True)
     begun, go_on = [], Runner.go_on
     monkeypatch.setattr(
@@ -149,6 +163,8 @@ def test_compiled_steps(monkeypatch):
             truth = plain(model, group.prompt.token_ids, completion.token_ids)
             assert (torch.tensor(completion.logprobs) - truth).abs().mean() < 0.05
     assert any(bucket.graph is not None for bucket in engine.runner.buckets.values())
+    assert ("rloom.native_decode_rotating.default" in seen) == (name != "gpt_neox")
+    assert ("rloom.add_norm.default" in seen) == (name == "qwen2")
     assert begun  # steps that did not wait for the look at those before them
 
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from rloom.generation.base import Sampling
-from rloom.generation.native.dense import DenseCache
+from rloom.generation.native.dense import DenseCache, rotated
 from rloom.generation.native.geometry import Geometry, Layer
 from rloom.generation.native.noise import key_of
 from rloom.generation.native.paged import PagedCache, make_tables
@@ -41,10 +41,16 @@ def make_sequences(limit):
 
 
 @pytest.mark.parametrize(
-    ("heads", "widths", "window", "softcap", "sinks"),
-    [((4, 2), (16, 16), 0, 0.0, False), ((6, 2), (24, 8), 33, 0.0, True), ((2, 2), (16, 16), 0, 4.0, False)],
+    ("heads", "widths", "window", "softcap", "sinks", "rotating"),
+    [
+        ((4, 2), (16, 16), 90, 0.0, True, True),
+        ((4, 2), (16, 16), 0, 0.0, False, False),
+        ((6, 2), (24, 8), 33, 0.0, True, True),
+        ((2, 2), (16, 16), 0, 4.0, False, True),
+    ],
 )
-def test_paged_attention_is_dense_attention(heads, widths, window, softcap, sinks):
+@pytest.mark.parametrize("whole", [False, True])
+def test_paged_attention_is_dense_attention(heads, widths, window, softcap, sinks, rotating, whole):
     torch.manual_seed(0)
     limit = 128
     geometry = Geometry((Layer(heads[1], *widths, heads[0], torch.float32),))
@@ -63,6 +69,7 @@ def test_paged_attention_is_dense_attention(heads, widths, window, softcap, sink
     rows = {True: Rows.empty(count + 2, torch.tensor([-1]), 9, with_seen=False)}  # two rows do nothing
     rows[False] = Rows.empty(count, torch.tensor([-1]), 9, with_seen=False)
     paged.tables = make_tables(geometry, count + 2, count + 1, 3, 130, limit, CPU)
+    paged.tables.whole = whole
     for is_paged, cache in ((True, paged), (False, dense)):
         rows[is_paged].load(sequences, limit, 1)
         cache.arrange(sequences, rows[is_paged], 1)
@@ -86,13 +93,19 @@ def test_paged_attention_is_dense_attention(heads, widths, window, softcap, sink
         torch.randn(count + 2, n, 1, w)
         for n, w in ((heads[0], widths[0]), (heads[1], widths[0]), (heads[1], widths[1]))
     ]
+    new_key = new[1]
+    if rotating:  # by the kernel, against a plain rotation before
+        angles = torch.randn(count + 2, 1, widths[0])
+        turn = [angles.cos(), angles.sin()]
+        options["rotation"] = [x[:count] for x in turn]
+        new_key = rotated(new[1], *turn)
     expected = dense.attend(0, *(x[:count] for x in new), rows[False], options)
-    found = paged.attend(0, *new, rows[True], options)
+    found = paged.attend(0, *new, rows[True], {**options, "rotation": turn if rotating else None})
     torch.testing.assert_close(found[:count], expected, rtol=1e-5, atol=1e-5)
     assert found[count:].isfinite().all()
     for index, sequence in enumerate(sequences):  # the new key is in its page
         page = sequence.pages[sequence.cached // 64]
-        assert torch.equal(paged.layers[0][0][page, sequence.cached % 64], new[1][index, :, 0])
+        torch.testing.assert_close(paged.layers[0][0][page, sequence.cached % 64], new_key[index, :, 0])
 
 
 @pytest.mark.parametrize(

@@ -109,12 +109,20 @@ def _attention(
 
 
 def _run(
-    query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None, layer: int, scale: float, window: int, cap: float
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    sinks: Tensor | None,
+    layer: int,
+    scale: float,
+    window: int,
+    cap: float,
+    rotation: tuple[Tensor, Tensor] | None = None,
 ) -> Tensor:
     _active.calls += 1
     key, value = key.to(query.dtype), value.to(query.dtype)
     if _active.rows is not None:
-        options = {"scale": scale, "window": window, "softcap": cap, "sinks": sinks}
+        options = {"scale": scale, "window": window, "softcap": cap, "sinks": sinks, "rotation": rotation}
         return _active.cache.attend(layer, query, key, value, _active.rows, options)
     row = _active.prompts
     assert row is not None, "the engine's attention was called outside of its forward"
@@ -129,18 +137,29 @@ def _run_next(query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None, *
     return _run(query, key, value, sinks, _active.order[_active.calls], *options)
 
 
+def _run_next_rotating(
+    query: Tensor, key: Tensor, value: Tensor, cos: Tensor, sin: Tensor, sinks: Tensor | None,
+    scale: float, window: int, cap: float,
+) -> Tensor:  # fmt: skip
+    """The same for query and key that are still to be rotated."""
+    layer = _active.order[_active.calls]
+    return _run(query, key, value, sinks, layer, scale, window, cap, (cos, sin))
+
+
 AttentionInterface.register(NAME, _attention)
 
 _library = torch.library.Library("rloom", "FRAGMENT")
-_library.define(
-    "native_decode(Tensor q, Tensor k, Tensor v, Tensor? sinks, float scale, int window, float softcap) -> Tensor"
-)
-_library.impl("native_decode", _run_next, "CUDA")
-_library.impl("native_decode", _run_next, "CPU")
+_OPTIONS = "Tensor? sinks, float scale, int window, float softcap"
+_library.define(f"native_decode(Tensor q, Tensor k, Tensor v, {_OPTIONS}) -> Tensor")
+_library.define(f"native_decode_rotating(Tensor q, Tensor k, Tensor v, Tensor cos, Tensor sin, {_OPTIONS}) -> Tensor")
+for _device in ("CUDA", "CPU"):
+    _library.impl("native_decode", _run_next, _device)
+    _library.impl("native_decode_rotating", _run_next_rotating, _device)
 
 
-def _shape(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, *options: Any) -> Tensor:
+def _shape(q: Tensor, k: Tensor, v: Tensor, *others: Any) -> Tensor:
     return q.new_empty((q.shape[0], 1, q.shape[1], v.shape[-1]))
 
 
 torch.library.register_fake("rloom::native_decode", _shape)
+torch.library.register_fake("rloom::native_decode_rotating", _shape)

@@ -3,7 +3,11 @@
 Flash decoding in two launches. `attend_parts` has two kinds of programs: some take a stretch of a prompt and all rows
 that share it, (rows · repeat) queries at once; the others a stretch of one row's own tokens. Each leaves a partial
 sum; `merge_parts` joins a row's. The program of a row's first stretch also writes the new key and value into their
-page, and counts them in from where they are.
+page, and counts them in from where they are. Queries and the new key may come before their rotation: every program
+turns what it loads, which costs less than a launch that does it for all.
+
+Where there are rows enough to fill the GPU and prompts are short beside completions, `attend_whole` does all of a row
+in one program, and reads the prompt once for each.
 
 Where the pages lie is read from a table of addresses: a captured graph outlives the memory it was captured with.
 """
@@ -33,6 +37,24 @@ def keep_prompts(  # type: ignore[no-untyped-def]
     there = (h < KV) & (e < E)
     new = tl.load(value + h * v_h + t * v_t + e, mask=there, other=0.0)
     tl.store(v + (line * KV + h) * E + e, new.to(v.dtype.element_ty), mask=there)
+
+
+@triton.jit
+def _load_turned(  # type: ignore[no-untyped-def]
+    x, cos, sin, d, there, known, D: tl.constexpr, ROTATED: tl.constexpr
+):  # fmt: skip
+    """Lines of queries or keys, rotated by their positions' angles if they come without: halves are turned as pairs.
+
+    `known`: where there are angles, in a shape of its own, since all of a row's heads share them.
+    """
+    own = tl.load(x + d, mask=there, other=0.0)
+    if ROTATED:
+        first = d < D // 2
+        other = tl.load(x + tl.where(first, d + D // 2, d - D // 2), mask=there, other=0.0).to(tl.float32)
+        cos, sin = tl.load(cos + d, mask=known, other=0.0), tl.load(sin + d, mask=known, other=0.0)
+        turned = own.to(tl.float32) * cos.to(tl.float32) + tl.where(first, -other, other) * sin.to(tl.float32)
+        own = turned.to(own.dtype)
+    return own
 
 
 @triton.jit
@@ -66,10 +88,11 @@ def _stretch(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _on_prompt(  # type: ignore[no-untyped-def]
-    g, part, kv, q, k, v, sums, tops, positions, members, lengths, table, q_b, q_h, table_width, scale, cap, window,
+    g, part, kv, q, k, v, cos, sin, sums, tops, positions, members, lengths, table, q_b, q_h, cos_b, sin_b, table_width,
+    scale, cap, window,
     HEADS: tl.constexpr, KV: tl.constexpr, REPEAT: tl.constexpr, MOST: tl.constexpr, ROWS: tl.constexpr,
     D: tl.constexpr, BD: tl.constexpr, E: tl.constexpr, BE: tl.constexpr, PAGE: tl.constexpr, BN: tl.constexpr,
-    ON_PROMPT: tl.constexpr, PARTS: tl.constexpr, BY_WINDOW: tl.constexpr, CAPPED: tl.constexpr,
+    ON_PROMPT: tl.constexpr, PARTS: tl.constexpr, BY_WINDOW: tl.constexpr, CAPPED: tl.constexpr, ROTATED: tl.constexpr,
 ):  # fmt: skip
     """A stretch of a prompt, for all the rows that share it."""
     r = tl.arange(0, ROWS)
@@ -77,8 +100,11 @@ def _on_prompt(  # type: ignore[no-untyped-def]
     there = row >= 0
     head = kv * REPEAT + r % REPEAT
     d, e = tl.arange(0, BD), tl.arange(0, BE)
-    where = q + row[:, None].to(tl.int64) * q_b + head[:, None] * q_h + d[None, :]
-    queries = tl.load(where, mask=there[:, None] & (d[None, :] < D), other=0.0)
+    line = row[:, None].to(tl.int64)
+    queries = _load_turned(
+        q + line * q_b + head[:, None] * q_h, cos + line * cos_b, sin + line * sin_b, d[None, :],
+        there[:, None] & (d[None, :] < D), there[:, None] & (d[None, :] < D), D, ROTATED,
+    )  # fmt: skip
     position = tl.load(positions + row, mask=there, other=0)
     length = tl.load(lengths + g)
     each = tl.cdiv(tl.cdiv(length, ON_PROMPT), BN) * BN
@@ -102,24 +128,25 @@ def _on_prompt(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _on_own(  # type: ignore[no-untyped-def]
-    row, part, kv, q, key, value, k, v, sums, tops, positions, cached, table, q_b, q_h, k_b, k_h, v_b, v_h, table_width,
-    scale, cap, window,
+    row, part, kv, q, key, value, k, v, cos, sin, sums, tops, positions, cached, table, q_b, q_h, k_b, k_h, v_b, v_h,
+    cos_b, sin_b, table_width, scale, cap, window,
     HEADS: tl.constexpr, KV: tl.constexpr, REPEAT: tl.constexpr, ROWS: tl.constexpr,
     D: tl.constexpr, BD: tl.constexpr, E: tl.constexpr, BE: tl.constexpr, PAGE: tl.constexpr, BN: tl.constexpr,
     ON_PROMPT: tl.constexpr, ON_OWN: tl.constexpr, PARTS: tl.constexpr, BY_WINDOW: tl.constexpr, CAPPED: tl.constexpr,
+    ROTATED: tl.constexpr,
 ):  # fmt: skip
     """A stretch of a row's own tokens; the first stretch takes the new token in."""
     r = tl.arange(0, ROWS)
     there = r < REPEAT
     head = kv * REPEAT + r
-    d, e = tl.arange(0, BD), tl.arange(0, BE)
+    d, e = tl.arange(0, BD)[None, :], tl.arange(0, BE)[None, :]
     row = row.to(tl.int64)
-    queries = tl.load(
-        q + row * q_b + head[:, None] * q_h + d[None, :], mask=there[:, None] & (d[None, :] < D), other=0.0
+    cos, sin = cos + row * cos_b, sin + row * sin_b
+    queries = _load_turned(
+        q + row * q_b + head[:, None] * q_h, cos, sin, d, there[:, None] & (d < D), d < D, D, ROTATED
     )
     length = tl.load(cached + row)
     here = tl.load(positions + row)
-    position = tl.zeros([ROWS], tl.int64) + here
     each = tl.cdiv(tl.cdiv(length, ON_OWN), BN) * BN
     first = part * each
     last = tl.minimum(first + each, length)
@@ -130,34 +157,116 @@ def _on_own(  # type: ignore[no-untyped-def]
     acc = tl.zeros([ROWS, BE], tl.float32)
     pages = table + row * table_width
     if part == 0:
-        new_k = tl.load(key + row * k_b + kv * k_h + d, mask=d < D, other=0.0)
+        new_k = _load_turned(key + row * k_b + kv * k_h, cos, sin, d, d < D, d < D, D, ROTATED)
         new_v = tl.load(value + row * v_b + kv * v_h + e, mask=e < E, other=0.0)
-        line = (tl.load(pages + length // PAGE).to(tl.int64) * PAGE + length % PAGE) * KV + kv
-        tl.store(k + line * D + d, new_k, mask=d < D)
-        tl.store(v + line * E + e, new_v, mask=e < E)
-        s = tl.sum(queries.to(tl.float32) * new_k.to(tl.float32)[None, :], 1) * scale
+        at = (tl.load(pages + length // PAGE).to(tl.int64) * PAGE + length % PAGE) * KV + kv
+        tl.store(k + at * D + d, new_k, mask=d < D)
+        tl.store(v + at * E + e, new_v, mask=e < E)
+        top = tl.sum(queries.to(tl.float32) * new_k.to(tl.float32), 1) * scale
         if CAPPED:
-            s = capped(s, cap)
-        top = s
+            top = capped(top, cap)
         total = total + 1.0
-        acc = acc + new_v.to(tl.float32)[None, :]
+        acc = acc + new_v.to(tl.float32)
     top, total, acc = _stretch(
-        queries, k, v, pages, first, last, here - length, position, scale, cap, window, kv, top, total, acc,
-        KV, D, BD, E, BE, PAGE, BN, BY_WINDOW, CAPPED,
+        queries, k, v, pages, first, last, here - length, tl.zeros([ROWS], tl.int64) + here, scale, cap, window, kv,
+        top, total, acc, KV, D, BD, E, BE, PAGE, BN, BY_WINDOW, CAPPED,
     )  # fmt: skip
     line = (row * HEADS + head) * PARTS + ON_PROMPT + part
-    tl.store(sums + line[:, None] * E + e[None, :], acc, mask=there[:, None] & (e[None, :] < E))
+    tl.store(sums + line[:, None] * E + e, acc, mask=there[:, None] & (e < E))
     tl.store(tops + line * 2, top, mask=there)
     tl.store(tops + line * 2 + 1, total, mask=there)
 
 
 @triton.jit
+def _page_of(  # type: ignore[no-untyped-def]
+    number, turn, folds, prompt_pages, pages, BN: tl.constexpr, PAGE: tl.constexpr
+):
+    """The page that a fold is in."""
+    on_prompt = number < turn
+    which = tl.where(on_prompt, number, number - turn) * BN // PAGE
+    return tl.load(tl.where(on_prompt, prompt_pages, pages) + which, mask=number < folds, other=0)
+
+
+@triton.jit
+def attend_whole(  # type: ignore[no-untyped-def]
+    q, key, value, cos, sin, sinks, out, addresses, layer, positions, cached, own_table, group_of, prompt_lengths,
+    prompt_table, q_b, q_h, k_b, k_h, v_b, v_h, cos_b, sin_b, own_width, prompt_width, scale, cap, window,
+    HEADS: tl.constexpr, KV: tl.constexpr, REPEAT: tl.constexpr, ROWS: tl.constexpr, D: tl.constexpr, BD: tl.constexpr,
+    E: tl.constexpr, BE: tl.constexpr, PAGE: tl.constexpr, BN: tl.constexpr, BY_WINDOW: tl.constexpr,
+    CAPPED: tl.constexpr, ROTATED: tl.constexpr, SINKS: tl.constexpr,
+):  # fmt: skip
+    """All that a row attends to, prompt and own, in one program: nothing is left to be joined. Grid (rows, KV).
+
+    What it takes to begin is loaded at once, and stored is only at the end: for a short row this is all of the time.
+    """
+    row, kv = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    length, here, prompt = tl.load(cached + row), tl.load(positions + row), tl.load(prompt_lengths + row)
+    prompt_pages = prompt_table + tl.load(group_of + row) * prompt_width
+    pages = own_table + row * own_width
+    k = tl.multiple_of(tl.load(addresses + 2 * layer).to(tl.pointer_type(key.dtype.element_ty)), 16)
+    v = tl.multiple_of(tl.load(addresses + 2 * layer + 1).to(tl.pointer_type(value.dtype.element_ty)), 16)
+    # One loop over both, so that loads of the one are on their way while the other's end is counted in.
+    turn = tl.cdiv(prompt, BN)  # the first fold that is of the row's own
+    folds = turn + tl.cdiv(length, BN)
+    start = 0
+    if BY_WINDOW:  # what is not seen any more is not read
+        seen_from = tl.maximum(here - window + 1, 0).to(tl.int32)
+        own_from = tl.maximum(length - window + 1, 0)
+        start = tl.where(seen_from < prompt, seen_from // BN, turn + own_from // BN)
+    following = _page_of(start, turn, folds, prompt_pages, pages, BN, PAGE)
+    new_page = tl.load(pages + length // PAGE).to(tl.int64)
+    r = tl.arange(0, ROWS)
+    there = r < REPEAT
+    head = kv * REPEAT + r
+    d, e = tl.arange(0, BD)[None, :], tl.arange(0, BE)[None, :]
+    cos, sin = cos + row * cos_b, sin + row * sin_b
+    new_k = _load_turned(key + row * k_b + kv * k_h, cos, sin, d, d < D, d < D, D, ROTATED)
+    new_v = tl.load(value + row * v_b + kv * v_h + e, mask=e < E, other=0.0)
+    queries = _load_turned(
+        q + row * q_b + head[:, None] * q_h, cos, sin, d, there[:, None] & (d < D), d < D, D, ROTATED
+    )
+    top = tl.sum(queries.to(tl.float32) * new_k.to(tl.float32), 1) * scale
+    if CAPPED:
+        top = capped(top, cap)
+    total = tl.zeros([ROWS], tl.float32) + 1.0
+    acc = tl.zeros([ROWS, BE], tl.float32) + new_v.to(tl.float32)
+    for number in range(start, folds):
+        on_prompt = number < turn
+        n = tl.where(on_prompt, number, number - turn) * BN
+        at = n + tl.arange(0, BN)
+        seen = at < tl.where(on_prompt, prompt, length)
+        page = following.to(tl.int64)
+        following = _page_of(number + 1, turn, folds, prompt_pages, pages, BN, PAGE)
+        line = (page * PAGE + n % PAGE + tl.arange(0, BN)) * KV + kv
+        keys = tl.load(k + line[:, None] * D + d, mask=seen[:, None] & (d < D), other=0.0)
+        s = tl.dot(queries, tl.trans(keys), input_precision="ieee") * scale
+        if CAPPED:
+            s = capped(s, cap)
+        keep = seen[None, :]
+        if BY_WINDOW:
+            where = at + tl.where(on_prompt, 0, here - length)
+            keep = keep & (here - where < window)[None, :]
+        s = tl.where(keep, s, -float("inf"))
+        values = tl.load(v + line[:, None] * E + e, mask=seen[:, None] & (e < E), other=0.0)
+        top, total, acc = fold(s, values, top, total, acc)
+    if SINKS:
+        sink = tl.load(sinks + head, mask=there, other=0.0).to(tl.float32)
+        total += tl.exp2((sink - top) * LOG2E)
+    result = (acc / total[:, None]).to(out.dtype.element_ty)
+    tl.store(out + (row * HEADS + head)[:, None] * E + e, result, mask=there[:, None] & (e < E))
+    at = (new_page * PAGE + length % PAGE) * KV + kv
+    tl.store(k + at * D + d, new_k, mask=d < D)
+    tl.store(v + at * E + e, new_v, mask=e < E)
+
+
+@triton.jit
 def attend_parts(  # type: ignore[no-untyped-def]
-    q, key, value, addresses, layer, sums, tops, positions, cached, own_table, members, lengths, prompt_table, groups,
-    q_b, q_h, k_b, k_h, v_b, v_h, own_width, prompt_width, scale, cap, window,
+    q, key, value, cos, sin, addresses, layer, sums, tops, positions, cached, own_table, members, lengths, prompt_table,
+    groups, q_b, q_h, k_b, k_h, v_b, v_h, cos_b, sin_b, own_width, prompt_width, scale, cap, window,
     HEADS: tl.constexpr, KV: tl.constexpr, REPEAT: tl.constexpr, MOST: tl.constexpr, ROWS: tl.constexpr,
     OWN_ROWS: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, E: tl.constexpr, BE: tl.constexpr, PAGE: tl.constexpr,
     BN: tl.constexpr, ON_PROMPT: tl.constexpr, ON_OWN: tl.constexpr, BY_WINDOW: tl.constexpr, CAPPED: tl.constexpr,
+    ROTATED: tl.constexpr,
 ):  # fmt: skip
     """See the module's docstring. Grid (groups · ON_PROMPT + rows · ON_OWN, KV)."""
     program, kv = tl.program_id(0), tl.program_id(1)
@@ -169,16 +278,16 @@ def attend_parts(  # type: ignore[no-untyped-def]
         g = program // ON_PROMPT
         if tl.load(members + g * MOST) >= 0:
             _on_prompt(
-                g, program % ON_PROMPT, kv, q, k, v, sums, tops, positions, members, lengths, prompt_table, q_b, q_h,
-                prompt_width, scale, cap, window, HEADS, KV, REPEAT, MOST, ROWS, D, BD, E, BE, PAGE, BN, ON_PROMPT,
-                PARTS, BY_WINDOW, CAPPED,
+                g, program % ON_PROMPT, kv, q, k, v, cos, sin, sums, tops, positions, members, lengths, prompt_table,
+                q_b, q_h, cos_b, sin_b, prompt_width, scale, cap, window, HEADS, KV, REPEAT, MOST, ROWS, D, BD, E, BE,
+                PAGE, BN, ON_PROMPT, PARTS, BY_WINDOW, CAPPED, ROTATED,
             )  # fmt: skip
     else:
         program -= groups * ON_PROMPT
         _on_own(
-            program // ON_OWN, program % ON_OWN, kv, q, key, value, k, v, sums, tops, positions, cached, own_table,
-            q_b, q_h, k_b, k_h, v_b, v_h, own_width, scale, cap, window, HEADS, KV, REPEAT, OWN_ROWS, D, BD, E, BE,
-            PAGE, BN, ON_PROMPT, ON_OWN, PARTS, BY_WINDOW, CAPPED,
+            program // ON_OWN, program % ON_OWN, kv, q, key, value, k, v, cos, sin, sums, tops, positions, cached,
+            own_table, q_b, q_h, k_b, k_h, v_b, v_h, cos_b, sin_b, own_width, scale, cap, window, HEADS, KV, REPEAT,
+            OWN_ROWS, D, BD, E, BE, PAGE, BN, ON_PROMPT, ON_OWN, PARTS, BY_WINDOW, CAPPED, ROTATED,
         )  # fmt: skip
 
 

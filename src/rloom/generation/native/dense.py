@@ -126,6 +126,8 @@ class DenseCache:
         """query (B, H, 1, D), key and value (B, H_kv, 1, ·) of the new token → (B, 1, H, E)."""
         arranged = self.arranged
         assert arranged is not None
+        if options.get("rotation"):
+            query, key = (rotated(x, *options["rotation"]) for x in (query, key))
         own_k, own_v = self.own[layer]
         count, heads, _, width = query.shape
         shared = key.shape[1]
@@ -180,3 +182,14 @@ class DenseCache:
             return scores.softmax(-1)
         sinks = options["sinks"].float().view(1, scores.shape[1], scores.shape[2], 1).expand(len(scores), -1, -1, -1)
         return torch.cat([scores, sinks], -1).softmax(-1)[..., :-1]
+
+
+def rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """x (B, H, 1, D) turned by angles (B, 1, D), as transformers does it: the first half and the second are pairs.
+
+    >>> turn = torch.tensor([[[0.0, 0.0]]]), torch.tensor([[[1.0, 1.0]]])  # a quarter
+    >>> rotated(torch.tensor([[[[3.0, 4.0]]]]), *turn).tolist()
+    [[[[-4.0, 3.0]]]]
+    """
+    first, second = x.chunk(2, -1)
+    return x * cos.unsqueeze(1) + torch.cat([-second, first], -1) * sin.unsqueeze(1)

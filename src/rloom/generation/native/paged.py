@@ -33,8 +33,14 @@ class Launch:
     on_prompt: int  # tokens of a prompt that are worth a program of their own
 
 
-LAUNCHES = {64: Launch(64, 4, 3, 64, 64), 128: Launch(32, 2, 2, 32, 128), 256: Launch(32, 4, 3, 64, 64)}
+LAUNCHES = {64: Launch(64, 4, 3, 64, 64), 128: Launch(64, 2, 2, 16, 128), 256: Launch(32, 4, 3, 64, 64)}
 """For heads up to a width."""
+
+WHOLE = {64: (64, 4, 3), 128: (64, 2, 3), 256: (32, 4, 3)}
+"""Tokens folded in, warps and stages of a program that takes all of a row, for heads up to a width."""
+
+SHORT = 4
+"""So many times longer than prompts are completions beside which rows may read their prompt each for itself."""
 
 
 @dataclass(slots=True, eq=False)
@@ -43,12 +49,15 @@ class Tables:
 
     own: Tensor  # (B, pages of a completion) int32
     members: Tensor  # (G, rows to a group) int32, −1: none
+    group_of: Tensor  # (B,) int32
+    prompt_lengths: Tensor  # (B,) int32, 0 for rows that do nothing
     lengths: Tensor  # (G,) int32
     prompts: Tensor  # (G, pages of a prompt) int32
     sums: Tensor  # partial sums, float32
     tops: Tensor
     on_prompt: int  # stretches
     on_own: int
+    whole: bool  # a program takes all that a row attends to
 
 
 def fits_kernels(geometry: Geometry) -> bool:
@@ -113,12 +122,15 @@ class PagedCache:
         members = np.full(tables.members.shape, -1, dtype=np.int32)
         prompts = np.zeros(tables.prompts.shape, dtype=np.int32)
         lengths = np.zeros(tables.lengths.shape, dtype=np.int32)
+        group_of, prompt_lengths = (np.zeros(len(tables.group_of), dtype=np.int32) for _ in range(2))
         for index, (prompt, found) in enumerate(groups_of(sequences, most=members.shape[1])):
             members[index, : len(found)] = found
             prompts[index, : len(prompt.pages)] = prompt.pages
             lengths[index] = len(prompt.token_ids)
-        sources = (members, prompts, lengths)
-        for target, source in zip((tables.members, tables.prompts, tables.lengths), sources, strict=True):
+            group_of[found], prompt_lengths[found] = index, lengths[index]
+        targets = (tables.members, tables.prompts, tables.lengths, tables.group_of, tables.prompt_lengths)
+        sources = (members, prompts, lengths, group_of, prompt_lengths)
+        for target, source in zip(targets, sources, strict=True):
             target.copy_(torch.from_numpy(source))
         tables.tops.zero_()  # rows that do nothing have no prompt: their part must weigh nothing
 
@@ -137,36 +149,77 @@ class PagedCache:
     def attend(
         self, layer: int, query: Tensor, key: Tensor, value: Tensor, rows: Rows, options: dict[str, Any]
     ) -> Tensor:
-        """query (B, H, 1, D), key and value (B, H_kv, 1, ·) of the new token → (B, 1, H, E)."""
-        from rloom.generation.native import decode_kernels as kernels
+        """query (B, H, 1, D), key and value (B, H_kv, 1, ·) of the new token → (B, 1, H, E).
 
+        `options["rotation"]`: cosines and sines (B, 1, D) by which query and key are still to be rotated.
+        """
         tables = self.tables
         assert tables is not None
+        query, key, value = (x if x.stride(-1) == 1 else x.contiguous() for x in (query, key, value))
         count, heads, _, width = query.shape
         shared, size = key.shape[1], value.shape[-1]
+        out = torch.empty((count, 1, heads, size), dtype=query.dtype, device=query.device)
+        constants = {
+            "HEADS": heads, "KV": shared, "REPEAT": heads // shared, "D": width, "BD": _power(width), "E": size,
+            "BE": _power(size), "PAGE": PAGE, "BY_WINDOW": bool(options["window"]), "CAPPED": bool(options["softcap"]),
+            "ROTATED": options.get("rotation") is not None,
+        }  # fmt: skip
+        attend = self._attend_whole if tables.whole else self._attend_parts
+        attend(tables, layer, query, key, value, rows, options, out, constants)
+        return out
+
+    def _attend_whole(
+        self, tables: Tables, layer: int, query: Tensor, key: Tensor, value: Tensor, rows: Rows,
+        options: dict[str, Any], out: Tensor, constants: dict[str, Any],
+    ) -> None:  # fmt: skip
+        from rloom.generation.native import decode_kernels as kernels
+
+        cos, sin = _angles(query, options)
+        sinks = options["sinks"]
+        size, warps, stages = next(
+            launch for limit, launch in WHOLE.items() if max(query.shape[-1], out.shape[-1]) <= limit
+        )
+        kernels.attend_whole[(len(query), key.shape[1])](
+            query, key, value, cos, sin, query if sinks is None else sinks, out, self.addresses, layer, rows.positions,
+            rows.cached, tables.own, tables.group_of, tables.prompt_lengths, tables.prompts, query.stride(0),
+            query.stride(1), key.stride(0), key.stride(1), value.stride(0), value.stride(1), cos.stride(0),
+            sin.stride(0), tables.own.shape[1], tables.prompts.shape[1], options["scale"], options["softcap"] or 1.0,
+            options["window"] or 0, **constants, ROWS=_power(constants["REPEAT"]), BN=size,
+            SINKS=sinks is not None, num_warps=warps, num_stages=min(stages, _most_stages(self.device)),
+        )  # fmt: skip
+
+    def _attend_parts(
+        self, tables: Tables, layer: int, query: Tensor, key: Tensor, value: Tensor, rows: Rows,
+        options: dict[str, Any], out: Tensor, constants: dict[str, Any],
+    ) -> None:  # fmt: skip
+        from rloom.generation.native import decode_kernels as kernels
+
         groups, most = tables.members.shape
+        count, heads, repeat = len(query), constants["HEADS"], constants["REPEAT"]
         parts = tables.on_prompt + tables.on_own
-        repeat = heads // shared
-        query, key, value = (x if x.stride(-1) == 1 else x.contiguous() for x in (query, key, value))
-        constants = {"D": width, "BD": _power(width), "E": size, "BE": _power(size)}
-        launch = launch_for(max(width, size))
-        kernels.attend_parts[(groups * tables.on_prompt + count * tables.on_own, shared)](
-            query, key, value, self.addresses, layer, tables.sums, tables.tops, rows.positions, rows.cached, tables.own,
-            tables.members, tables.lengths, tables.prompts, groups, query.stride(0), query.stride(1), key.stride(0),
-            key.stride(1), value.stride(0), value.stride(1), tables.own.shape[1], tables.prompts.shape[1],
-            options["scale"], options["softcap"] or 1.0, options["window"] or 0,
-            HEADS=heads, KV=shared, REPEAT=repeat, MOST=most, ROWS=_power(most * repeat), OWN_ROWS=_power(repeat),
-            PAGE=PAGE, BN=launch.fold, ON_PROMPT=tables.on_prompt, ON_OWN=tables.on_own,
-            BY_WINDOW=bool(options["window"]), CAPPED=bool(options["softcap"]), **constants, num_warps=launch.warps,
+        cos, sin = _angles(query, options)
+        launch = launch_for(max(constants["D"], constants["E"]))
+        kernels.attend_parts[(groups * tables.on_prompt + count * tables.on_own, key.shape[1])](
+            query, key, value, cos, sin, self.addresses, layer, tables.sums, tables.tops, rows.positions, rows.cached,
+            tables.own, tables.members, tables.lengths, tables.prompts, groups, query.stride(0), query.stride(1),
+            key.stride(0), key.stride(1), value.stride(0), value.stride(1), cos.stride(0), sin.stride(0),
+            tables.own.shape[1], tables.prompts.shape[1], options["scale"], options["softcap"] or 1.0,
+            options["window"] or 0, **constants, MOST=most, ROWS=_power(most * repeat), OWN_ROWS=_power(repeat),
+            BN=launch.fold, ON_PROMPT=tables.on_prompt, ON_OWN=tables.on_own, num_warps=launch.warps,
             num_stages=min(launch.stages, _most_stages(self.device)),
         )  # fmt: skip
-        out = torch.empty((count, 1, heads, size), dtype=query.dtype, device=query.device)
         sinks = options["sinks"]
         kernels.merge_parts[(count, heads)](
             tables.sums, tables.tops, query if sinks is None else sinks, out, HEADS=heads, PARTS=parts,
-            BP=max(2, 1 << (parts - 1).bit_length()), E=size, BE=_power(size), SINKS=sinks is not None, num_warps=1,
+            BP=max(2, 1 << (parts - 1).bit_length()), E=constants["E"], BE=constants["BE"], SINKS=sinks is not None,
+            num_warps=1,
         )  # fmt: skip
-        return out
+
+
+def _angles(query: Tensor, options: dict[str, Any]) -> tuple[Tensor, Tensor]:
+    """Cosines and sines by which the kernel rotates; something, where it does not."""
+    cos, sin = options.get("rotation") or (query, query)
+    return (cos, sin) if cos.stride(-1) == sin.stride(-1) == 1 else (cos.contiguous(), sin.contiguous())
 
 
 def launch_for(width: int) -> Launch:
@@ -211,12 +264,15 @@ def make_tables(
     return Tables(
         own=torch.zeros((count, -(-max_new_tokens // PAGE)), **short),
         members=torch.full((groups, most), -1, **short),
+        group_of=torch.zeros(count, **short),
+        prompt_lengths=torch.zeros(count, **short),
         lengths=torch.zeros(groups, **short),
         prompts=torch.zeros((groups, -(-max_prompt // PAGE)), **short),
         sums=large[0][:lines] if large else torch.empty((lines, width), dtype=torch.float32, device=device),
         tops=torch.zeros((lines, 2), dtype=torch.float32, device=device),
         on_prompt=on_prompt,
         on_own=on_own,
+        whole=count * shared >= PROGRAMS // 2 and max_new_tokens >= SHORT * max_prompt,
     )
 
 

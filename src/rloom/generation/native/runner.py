@@ -314,10 +314,30 @@ class Runner:
                 yield
             return
         if not self.layers:
-            found = [m for m in self.base.modules() if isinstance(m, GradientCheckpointingLayer)]
-            self.layers = [(layer, torch.compile(layer.forward, dynamic=True)) for layer in found]
+            options: dict[str, Any] | None = None
+            if self.device.type == "cuda":
+                from rloom.generation.native.fusing import Fusing  # for the kernels
+
+                options = {"post_grad_custom_pre_pass": Fusing()}
+            layers = [m for m in self.base.modules() if isinstance(m, GradientCheckpointingLayer)]
+            self.layers = [(layer, torch.compile(layer.forward, dynamic=True, options=options)) for layer in layers]
+            self.layers += [(part, torch.compile(part.forward, dynamic=True)) for part in beside(self.base)]
         with forwards_replaced(self.layers):
             yield
+
+
+def beside(model: nn.Module) -> list[nn.Module]:
+    """What stands beside the layers and is a handful of small operations: the norm at the end, the rotations' angles.
+
+    >>> from transformers import LlamaConfig, LlamaModel
+    >>> model = LlamaModel(LlamaConfig(hidden_size=8, intermediate_size=8, num_attention_heads=1, vocab_size=9))
+    >>> [type(part).__name__ for part in beside(model)]
+    ['LlamaRMSNorm', 'LlamaRotaryEmbedding']
+    """
+    is_stack = lambda m: isinstance(m, nn.ModuleList) and any(isinstance(x, GradientCheckpointingLayer) for x in m)  # noqa: E731
+    around = [module for module in model.modules() if any(map(is_stack, module.children()))]
+    parts = [part for module in around for part in module.children()]
+    return [part for part in parts if not isinstance(part, (nn.Embedding, nn.Linear)) and not list(part.children())]
 
 
 def _first_line(error: Exception) -> str:

@@ -102,7 +102,7 @@ def _parts(logits: Tensor, inverse: float) -> Tensor:
     rows, width = logits.shape
     stretches = triton.cdiv(width, STRETCH)
     parts = torch.empty((rows, stretches, 3), dtype=torch.float32, device=logits.device)
-    sums[(rows, stretches)](logits, parts, logits.stride(0), width, stretches, inverse, BLOCK=STRETCH, num_warps=8)
+    sums[(rows, stretches)](logits, parts, logits.stride(0), width, stretches, inverse, BLOCK=STRETCH, num_warps=4)
     return parts
 
 
