@@ -248,3 +248,28 @@ def test_a_compiled_step_with_it(name, expected, monkeypatch):
     assert [c.token_ids for c in fused] == [c.token_ids for c in eager]
     for ours, theirs in zip(fused, eager, strict=True):
         torch.testing.assert_close(torch.tensor(ours.logprobs), torch.tensor(theirs.logprobs), rtol=0, atol=0.01)
+
+
+@pytest.mark.parametrize("wrong", [False, True])
+def test_a_compiled_step_is_compared_with_the_plain_one(wrong, monkeypatch, caplog):
+    torch.manual_seed(0)
+    model = MODELS["llama"]().eval()
+    engine = NativeEngine(lambda: model, Sampling(max_completion_length=9, eos_token_ids=(), pad_token_id=0))
+    found, decode_ = [], runner.Runner.decode
+
+    def decode(self, sequences, cache, *others):
+        look = decode_(self, sequences, cache, *others)
+        if found:
+            return look
+        self.compiled = True
+        self.layers = [
+            (x, lambda *a, own=x.forward, **k: own(*a, **k).roll(int(wrong), -1)) for x in model.model.layers
+        ]
+        found.append(self.compiled_is_right(self.bucket.rows, cache))
+        self.compiled = False
+        return look
+
+    monkeypatch.setattr(runner.Runner, "decode", decode)
+    list(engine.generate([Prompt(content="", token_ids=[5, 6, 7])], 2, seed=0))
+    assert found == [not wrong]
+    assert ("differs from the plain one" in caplog.text) == wrong

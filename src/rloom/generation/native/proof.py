@@ -29,6 +29,8 @@ logger = logging.getLogger(__name__)
 LONGEST_WINDOW = 1024  # windows up to this are crossed in the proof; longer ones would make it slow
 LEAST = 72  # tokens of the longer prompt: more than a page
 STEPS = 3
+NOISE = 0.06
+"""Of the largest logit: what rounding in half precision may make of it. A wrong mask is off by far more."""
 
 
 def why_not_native(model: Any, runner: Runner, pictured: list[Prompt] | None = None) -> str | None:
@@ -81,14 +83,16 @@ def _compare(
     exact &= (
         getattr(runner.base, "hf_quantizer", None) is None
     )  # its products round otherwise for one row than for many
-    allowed = 1e-3 if exact else 0.06  # bfloat16 noise; a wrong mask is off by far more
-    worst = 0.0
-    for index, logits in enumerate(plain):
-        wanted = logits.float()
-        worst = max(worst, float((ours[index].float() - wanted).abs().max() / wanted.abs().max().clamp(min=1e-6)))
-    if not worst < allowed:
+    worst = max(difference(ours[index], logits) for index, logits in enumerate(plain))
+    if not worst < (1e-3 if exact else NOISE):
         return f"decoding {name} step by step differs from its plain forward by {worst:.1e}"
     return None
+
+
+def difference(found: Tensor, wanted: Tensor) -> float:
+    """The largest between two tensors of logits, as a share of the largest logit."""
+    wanted = wanted.float()
+    return float((found.float() - wanted).abs().max() / wanted.abs().max().clamp(min=1e-6))
 
 
 def _plain(model: Any, runner: Runner, prompt: Prompt, tokens: list[int]) -> Tensor:

@@ -22,6 +22,7 @@ from rloom.generation.native.gated import GatedBlocks
 from rloom.generation.native.geometry import Geometry
 from rloom.generation.native.joined import JoinedLayers
 from rloom.generation.native.paged import PAGE, PagedCache, Tables, fits_kernels, make_tables, rows_at_once
+from rloom.generation.native.proof import NOISE, difference
 from rloom.generation.native.rows import CHUNK, Look, Rows, groups_of
 from rloom.generation.native.sampler import Drawn, Sampler
 from rloom.generation.native.scheduler import Sequence, SharedPrompt
@@ -73,7 +74,7 @@ class Runner:
             sampler.never = sampler.never.to(self.device)
         self.rope_index = rope_index_of(self.base)
         self.vocabulary = int(self.base.get_output_embeddings().weight.shape[0])
-        self.compiled = compiled
+        self.compiled, self.proved = compiled, False  # proved: a compiled step is right
         self.max_prompt = self.largest_group = 0  # that buffers are made for
         self.buckets: dict[tuple[int, int], Bucket] = {}  # by rows and groups
         self.geometry: Geometry | None = None
@@ -279,6 +280,8 @@ class Runner:
         caching = torch.is_autocast_cache_enabled()
         torch.set_autocast_cache_enabled(False)  # a graph must not hold weights that autocast has cast before
         try:
+            if self.compiled and not self.proved and not self.compiled_is_right(rows, cache):
+                self.compiled = False
             with self._compiled_layers():
                 stream = torch.cuda.Stream()
                 stream.wait_stream(torch.cuda.current_stream())
@@ -306,6 +309,24 @@ class Runner:
                 target.copy_(source)
             rows.step.zero_()
         self.seconds["capture"] += time.perf_counter() - start
+
+    def compiled_is_right(self, rows: Rows, cache: Any) -> bool:
+        """Whether a compiled step has the logits of the same step without; tried once.
+
+        Keys and values are written to the same places by both, and the rows stay where they are.
+        """
+        plain = self.logits(rows, cache)
+        with self._compiled_layers():
+            found = self.logits(rows, cache, opaque=True)
+        living = rows.alive.bool()
+        worst = difference(found[living], plain[living])
+        self.proved = worst < NOISE
+        if not self.proved:
+            logger.warning(
+                "the compiled decode step differs from the plain one by %.1e of the largest logit, and is not used",
+                worst,
+            )
+        return self.proved
 
     @contextmanager
     def _compiled_layers(self) -> Iterator[None]:
