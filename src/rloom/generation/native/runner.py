@@ -335,16 +335,20 @@ class Runner:
                 yield
             return
         if not self.layers:
-            options: dict[str, Any] | None = None
-            if self.device.type == "cuda":
-                from rloom.generation.native.fusing import Fusing  # for the kernels
-
-                options = {"post_grad_custom_pre_pass": Fusing()}
+            on_gpu = self.device.type == "cuda"  # where launches cost more than what they compute
+            options = {"post_grad_custom_pre_pass": _fusing()} if on_gpu else None
             layers = [m for m in self.base.modules() if isinstance(m, GradientCheckpointingLayer)]
             self.layers = [(layer, torch.compile(layer.forward, dynamic=True, options=options)) for layer in layers]
-            self.layers += [(part, torch.compile(part.forward, dynamic=True)) for part in beside(self.base)]
+            others = beside(self.base) if on_gpu else []
+            self.layers += [(part, torch.compile(part.forward, dynamic=True)) for part in others]
         with forwards_replaced(self.layers):
             yield
+
+
+def _fusing() -> Any:
+    from rloom.generation.native.fusing import Fusing  # of the compiler's inner parts, which not every run needs
+
+    return Fusing()
 
 
 def beside(model: nn.Module) -> list[nn.Module]:
