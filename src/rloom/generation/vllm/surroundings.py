@@ -1,0 +1,55 @@
+"""vLLM lives in the trainer's process, and must leave it as it was: random state, environment, threads, autocast."""
+
+from __future__ import annotations
+
+import os
+import random
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import numpy as np
+import torch
+
+
+@contextmanager
+def own_randomness(device: torch.device) -> Iterator[None]:
+    """What vLLM draws, or seeds, does not move the trainer's noise; and the trainer's autocast is not vLLM's."""
+    numbers, arrays = random.getstate(), np.random.get_state()
+    cuda = [device] if device.type == "cuda" else []
+    with torch.random.fork_rng(devices=cuda), torch.autocast(device.type, enabled=False):
+        try:
+            yield
+        finally:
+            random.setstate(numbers)
+            np.random.set_state(arrays)
+
+
+@contextmanager
+def starting_vllm() -> Iterator[None]:
+    """For its import and its start: in this process, quietly, and with what it changes put back.
+
+    Its import sets variables that child processes would inherit (LD_PRELOAD, threads of torch's compiler), and on a
+    CPU its worker puts a function that does nothing in the place of `torch.set_num_threads`. Variables of its own
+    (VLLM_…) stay: it reads them later.
+    """
+    before = dict(os.environ)
+    set_num_threads, threads = torch.set_num_threads, torch.get_num_threads()
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+    try:
+        yield
+    finally:
+        torch.set_num_threads = set_num_threads
+        torch.set_num_threads(threads)
+        _put_back(before)
+
+
+def _put_back(before: dict[str, str]) -> None:
+    passing = {"VLLM_ENABLE_V1_MULTIPROCESSING", "VLLM_LOGGING_LEVEL"}
+    for name in [*os.environ, *before]:
+        if name.startswith("VLLM_") and name not in passing:
+            continue
+        if name in before:
+            os.environ[name] = before[name]
+        else:
+            os.environ.pop(name, None)
