@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import gc
-import tempfile
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -16,7 +15,7 @@ from rloom.generation.base import Sampling
 from rloom.generation.vllm import proof
 from rloom.generation.vllm.options import VllmOptions
 from rloom.generation.vllm.requests import Asking, check_lengths
-from rloom.generation.vllm.surroundings import own_randomness, starting_vllm
+from rloom.generation.vllm.surroundings import own_randomness, starting_vllm, temporary_folder
 from rloom.generation.vllm.weights import base_of, check_sendable, checkpoint_weights, fingerprint
 from rloom.types import Completion, Group, Prompt
 
@@ -47,7 +46,7 @@ class VllmEngine:
         _check_sleep(self.options, self._device)
         self.syncs = 0  # how often weights were handed over
         self._llm: Any = None
-        self._folder: tempfile.TemporaryDirectory[str] | None = None  # vLLM reads the tokenizer again when it is needed
+        self._folder = temporary_folder(self)  # stays: vLLM reads the tokenizer again when outputs are constrained
         self._sent: tuple[int, ...] | None = None  # the fingerprint of the weights that vLLM has
         self._numbers = 0  # of requests so far
         reason = self._prove()
@@ -152,8 +151,6 @@ class VllmEngine:
         if self._llm is not None:
             self._llm.llm_engine.engine_core.shutdown()
         self._llm = self._sent = None
-        if self._folder is not None:
-            self._folder.cleanup()
         gc.collect()
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
@@ -162,10 +159,9 @@ class VllmEngine:
         model, device = self.get_model(), self._device
         with starting_vllm(), own_randomness(device):
             make = _import_vllm()
-            self._folder = tempfile.TemporaryDirectory(prefix="rloom-vllm-")
-            _describe(model, self.tokenizer, self._folder.name)
+            _describe(model, self.tokenizer, self._folder)
             try:
-                return make(model=self._folder.name, **_engine_options(model, self.options, device))
+                return make(model=self._folder, **_engine_options(model, self.options, device))
             except Exception as error:
                 raise EngineError(
                     f"vLLM did not start: {type(error).__name__}: {error}. Its own messages are above "

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import hashlib
 import logging
 import os
 import shutil
-import tempfile
 import uuid
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -21,11 +21,13 @@ from rloom.generation.vllm import proof
 from rloom.generation.vllm.client import HOW_TO_START, Client, ServerError
 from rloom.generation.vllm.options import VllmOptions
 from rloom.generation.vllm.requests import Asking, check_lengths
-from rloom.generation.vllm.weights import check_sendable, checkpoint_weights, fingerprint, unties_embeddings
+from rloom.generation.vllm.surroundings import temporary_folder
+from rloom.generation.vllm.weights import base_of, check_sendable, checkpoint_weights, fingerprint, unties_embeddings
 from rloom.types import Completion, Group, Prompt
 
 logger = logging.getLogger(__name__)
 
+EMPTY = hashlib.sha256(b"").hexdigest()  # of what vLLM keeps in a layout of its own, as linear layers on a CPU
 MOVED = 1e-4  # a change of a log-probability that cannot be rounding in float32
 
 
@@ -52,9 +54,7 @@ class VllmServerEngine:
         self.client = Client(options.server)
         self.client.wait(options.timeout)
         self.model_name, self.max_model_length, self.dtype = self._look()
-        # Kept here, so that it lives as long as the engine.
-        self._temporary = None if options.weights_dir else tempfile.TemporaryDirectory(prefix="rloom-vllm-")
-        self.folder = Path(options.weights_dir or self._temporary.name).absolute()  # type: ignore[union-attr]
+        self.folder = Path(options.weights_dir or temporary_folder(self)).absolute()
         self.syncs = 0
         self._sent: tuple[int, ...] | None = None
         self._version = ""
@@ -141,7 +141,8 @@ class VllmServerEngine:
             except ServerError as error:
                 raise EngineError(
                     f"{error}. The server must see the folder {path} (vllm_weights_dir names another) and serve the "
-                    "model that is trained; its own messages say which of the two it is"
+                    "model that is trained; its own messages say which of the two it is. Start it again: it may have "
+                    "taken half of the weights"
                 ) from error
         if not self.client.developer("POST", "/reset_prefix_cache")["success"]:
             raise EngineError("the vLLM server kept keys and values of the old weights: does somebody else use it?")
@@ -165,11 +166,13 @@ class VllmServerEngine:
         vLLM only warns, in its own log, of weights that it does not find among those it reads.
         """
         model = self.get_model()
+        overrides = {"load_config": {"load_format": "safetensors"}}  # a server that began with other files reads ours
+        self.client.developer("POST", "/collective_rpc", {"method": "update_config", "kwargs": {"overrides": overrides}})
         self._send((name, tensor + 1) for name, tensor in checkpoint_weights(model))
         before = self._checksums()
         self._send(checkpoint_weights(model))
         after = self._checksums()
-        same = sorted(name for name in after if after[name] == before.get(name))
+        same = sorted(name for name in after if after[name] == before.get(name) and after[name] != EMPTY)
         if same:
             raise EngineError(f"the vLLM server does not take {len(same)} of its weights from ours, such as {same[0]}")
         self._check_probe(model)
@@ -187,7 +190,7 @@ class VllmServerEngine:
         exact = {self.dtype, next(model.parameters()).dtype} == {torch.float32}
         reason = probe.why_not(torch.float32 if exact else torch.bfloat16)
         if reason is not None:
-            raise EngineError(f"the vLLM server does not draw from the policy: {reason}. Does it serve this model?")
+            raise EngineError(f"the vLLM server does not draw from the policy: {reason}. {_hint(model)}")
         last, self._probe = self._probe, probe
         if exact and last is not None and _stands_still(last, probe):
             raise EngineError(
@@ -201,17 +204,33 @@ def _stands_still(last: proof.Probe, now: proof.Probe) -> bool:
     return moved and last.tokens == now.tokens and last.theirs == now.theirs
 
 
+def _hint(model: Any) -> str:
+    if getattr(base_of(model).config.get_text_config(), "tie_word_embeddings", False):
+        return (
+            "Its output layer may keep what it made of older embeddings, to which it is tied: start it with "
+            """--load-format dummy --hf-overrides '{"tie_word_embeddings": false}'"""
+        )
+    return "Does it serve this model?"
+
+
+def _apart(weights: Iterator[tuple[str, torch.Tensor]], dtype: torch.dtype) -> dict[str, torch.Tensor]:
+    """On the host, as the server computes; none shares its memory with another, which a file cannot express."""
+    found: dict[str, torch.Tensor] = {}
+    taken: set[int] = set()
+    for name, tensor in weights:
+        here = tensor.to("cpu", dtype if tensor.is_floating_point() else tensor.dtype).contiguous()
+        found[name] = here.clone() if here.data_ptr() in taken else here
+        taken.add(here.data_ptr())
+    return found
+
+
 @contextmanager
 def _written(path: Path, weights: Iterator[tuple[str, torch.Tensor]], dtype: torch.dtype) -> Iterator[Path]:
     """Weights as a checkpoint that is there whole or not at all, and gone when the server has read it."""
     making = path.with_name(path.name + ".part")
     try:
         making.mkdir(parents=True)
-        tensors = {
-            name: tensor.to("cpu", dtype if tensor.is_floating_point() else tensor.dtype).contiguous()
-            for name, tensor in weights
-        }
-        save_file(tensors, making / "model.safetensors", metadata={"format": "pt"})
+        save_file(_apart(weights, dtype), making / "model.safetensors", metadata={"format": "pt"})
         os.rename(making, path)
         yield path
     finally:

@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import os
 import random
+import shutil
+import tempfile
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import numpy as np
 import torch
@@ -53,3 +57,10 @@ def _put_back(before: dict[str, str]) -> None:
             os.environ[name] = before[name]
         else:
             os.environ.pop(name, None)
+
+
+def temporary_folder(owner: Any) -> str:
+    """A folder that is there as long as its owner."""
+    path = tempfile.mkdtemp(prefix="rloom-vllm-")
+    weakref.finalize(owner, shutil.rmtree, path, ignore_errors=True)
+    return path
