@@ -16,7 +16,7 @@ from rloom.generation.vllm import proof
 from rloom.generation.vllm.options import VllmOptions
 from rloom.generation.vllm.requests import Asking, check_lengths
 from rloom.generation.vllm.surroundings import own_randomness, starting_vllm, temporary_folder
-from rloom.generation.vllm.weights import base_of, check_sendable, checkpoint_weights, fingerprint
+from rloom.generation.vllm.weights import base_of, check_sendable, checkpoint_weights, fingerprint, hint_rounding
 from rloom.types import Completion, Group, Prompt
 
 OLDEST = (0, 32)
@@ -43,6 +43,7 @@ class VllmEngine:
         self.options = options or VllmOptions()
         self.asking = Asking(sampling, self.options.regex)
         check_sendable(get_model())
+        hint_rounding(get_model(), self.options.dtype_for(get_model()))
         _check_sleep(self.options, self._device)
         self.syncs = 0  # how often weights were handed over
         self._llm: Any = None

@@ -22,7 +22,14 @@ from rloom.generation.vllm.client import HOW_TO_START, Client, ServerError
 from rloom.generation.vllm.options import VllmOptions
 from rloom.generation.vllm.requests import Asking, check_lengths
 from rloom.generation.vllm.surroundings import temporary_folder
-from rloom.generation.vllm.weights import base_of, check_sendable, checkpoint_weights, fingerprint, unties_embeddings
+from rloom.generation.vllm.weights import (
+    base_of,
+    check_sendable,
+    checkpoint_weights,
+    fingerprint,
+    hint_rounding,
+    unties_embeddings,
+)
 from rloom.types import Completion, Group, Prompt
 
 logger = logging.getLogger(__name__)
@@ -54,6 +61,7 @@ class VllmServerEngine:
         self.client = Client(options.server)
         self.client.wait(options.timeout)
         self.model_name, self.max_model_length, self.dtype = self._look()
+        hint_rounding(get_model(), self.dtype)
         self.folder = Path(options.weights_dir or temporary_folder(self)).absolute()
         self.syncs = 0
         self._sent: tuple[int, ...] | None = None
@@ -167,7 +175,9 @@ class VllmServerEngine:
         """
         model = self.get_model()
         overrides = {"load_config": {"load_format": "safetensors"}}  # a server that began with other files reads ours
-        self.client.developer("POST", "/collective_rpc", {"method": "update_config", "kwargs": {"overrides": overrides}})
+        self.client.developer(
+            "POST", "/collective_rpc", {"method": "update_config", "kwargs": {"overrides": overrides}}
+        )
         self._send((name, tensor + 1) for name, tensor in checkpoint_weights(model))
         before = self._checksums()
         self._send(checkpoint_weights(model))
