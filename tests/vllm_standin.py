@@ -74,7 +74,7 @@ class LLM:
         )  # fmt: skip
         LLM.made.append(self)
 
-    def collective_rpc(self, function, args):
+    def collective_rpc(self, function, args=()):
         worker = SimpleNamespace(
             get_model=lambda: self.model,
             reload_weights=lambda weights_iterator: self.model.load_weights(weights_iterator),

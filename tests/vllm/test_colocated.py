@@ -8,7 +8,7 @@ import random
 import numpy as np
 import pytest
 import torch
-from transformers import Qwen2Config, Qwen2ForCausalLM
+import transformers as tf
 
 from rloom import RLOOTrainer
 from rloom.errors import EngineError
@@ -224,20 +224,39 @@ def test_adapters(adapter):
     assert all(torch.equal(before[name], after[name]) for name in before)
 
 
-def test_qwen2_and_its_biases():
+SMALL = {
+    "vocab_size": 46, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 2,
+    "initializer_range": 0.2, "max_position_embeddings": 128, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0,
+}  # fmt: skip
+GROUPED = SMALL | {"num_key_value_heads": 1, "tie_word_embeddings": True}
+
+
+@pytest.mark.parametrize(
+    ("make", "options"),
+    [
+        (lambda: tf.Qwen2ForCausalLM(tf.Qwen2Config(**GROUPED)), {"max_model_length": 64}),
+        (lambda: tf.Gemma2ForCausalLM(tf.Gemma2Config(**GROUPED, head_dim=32)), {}),  # always tied, to vLLM too
+        (lambda: tf.GPTNeoXForCausalLM(tf.GPTNeoXConfig(**SMALL)), {}),  # which vLLM runs with transformers' classes
+        (lambda: tiny(4), {"model_impl": "transformers"}),
+        (lambda: tiny(5).to(torch.bfloat16), {}),
+    ],
+    ids=["qwen2", "gemma2", "gpt_neox", "transformers", "bfloat16"],
+)
+def test_models(make, options):
     torch.manual_seed(0)
-    config = Qwen2Config(
-        vocab_size=46, hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=2,
-        num_key_value_heads=1, initializer_range=0.2, max_position_embeddings=128, eos_token_id=2, pad_token_id=0,
-        tie_word_embeddings=True,
-    )  # fmt: skip
-    model = Qwen2ForCausalLM(config).to(DEVICE)
-    options = VllmOptions(max_model_length=64)
-    engine = VllmEngine(lambda: model, sampling(), tokenizer=make_tokenizer(), options=options)
+    model = make().to(DEVICE)
+    classes = {type(module): (type(module).__bases__, type(module).__init__) for module in model.modules()}
+    engine = VllmEngine(lambda: model, sampling(), tokenizer=make_tokenizer(), options=VllmOptions(**options))
     some = prompts("ab", "hello there, you")
-    for layer in model.model.layers:
-        layer.self_attn.k_proj.bias.data.normal_()
-    assert_drawn_from(model, some, in_order(engine, some))
+    for parameter in model.parameters():  # biases begin with zeros
+        parameter.data += 0.02 * torch.randn_like(parameter)
+    exact = model.dtype == torch.float32
+    assert_drawn_from(model, some, in_order(engine, some), tolerance=1e-3 if exact else 0.3)
+    assert engine.syncs == 2
+    # The classes are as they were: the model can be trained, and another one made.
+    assert classes == {cls: (cls.__bases__, cls.__init__) for cls in classes}
+    model.train()(input_ids=torch.tensor([[5, 6, 7]], device=DEVICE)).logits.sum().backward()
+    make()
 
 
 @pytest.mark.parametrize("lora", [False, True])

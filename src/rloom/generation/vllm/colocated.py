@@ -15,7 +15,13 @@ from rloom.generation.base import Sampling
 from rloom.generation.vllm import proof
 from rloom.generation.vllm.options import VllmOptions
 from rloom.generation.vllm.requests import Asking, check_lengths
-from rloom.generation.vllm.surroundings import own_randomness, starting_vllm, temporary_folder
+from rloom.generation.vllm.surroundings import (
+    give_back_classes,
+    own_randomness,
+    remember_classes,
+    starting_vllm,
+    temporary_folder,
+)
 from rloom.generation.vllm.weights import base_of, check_sendable, checkpoint_weights, fingerprint, hint_rounding
 from rloom.types import Completion, Group, Prompt
 
@@ -134,7 +140,12 @@ class VllmEngine:
     def _send(self, model: Any) -> None:
         self._sent = None  # should it fail half-way
         with own_randomness(self._device):
-            [missing] = self._llm.collective_rpc(_take, args=(checkpoint_weights(model),))
+            try:
+                [missing] = self._llm.collective_rpc(_take, args=(model,))
+            except EngineError:
+                raise
+            except Exception as error:
+                raise EngineError(f"vLLM does not take the policy's weights: {str(error)[:500]}") from error
             emptied = self._llm.reset_prefix_cache()
         if missing:
             raise EngineError(f"vLLM did not find {len(missing)} of its weights in the policy's, such as {missing[0]}")
@@ -161,13 +172,18 @@ class VllmEngine:
         with starting_vllm(), own_randomness(device):
             make = _import_vllm()
             _describe(model, self.tokenizer, self._folder)
+            classes, theirs = remember_classes(base_of(model)), None
             try:
-                return make(model=self._folder, **_engine_options(model, self.options, device))
+                llm = make(model=self._folder, **_engine_options(model, self.options, device))
+                [theirs] = llm.collective_rpc(_model_of)
+                return llm
             except Exception as error:
                 raise EngineError(
                     f"vLLM did not start: {type(error).__name__}: {error}. Its own messages are above "
                     "(VLLM_LOGGING_LEVEL=INFO shows more)"
                 ) from error
+            finally:
+                give_back_classes(classes, theirs)
 
     def _prove(self) -> str | None:
         """None if vLLM with the policy's weights draws from the policy, else what is wrong."""
@@ -230,12 +246,18 @@ def _engine_options(model: Any, options: VllmOptions, device: torch.device) -> d
     }
 
 
-def _take(worker: Any, weights: Iterator[tuple[str, torch.Tensor]]) -> list[str]:
-    """Runs in vLLM's worker: replace its weights; returns the names of those that were not among them.
+def _model_of(worker: Any) -> Any:
+    """Runs in vLLM's worker."""
+    return worker.get_model()
+
+
+def _take(worker: Any, policy: Any) -> list[str]:
+    """Runs in vLLM's worker: replace its weights; returns the names of those that the policy does not have.
 
     Reloading only warns of these. What a model's `load_weights` returns says which it took.
     """
     model, taken = worker.get_model(), []
+    names = {name for name, _ in model.named_parameters()}
     own = model.load_weights
 
     def load_weights(weights: Iterator[tuple[str, torch.Tensor]]) -> Any:
@@ -244,12 +266,12 @@ def _take(worker: Any, weights: Iterator[tuple[str, torch.Tensor]]) -> list[str]
 
     model.load_weights = load_weights
     try:
-        worker.reload_weights(weights_iterator=weights)
+        worker.reload_weights(weights_iterator=checkpoint_weights(policy, names))
     finally:
         del model.load_weights
     if taken[0] is None:  # some models do not say; the comparison of log-probabilities remains
         return []
-    return sorted({name for name, _ in model.named_parameters()} - set(taken[0]))
+    return sorted(names - set(taken[0]))
 
 
 def _completions(answer: Any, asking: Asking, count: int) -> list[Completion]:

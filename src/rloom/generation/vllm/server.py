@@ -66,6 +66,7 @@ class VllmServerEngine:
         self.syncs = 0
         self._sent: tuple[int, ...] | None = None
         self._version = ""
+        self._names: list[str] = []  # the server's own, of its weights
         self._probe: proof.Probe | None = None
         self._prove()
 
@@ -136,7 +137,7 @@ class VllmServerEngine:
         if now == self._sent and self._served_version() == self._version:
             return
         self._sent = None
-        self._send(checkpoint_weights(model))
+        self._send(checkpoint_weights(model, self._names))
         self._check_probe(model)
         self._sent = now
 
@@ -178,9 +179,10 @@ class VllmServerEngine:
         self.client.developer(
             "POST", "/collective_rpc", {"method": "update_config", "kwargs": {"overrides": overrides}}
         )
-        self._send((name, tensor + 1) for name, tensor in checkpoint_weights(model))
+        self._names = list(self._checksums())
+        self._send((name, tensor + 1) for name, tensor in checkpoint_weights(model, self._names))
         before = self._checksums()
-        self._send(checkpoint_weights(model))
+        self._send(checkpoint_weights(model, self._names))
         after = self._checksums()
         same = sorted(name for name in after if after[name] == before.get(name) and after[name] != EMPTY)
         if same:

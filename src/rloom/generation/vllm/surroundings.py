@@ -59,6 +59,40 @@ def _put_back(before: dict[str, str]) -> None:
             os.environ.pop(name, None)
 
 
+REPLACED = ("__init__", "__call__")
+
+Classes = dict[Any, tuple[tuple[type, ...], dict[str, Any]]]
+
+
+def remember_classes(model: torch.nn.Module) -> Classes:
+    """The classes of a model's parts, with what vLLM may put something else in the place of."""
+    classes: list[Any] = list({type(module) for module in model.modules()})
+    return {c: (c.__bases__, {n: c.__dict__[n] for n in REPLACED if n in c.__dict__}) for c in classes}
+
+
+def give_back_classes(before: Classes, theirs: torch.nn.Module | None) -> None:
+    """Let the trainer's classes be as they were, and vLLM's modules have classes of their own.
+
+    Where vLLM has no implementation of a model it runs transformers' (`vllm_model_impl="transformers"` always does),
+    and changes the class of its decoder for the whole process: instances that it has not made could not be called.
+    """
+    for cls, (bases, own) in before.items():
+        if cls.__bases__ == bases:
+            continue
+        changed = {name: cls.__dict__[name] for name in REPLACED if name in cls.__dict__}
+        added = tuple(base for base in cls.__bases__ if base not in bases)
+        for name in changed:
+            if name in own:
+                setattr(cls, name, own[name])
+            else:
+                delattr(cls, name)
+        cls.__bases__ = bases
+        another = type(cls.__name__, (cls, *added), {**changed, "__module__": cls.__module__})
+        for module in theirs.modules() if theirs is not None else ():
+            if type(module) is cls:
+                module.__class__ = another
+
+
 def temporary_folder(owner: Any) -> str:
     """A folder that is there as long as its owner."""
     path = tempfile.mkdtemp(prefix="rloom-vllm-")

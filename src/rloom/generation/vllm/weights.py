@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import logging
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from typing import Any
 
 import torch
@@ -46,19 +46,22 @@ def hint_rounding(model: Any, dtype: torch.dtype) -> None:
 
 
 @torch.no_grad()
-def checkpoint_weights(model: Any) -> Iterator[tuple[str, Tensor]]:
+def checkpoint_weights(model: Any, known: Collection[str]) -> Iterator[tuple[str, Tensor]]:
     """Names and weights as `save_pretrained` would write them, adapters folded in. The model stays as it is.
 
     Layers with an adapter are folded one at a time, in copies. Where the library keeps weights in memory under other
-    names than in checkpoints (mixtures of experts, vision-language models), all are converted at once.
+    names than in checkpoints (mixtures of experts, vision-language models), all are converted at once. `known` are
+    vLLM's own names of its weights: the second name of tied weights is left out where it is none of these.
     """
     base = base_of(model)
+    second = {name for name in _second_names(base) if not any(one.endswith(name) for one in known)}
+    weights = ((name, tensor) for name, tensor in _folded(base) if name not in second)
     if not _are_renamed(base):
-        yield from _folded(base)
+        yield from weights
         return
     from transformers.core_model_loading import revert_weight_conversion
 
-    yield from revert_weight_conversion(base, dict(_folded(base))).items()
+    yield from revert_weight_conversion(base, dict(weights)).items()
 
 
 def unties_embeddings(model: Any) -> bool:
@@ -70,11 +73,26 @@ def unties_embeddings(model: Any) -> bool:
     return any(_is_wrapped(module) for module in (inside, outside))
 
 
+def _second_names(base: Any) -> set[str]:
+    """Of weights that are the same tensor as an earlier one."""
+    seen: set[int] = set()
+    found = set()
+    for name, tensor in base.named_parameters(remove_duplicate=False):
+        if id(tensor) in seen:
+            found.add(name)
+        seen.add(id(tensor))
+    return found
+
+
 def _are_renamed(base: Any) -> bool:
-    """Tried on tensors without data."""
+    """Tried on tensors without data, under the names that they have without an adapter."""
     from transformers.core_model_loading import revert_weight_conversion
 
-    own = {name: torch.empty(tensor.shape, device="meta") for name, tensor in base.state_dict().items()}
+    own = {
+        name.replace(".base_layer.", "."): torch.empty(tensor.shape, device="meta")
+        for name, tensor in base.state_dict().items()
+        if ".lora_" not in name
+    }
     return set(revert_weight_conversion(base, dict(own))) != set(own)
 
 
