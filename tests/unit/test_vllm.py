@@ -16,7 +16,8 @@ from rloom.errors import ConfigError, EngineError
 from rloom.generation import Sampling, choose_engine
 from rloom.generation.vllm import VllmEngine, VllmOptions, VllmServerEngine, client
 from rloom.generation.vllm.requests import Asking
-from rloom.generation.vllm.weights import check_sendable, checkpoint_weights, fingerprint
+from rloom.generation.vllm.surroundings import give_back_classes, remember_classes
+from rloom.generation.vllm.weights import CHUNK, check_sendable, checkpoint_weights, fingerprint
 from rloom.types import Prompt
 from tests.conftest import make_model, make_tokenizer
 from tests.vllm_standin import LLM, install, serving
@@ -147,6 +148,15 @@ def test_every_change_of_a_bit_changes_the_fingerprint(dtype):
     assert fingerprint(module) == seen[-1]
 
 
+def test_a_swap_of_distant_weights_changes_the_fingerprint():
+    module = nn.Linear(2, 2)
+    module.weight = nn.Parameter(torch.zeros(CHUNK + 4, 4))  # two words a row
+    module.weight.data[0, :2], module.weight.data[CHUNK // 2, :2] = 1.0, 2.0  # at the same place of two chunks
+    before = fingerprint(module)
+    module.weight.data[0, :2], module.weight.data[CHUNK // 2, :2] = 2.0, 1.0
+    assert fingerprint(module) != before
+
+
 def tiny_moe():
     sizes = {"vocab_size": 46, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
     heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "num_local_experts": 4}
@@ -160,6 +170,12 @@ def test_weights_bear_the_names_of_a_checkpoint(build, tmp_path):
     saved, sent = load_file(tmp_path / "model.safetensors"), dict(checkpoint_weights(model, ["lm_head.weight"]))
     assert set(sent) - set(saved) <= {"lm_head.weight"}  # which is sent where it is tied, too
     assert all(torch.equal(saved[name], sent[name]) for name in saved)
+
+
+def test_the_second_name_of_tied_weights_is_for_those_who_know_it():
+    model = make_model(tie_word_embeddings=True)
+    assert "lm_head.weight" in dict(checkpoint_weights(model, ["dp0:lm_head.weight"]))
+    assert "lm_head.weight" not in dict(checkpoint_weights(model, ["model.norm.weight"]))
 
 
 @pytest.mark.parametrize("changes", [{}, {"use_dora": True}, {"modules_to_save": ["lm_head"]}])
@@ -192,6 +208,25 @@ def test_weights_that_cannot_be_sent_are_refused():
 
 
 # -- in this process
+
+
+def test_classes_that_vllm_changes_are_given_back():
+    class Decoder(nn.Linear):
+        def __init__(self):
+            super().__init__(2, 2)
+
+    class Compiled:
+        pass
+
+    ours, theirs = nn.Sequential(Decoder()), nn.Sequential(Decoder())
+    own, before = Decoder.__init__, remember_classes(ours)
+    Decoder.__bases__, Decoder.__init__ = (nn.Linear, Compiled), lambda self: None
+    Decoder.__call__ = lambda self, x: "compiled"
+    give_back_classes(before, theirs)
+    assert (Decoder.__bases__, Decoder.__init__) == ((nn.Linear,), own)
+    assert ours(torch.zeros(1, 2)).shape == (1, 2)
+    assert theirs(torch.zeros(1, 2)) == "compiled"
+    assert isinstance(theirs[0], Decoder)
 
 
 def test_not_installed(monkeypatch):
