@@ -390,6 +390,15 @@ def test_a_server_that_is_not_there_or_dies(monkeypatch):
         with pytest.raises(EngineError, match=r"answered /health with 503.* waited 0.5 s"):
             list(engine.generate(prompts(3), 2, seed=0))
         hangs.set()
+        hangs, service.sick = threading.Event(), ()
+        service.collective_rpc = lambda _: hangs.wait(30)
+        model.model.norm.weight.data += 1.0
+        with pytest.raises(
+            EngineError, match=r"did not answer /collective_rpc within 0.5 s.* raise vllm_server_timeout"
+        ):
+            list(engine.generate(prompts(3), 2, seed=0))
+        hangs.set()
+        del service.collective_rpc
         service.v1_completions, service.sick = lambda _: {"error": "no"}, ("v1_completions",)
         with pytest.raises(EngineError, match=r"answered /v1/completions with 503"):
             list(engine.generate(prompts(3), 2, seed=0))

@@ -33,7 +33,8 @@ class ServerError(EngineError):
 class Client:
     """Asks one server. Proxies of the environment are not used: it is on this machine or in this network."""
 
-    def __init__(self, address: str) -> None:
+    def __init__(self, address: str, timeout: float = 240.0) -> None:
+        self.timeout = timeout  # of calls that do not generate
         if not address.startswith(("http://", "https://")):
             address = f"http://{address}"
         self.address = address.rstrip("/")
@@ -56,7 +57,12 @@ class Client:
         except urllib.error.HTTPError as error:
             with error:
                 raise ServerError(error.code, path, error.read().decode(errors="replace")) from error
-        except OSError as error:  # refused, reset, timed out, no such host
+        except TimeoutError as error:
+            raise EngineError(
+                f"the vLLM server at {self.address} did not answer {path} within {timeout:g} s: see its messages, or "
+                "raise vllm_server_timeout"
+            ) from error
+        except OSError as error:  # refused, reset, no such host
             raise EngineError(f"the vLLM server at {self.address} cannot be reached: {error}") from error
         try:
             return json.loads(body) if body else None
@@ -85,7 +91,7 @@ class Client:
     def developer(self, method: str, path: str, content: Any = None) -> Any:
         """A call that the server knows in developer mode only."""
         try:
-            return self.get(path) if method == "GET" else self.post(path, content)
+            return self.get(path, self.timeout) if method == "GET" else self.post(path, content, self.timeout)
         except ServerError as error:
             if error.status in (404, 405):
                 raise EngineError(

@@ -58,7 +58,7 @@ class VllmServerEngine:
             raise EngineError(
                 "an adapter on one of two tied embeddings does not reach a server; vllm_mode='colocate' does"
             )
-        self.client = Client(options.server)
+        self.client = Client(options.server, options.timeout)
         self.client.wait(options.timeout)
         self.model_name, self.max_model_length, self.dtype = self._look()
         hint_rounding(get_model(), self.dtype)
