@@ -70,7 +70,7 @@ class LLM:
         core = SimpleNamespace(shutdown=lambda: None)
         self.llm_engine = SimpleNamespace(
             model_config=SimpleNamespace(max_model_len=limit), engine_core=core, add_request=self._add,
-            step=self._step, abort_request=self._abort,
+            step=self._step, abort_request=self._abort, has_unfinished_requests=lambda: bool(self.waiting),
         )  # fmt: skip
         LLM.made.append(self)
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import logging
 import math
-import re
 from dataclasses import dataclass, field, fields
 from typing import Any, ClassVar
 
@@ -618,10 +617,6 @@ class RLOOConfig(OlderNames, TrainingArguments, metaclass=_Remembering):
             raise ConfigError(f"vllm_gpu_memory_utilization must be in (0, 1], not {self.vllm_gpu_memory_utilization}")
         if self.vllm_server_timeout <= 0:
             raise ConfigError(f"vllm_server_timeout must be above 0, not {self.vllm_server_timeout}")
-        try:
-            re.compile(self.vllm_structured_outputs_regex or "")
-        except re.error as error:
-            raise ConfigError(f"vllm_structured_outputs_regex is no regular expression: {error}") from error
 
 
 def _nearest(value: int, divisor: int) -> str:

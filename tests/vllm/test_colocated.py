@@ -134,6 +134,12 @@ def test_structured_outputs(engine):
     assert all(c.stop_reason == "eos" for c in group)
 
 
+def test_an_expression_that_vllm_does_not_understand_is_told_at_the_start():
+    model, options = tiny(), VllmOptions(regex="(a")
+    with pytest.raises(EngineError, match=r"vllm_structured_outputs_regex='\(a'"):
+        VllmEngine(lambda: model, sampling(), tokenizer=make_tokenizer(), options=options)
+
+
 @pytest.mark.parametrize("how", ["in place", "through .data", "another tensor"])
 def test_weights_that_changed_are_the_ones_drawn_from(engine, one, how):
     made, model = one

@@ -6,6 +6,7 @@ import copy
 import gc
 import weakref
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -55,6 +56,7 @@ class VllmEngine:
         self._llm: Any = None
         self._folder = temporary_folder(self)  # stays: vLLM reads the tokenizer again when outputs are constrained
         self._sent: tuple[int, ...] | None = None  # the fingerprint of the weights that vLLM has
+        self._asleep = False
         self._numbers = 0  # of requests so far
         reason = self._prove()
         if reason is not None:
@@ -85,25 +87,34 @@ class VllmEngine:
         self, llm: Any, asking: Asking, prompts: Sequence[Prompt], count: int, seed: int
     ) -> Iterator[tuple[int, list[Completion]]]:
         """Each prompt's number and completions, as they finish. What is left when nobody asks on is let go of."""
-        engine, waiting = llm.llm_engine, {}
+        engine, waiting = llm.llm_engine, dict[str, int]()
         try:
             with own_randomness(self._device):
                 for index, prompt in enumerate(prompts):
-                    self._numbers += 1
-                    params = self._params(asking.options(count, seed=seed, number=index), asking.regex)
-                    name = f"rloom-{self._numbers}"
-                    engine.add_request(name, {"prompt_token_ids": list(prompt.token_ids)}, params)
-                    waiting[name] = index
+                    options = asking.options(count, seed=seed, number=index)
+                    waiting[self._ask(engine, prompt, self._params(options, asking.regex))] = index
             while waiting:
                 done: list[Any] = []
                 with own_randomness(self._device):
                     while not done:
+                        if not engine.has_unfinished_requests():
+                            raise EngineError(f"vLLM has lost {len(waiting)} of {len(prompts)} prompts")
                         done = [answer for answer in engine.step() if answer.finished]
                 for answer in done:  # outside: whoever is handed a group may draw and compute
                     yield waiting.pop(answer.request_id), _completions(answer, asking, count)
         finally:
             if waiting:
                 engine.abort_request(list(waiting))
+
+    def _ask(self, engine: Any, prompt: Prompt, params: Any) -> str:
+        """Hand a request over; its name."""
+        self._numbers += 1
+        name = f"rloom-{self._numbers}"
+        try:
+            engine.add_request(name, {"prompt_token_ids": list(prompt.token_ids)}, params)
+        except Exception as error:
+            raise EngineError(f"vLLM refuses what it is asked: {error}") from error
+        return name
 
     def _params(self, options: dict[str, Any], regex: str | None) -> Any:
         from vllm import SamplingParams
@@ -128,8 +139,9 @@ class VllmEngine:
             gc.collect()  # one that nobody has closed would take the new one's process groups with it later
             self._llm, self._sent = self._start(), None
             _running = weakref.ref(self)
-        elif self.options.sleeps and self._sent is None:
+        elif self._asleep:
             self._llm.wake_up()
+        self._asleep = False
         model = self.get_model()
         now = fingerprint(model)
         if now != self._sent:
@@ -155,7 +167,7 @@ class VllmEngine:
 
     def _sleep(self, llm: Any) -> None:
         """Let its memory go. Weights are not worth keeping: the next rollout's are sent anyway."""
-        self._sent = None
+        self._sent, self._asleep = None, True
         llm.sleep(level=2)
 
     def close(self) -> None:
@@ -193,10 +205,21 @@ class VllmEngine:
         prompts = proof.probe_prompts(model)
         answers = dict(self._run(llm, Asking(sampling), prompts, proof.COMPLETIONS, proof.SEED))
         groups = [answers[index] for index in range(len(prompts))]
+        self._try_regex(llm, prompts[:1])
         if self.options.sleeps:
             self._sleep(llm)
         own = proof.own_logprobs(model, prompts, groups, sampling.temperature)
         return proof.Probe(prompts=prompts, completions=groups, own=own).why_not(self.options.dtype_for(model))
+
+    def _try_regex(self, llm: Any, prompts: list[Prompt]) -> None:
+        """An expression that vLLM does not understand is told at the start."""
+        if self.options.regex is None:
+            return
+        asking = Asking(replace(self.sampling, max_completion_length=1), self.options.regex)
+        try:
+            list(self._run(llm, asking, prompts, 1, proof.SEED))
+        except EngineError as error:
+            raise EngineError(f"vllm_structured_outputs_regex={self.options.regex!r}: {error}") from error
 
 
 def _import_vllm() -> Any:

@@ -9,8 +9,6 @@ from typing import Any
 import torch
 
 COLOCATE, SERVER = "colocate", "server"
-MODES = (COLOCATE, SERVER)
-MODEL_IMPLEMENTATIONS = ("vllm", "transformers")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -9,6 +9,7 @@ import shutil
 import uuid
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -188,6 +189,9 @@ class VllmServerEngine:
         if same:
             raise EngineError(f"the vLLM server does not take {len(same)} of its weights from ours, such as {same[0]}")
         self._check_probe(model)
+        if self.options.regex is not None:  # one that vLLM does not understand is told now
+            asking = Asking(replace(self.sampling, max_completion_length=1), self.options.regex)
+            list(self._run(asking, proof.probe_prompts(model)[:1], 1, proof.SEED))
         self._sent = fingerprint(model)
 
     def _checksums(self) -> dict[str, str]:
@@ -203,11 +207,11 @@ class VllmServerEngine:
         reason = probe.why_not(torch.float32 if exact else torch.bfloat16)
         if reason is not None:
             raise EngineError(f"the vLLM server does not draw from the policy: {reason}. {_hint(model)}")
-        last, self._probe = self._probe, probe
-        if exact and last is not None and _stands_still(last, probe):
+        if exact and self._probe is not None and _stands_still(self._probe, probe):
             raise EngineError(
                 "the vLLM server answers as it did before the last weights were sent: it did not take them"
             )
+        self._probe = probe
 
 
 def _stands_still(last: proof.Probe, now: proof.Probe) -> bool:
