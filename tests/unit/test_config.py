@@ -73,7 +73,6 @@ def test_unknown_option_names_the_nearest(wrong, nearest):
         ({"mask_truncated_completions": True, "truncated_completions": "keep"}, "contradict"),
         ({"num_iterations": 0}, "num_iterations"),
         ({"epsilon": -0.1}, "epsilon"),
-        ({"use_vllm": True}, "use_vllm"),
         ({"use_transformers_continuous_batching": True}, "use_transformers_continuous_batching"),
         (
             {"eval_strategy": "steps", "eval_steps": 1, "num_generations_eval": 3},

@@ -46,7 +46,7 @@ class EvalOptions:
     temperature: float = _option(1.0, "Sampling temperature; 0: the likeliest token each time.")
     top_p: float = _option(1.0, "Nucleus sampling.")
     seed: int = _option(0, "Of the sampling.")
-    engine: str | None = _option(None, "What generates: native, forked or transformers.")
+    engine: str | None = _option(None, "What generates: native, forked, transformers or vllm.")
     dtype: str | None = _option(None, "Weights: float32, bfloat16, … Unset: as saved; float32 on a CPU.")
     trust_remote_code: bool = _option(False, "Allow models that bring their own Python code.")
     reference_model: str | None = _option(None, "Report the KL from this model.")

@@ -125,7 +125,8 @@ def _generate(verbs: Any) -> None:
     add("--repetition-penalty", type=float, default=1.0, help="above 1: discourage tokens seen before")
     add("--stop", action="append", metavar="TEXT", help="end at this text; may be given several times")
     add("--seed", type=int, default=0, help="of the sampling (default 0)")
-    add("--engine", choices=("native", "forked", "transformers"), help="default: the fastest that fits the model")
+    engines = ("native", "forked", "transformers", "vllm")
+    add("--engine", choices=engines, help="default: the fastest of our own that fits the model")
     add("--dtype", help="of the weights: float32, bfloat16, … (default: as saved; float32 on a CPU)")
     add("--trust-remote-code", action="store_true", help="allow models that bring their own Python code")
 

@@ -14,6 +14,7 @@ from rloom.errors import EngineError
 from rloom.generation.base import Engine, Sampling
 from rloom.generation.choose import choose_engine
 from rloom.generation.images import ImageRouter
+from rloom.generation.vllm.options import VllmOptions
 from rloom.models import load as loading
 from rloom.types import Group
 
@@ -37,7 +38,7 @@ class Writer:
         init = {"dtype": dtype or ("auto" if device == "cuda" else "float32")}  # half precision is slow on most CPUs
         self.model = loading.load_for_inference(name, **init, trust_remote_code=trust_remote_code).to(device)
         self.processing = loading.load_processing_class(processing_class, self.model, None, trust_remote_code)
-        self.tokenizer = loading.tokenizer_of(self.processing)
+        self.tokenizer, self.trust_remote_code = loading.tokenizer_of(self.processing), trust_remote_code
         ends = loading.agree_on_tokens(self.model, self.tokenizer, None, chat=chat)
         self.encoder = PromptEncoder(
             self.processing,
@@ -59,12 +60,14 @@ class Writer:
 
     def _choose(self, engine: str | None) -> Engine:
         vision = is_vision(self.processing)
+        vllm = VllmOptions(trust_remote_code=self.trust_remote_code)
         return choose_engine(
             lambda: self.model,
             self.sampling,
             wanted=engine,
             tokenizer=self.tokenizer,
             never=placeholder_ids(self.model.config) if vision else (),
+            vllm=vllm,
         )
 
     def write(self, rows: Sequence[dict[str, Any]], count: int, *, seed: int) -> Iterator[tuple[int, Group]]:

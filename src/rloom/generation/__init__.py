@@ -6,6 +6,7 @@ from rloom.generation.fake import FakeEngine
 from rloom.generation.forked import ForkedEngine
 from rloom.generation.native import NativeEngine
 from rloom.generation.transformers import TransformersEngine
+from rloom.generation.vllm import VllmEngine, VllmOptions, VllmServerEngine
 
 __all__ = [
     "Engine",
@@ -14,5 +15,8 @@ __all__ = [
     "NativeEngine",
     "Sampling",
     "TransformersEngine",
+    "VllmEngine",
+    "VllmOptions",
+    "VllmServerEngine",
     "choose_engine",
 ]

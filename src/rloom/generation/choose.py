@@ -13,6 +13,7 @@ from rloom.errors import ConfigError, EngineError
 from rloom.generation.base import Engine, Sampling
 from rloom.generation.forked import ForkedEngine
 from rloom.generation.transformers import TransformersEngine
+from rloom.generation.vllm.options import SERVER, VllmOptions
 from rloom.models.load import is_peft_model
 
 logger = logging.getLogger(__name__)
@@ -30,10 +31,12 @@ def choose_engine(
     compiled: bool = False,
     pad_to_multiple_of: int | None = None,
     never: Sequence[int] = (),
+    vllm: VllmOptions | None = None,
 ) -> Engine:
     """An engine for this model. What is asked for by name is had, or an error says why not.
 
-    `never` are tokens that must not be sampled for a prompt with images: those that stand for images.
+    `never` are tokens that must not be sampled for a prompt with images: those that stand for images. `vllm` says how
+    vLLM is run, which is never chosen unasked.
     """
     makers: dict[str, Callable[[], Engine]] = {
         "native": lambda: _native(get_model, sampling, tokenizer, compiled),
@@ -41,6 +44,7 @@ def choose_engine(
         "transformers": lambda: TransformersEngine(
             get_model, sampling, pad_to_multiple_of=pad_to_multiple_of, tokenizer=tokenizer, never=never
         ),
+        "vllm": lambda: _vllm(get_model, sampling, tokenizer, vllm or VllmOptions()),
     }
     foreign = sorted(set(sampling.extra) - OURS)
     if wanted in ("native", "forked") and foreign:
@@ -78,3 +82,10 @@ def _native(get_model: Callable[[], Any], sampling: Sampling, tokenizer: Any, co
     from rloom.generation.native import NativeEngine
 
     return NativeEngine(get_model, sampling, tokenizer=tokenizer, compiled=compiled)
+
+
+def _vllm(get_model: Callable[[], Any], sampling: Sampling, tokenizer: Any, options: VllmOptions) -> Engine:
+    from rloom.generation.vllm import VllmEngine, VllmServerEngine
+
+    make = VllmServerEngine if options.mode == SERVER else VllmEngine
+    return make(get_model, sampling, tokenizer=tokenizer, options=options)

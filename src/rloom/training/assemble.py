@@ -7,6 +7,7 @@ import os
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import nn
 from transformers import ProcessorMixin
 
@@ -23,6 +24,7 @@ from rloom.errors import ConfigError, RewardError, UnknownOptionError, did_you_m
 from rloom.generation.base import Engine, Sampling
 from rloom.generation.choose import choose_engine
 from rloom.generation.images import ImageRouter
+from rloom.generation.vllm.options import VllmOptions
 from rloom.models import load as loading
 from rloom.models.proof import check_head, proves_packed_images, proves_packing
 from rloom.models.reference import Reference, make_reference
@@ -219,10 +221,10 @@ def check_images(policy: Policy, column: str | None, args: Any) -> None:
             f"the data has a column {column!r}, and {type(policy.processing_class).__name__} is a tokenizer: pass a "
             "vision-language model with its processor as `processing_class`, or remove the column"
         )
-    if args.engine == "forked":
+    if args.engine in ("forked", "vllm"):
         raise ConfigError(
-            f"engine='forked' does not take images, and the data has a column {column!r}: leave `engine` unset, or set "
-            "engine='native' or 'transformers'"
+            f"engine={args.engine!r} does not take images, and the data has a column {column!r}: leave `engine` "
+            "unset, or set engine='native' or 'transformers'"
         )
 
 
@@ -421,6 +423,7 @@ def _engine(trainer: Any, policy: Policy, args: Any) -> Engine:
                 compiled=bool(compiled),
                 pad_to_multiple_of=args.pad_to_multiple_of,
                 never=placeholder_ids(trainer.model.config) if policy.vision else (),
+                vllm=_vllm_options(args) if wanted == "vllm" else None,
             )
 
     if args.engine is not None or not policy.vision:
@@ -429,6 +432,24 @@ def _engine(trainer: Any, policy: Policy, args: Any) -> Engine:
     if datasets.image_column(trainer.train_dataset) is None:
         _ = router.text  # data of text: what does not fit is known before training
     return router
+
+
+def _vllm_options(args: Any) -> VllmOptions:
+    """vLLM computes as the trainer does: in autocast's precision, else in the weights' own."""
+    return VllmOptions(
+        mode=args.vllm_mode,
+        dtype=torch.bfloat16 if args.bf16 else torch.float16 if args.fp16 else None,
+        regex=args.vllm_structured_outputs_regex,
+        trust_remote_code=args.trust_remote_code,
+        gpu_memory_utilization=args.vllm_gpu_memory_utilization,
+        max_model_length=args.vllm_max_model_length,
+        sleeps=args.vllm_enable_sleep_mode,
+        model_impl=args.vllm_model_impl,
+        compiled=args.compile_generation,
+        server=args.vllm_server_base_url or f"http://{args.vllm_server_host}:{args.vllm_server_port}",
+        timeout=args.vllm_server_timeout,
+        weights_dir=args.vllm_weights_dir or os.path.join(args.output_dir, "_vllm_weights"),
+    )
 
 
 def _sampling(policy: Policy, args: Any) -> Sampling:

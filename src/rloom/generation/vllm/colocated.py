@@ -1,0 +1,313 @@
+"""vLLM in this process: with its own copy of the weights, replaced by the policy's whenever those have changed."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from rloom.errors import EngineError
+from rloom.generation.base import Sampling
+from rloom.generation.vllm import proof
+from rloom.generation.vllm.options import VllmOptions
+from rloom.generation.vllm.requests import Asking, check_lengths
+from rloom.generation.vllm.surroundings import (
+    give_back_classes,
+    own_randomness,
+    remember_classes,
+    starting_vllm,
+    temporary_folder,
+)
+from rloom.generation.vllm.weights import base_of, check_sendable, checkpoint_weights, fingerprint, hint_rounding
+from rloom.types import Completion, Group, Prompt
+
+OLDEST = (0, 32)
+"""The oldest vLLM whose calls were tried: reloading weights from memory, the log-probabilities' mode."""
+
+_running: weakref.ref[VllmEngine] | None = None
+"""vLLM keeps its process groups in globals, so that two of it in one process break each other."""
+
+
+class VllmEngine:
+    """Generates with vLLM in the trainer's process (`vllm_mode="colocate"`).
+
+    vLLM is started without weights, from the model's config and tokenizer alone. They come from the model in memory:
+    all of them before the first rollout, which a comparison of log-probabilities proves, and again whenever any has
+    changed. So there is no second source that could be stale.
+    """
+
+    takes_images = False
+
+    def __init__(
+        self, get_model: Callable[[], Any], sampling: Sampling, *, tokenizer: Any, options: VllmOptions | None = None
+    ) -> None:
+        self.get_model, self.sampling, self.tokenizer = get_model, sampling, tokenizer
+        self.options = options or VllmOptions()
+        self.asking = Asking(sampling, self.options.regex)
+        check_sendable(get_model())
+        hint_rounding(get_model(), self.options.dtype_for(get_model()))
+        _check_sleep(self.options, self._device)
+        self.syncs = 0  # how often weights were handed over
+        self._llm: Any = None
+        self._folder = temporary_folder(self)  # stays: vLLM reads the tokenizer again when outputs are constrained
+        self._sent: tuple[int, ...] | None = None  # the fingerprint of the weights that vLLM has
+        self._asleep = False
+        self._numbers = 0  # of requests so far
+        reason = self._prove()
+        if reason is not None:
+            self.close()
+            raise EngineError(f"vLLM does not generate what the model would: {reason}")
+
+    @property
+    def _device(self) -> torch.device:
+        return next(self.get_model().parameters()).device
+
+    # -- a rollout
+
+    def generate(self, prompts: Sequence[Prompt], num_generations: int, *, seed: int) -> Iterator[Group]:
+        """Yield each prompt's group as it finishes; equal `seed` and weights, equal tokens."""
+        if num_generations == 0 or not prompts:
+            return
+        llm = self._ready()
+        limit = llm.llm_engine.model_config.max_model_len
+        check_lengths(prompts, self.sampling.max_completion_length, limit, "raise vllm_max_model_length")
+        try:
+            for index, completions in self._run(llm, self.asking, prompts, num_generations, seed):
+                yield Group(prompt=prompts[index], completions=completions)
+        finally:
+            if self.options.sleeps:
+                self._sleep(llm)
+
+    def _run(
+        self, llm: Any, asking: Asking, prompts: Sequence[Prompt], count: int, seed: int
+    ) -> Iterator[tuple[int, list[Completion]]]:
+        """Each prompt's number and completions, as they finish. What is left when nobody asks on is let go of."""
+        engine, waiting = llm.llm_engine, dict[str, int]()
+        try:
+            with own_randomness(self._device):
+                for index, prompt in enumerate(prompts):
+                    options = asking.options(count, seed=seed, number=index)
+                    waiting[self._ask(engine, prompt, self._params(options, asking.regex))] = index
+            while waiting:
+                done: list[Any] = []
+                with own_randomness(self._device):
+                    while not done:
+                        if not engine.has_unfinished_requests():
+                            raise EngineError(f"vLLM has lost {len(waiting)} of {len(prompts)} prompts")
+                        done = [answer for answer in engine.step() if answer.finished]
+                for answer in done:  # outside: whoever is handed a group may draw and compute
+                    yield waiting.pop(answer.request_id), _completions(answer, asking, count)
+        finally:
+            if waiting:
+                engine.abort_request(list(waiting))
+
+    def _ask(self, engine: Any, prompt: Prompt, params: Any) -> str:
+        """Hand a request over; its name."""
+        self._numbers += 1
+        name = f"rloom-{self._numbers}"
+        try:
+            engine.add_request(name, {"prompt_token_ids": list(prompt.token_ids)}, params)
+        except Exception as error:
+            raise EngineError(f"vLLM refuses what it is asked: {error}") from error
+        return name
+
+    def _params(self, options: dict[str, Any], regex: str | None) -> Any:
+        from vllm import SamplingParams
+        from vllm.sampling_params import RequestOutputKind, StructuredOutputsParams
+
+        return SamplingParams(
+            **options,
+            detokenize=bool(options["stop"]),
+            output_kind=RequestOutputKind.FINAL_ONLY,
+            structured_outputs=None if regex is None else StructuredOutputsParams(regex=regex),
+        )
+
+    # -- vLLM and its weights
+
+    def _ready(self) -> Any:
+        """vLLM, awake, with the weights that the model has now."""
+        global _running
+        if self._llm is None:
+            other = None if _running is None else _running()
+            if other is not None:
+                other.close()  # it starts again if it is asked once more
+            gc.collect()  # one that nobody has closed would take the new one's process groups with it later
+            self._llm, self._sent = self._start(), None
+            _running = weakref.ref(self)
+        elif self._asleep:
+            self._llm.wake_up()
+        self._asleep = False
+        model = self.get_model()
+        now = fingerprint(model)
+        if now != self._sent:
+            self._send(model)
+            self._sent = now
+        return self._llm
+
+    def _send(self, model: Any) -> None:
+        self._sent = None  # should it fail half-way
+        with own_randomness(self._device):
+            try:
+                [missing] = self._llm.collective_rpc(_take, args=(model,))
+            except EngineError:
+                raise
+            except Exception as error:
+                raise EngineError(f"vLLM does not take the policy's weights: {str(error)[:500]}") from error
+            emptied = self._llm.reset_prefix_cache()
+        if missing:
+            raise EngineError(f"vLLM did not find {len(missing)} of its weights in the policy's, such as {missing[0]}")
+        if not emptied:
+            raise EngineError("vLLM kept keys and values of the old weights: its prefix cache could not be emptied")
+        self.syncs += 1
+
+    def _sleep(self, llm: Any) -> None:
+        """Let its memory go. Weights are not worth keeping: the next rollout's are sent anyway."""
+        self._sent, self._asleep = None, True
+        llm.sleep(level=2)
+
+    def close(self) -> None:
+        """Let go of vLLM and its memory."""
+        if self._llm is not None:
+            self._llm.llm_engine.engine_core.shutdown()
+        self._llm = self._sent = None
+        gc.collect()
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
+
+    def _start(self) -> Any:
+        model, device = self.get_model(), self._device
+        with starting_vllm(), own_randomness(device):
+            make = _import_vllm()
+            _describe(model, self.tokenizer, self._folder)
+            classes, theirs = remember_classes(base_of(model)), None
+            try:
+                llm = make(model=self._folder, **_engine_options(model, self.options, device))
+                [theirs] = llm.collective_rpc(_model_of)
+                return llm
+            except Exception as error:
+                raise EngineError(
+                    f"vLLM did not start: {type(error).__name__}: {error}. Its own messages are above "
+                    "(VLLM_LOGGING_LEVEL=INFO shows more)"
+                ) from error
+            finally:
+                give_back_classes(classes, theirs)
+
+    def _prove(self) -> str | None:
+        """None if vLLM with the policy's weights draws from the policy, else what is wrong."""
+        model = self.get_model()
+        llm = self._ready()
+        sampling = proof.probe_sampling(self.sampling)
+        prompts = proof.probe_prompts(model)
+        answers = dict(self._run(llm, Asking(sampling), prompts, proof.COMPLETIONS, proof.SEED))
+        groups = [answers[index] for index in range(len(prompts))]
+        self._try_regex(llm, prompts[:1])
+        if self.options.sleeps:
+            self._sleep(llm)
+        own = proof.own_logprobs(model, prompts, groups, sampling.temperature)
+        return proof.Probe(prompts=prompts, completions=groups, own=own).why_not(self.options.dtype_for(model))
+
+    def _try_regex(self, llm: Any, prompts: list[Prompt]) -> None:
+        """An expression that vLLM does not understand is told at the start."""
+        if self.options.regex is None:
+            return
+        asking = Asking(replace(self.sampling, max_completion_length=1), self.options.regex)
+        try:
+            list(self._run(llm, asking, prompts, 1, proof.SEED))
+        except EngineError as error:
+            raise EngineError(f"vllm_structured_outputs_regex={self.options.regex!r}: {error}") from error
+
+
+def _import_vllm() -> Any:
+    try:
+        import vllm
+    except ImportError as error:
+        raise EngineError(
+            f"vLLM cannot be imported ({error}): pip install vllm, in the version that fits your torch"
+        ) from error
+    if tuple(vllm.__version_tuple__[:2]) < OLDEST:
+        raise EngineError(
+            f"vLLM {vllm.__version__} is too old: {'.'.join(map(str, OLDEST))} is the oldest that is known"
+        )
+    return vllm.LLM
+
+
+def _describe(model: Any, tokenizer: Any, folder: str) -> None:
+    """Write what vLLM reads of a model at its start; the weights are none of it.
+
+    To vLLM no model has tied embeddings: when weights are replaced, an output layer that is tied may keep what it
+    computed from the old ones (on a CPU it does), and an adapter may have made the two differ.
+    """
+    base = base_of(model)
+    config = copy.deepcopy(base.config)
+    config.architectures = [type(base).__name__]
+    for part in (config, config.get_text_config()):
+        part.tie_word_embeddings = False
+    config.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+
+
+def _engine_options(model: Any, options: VllmOptions, device: torch.device) -> dict[str, Any]:
+    compiled = device.type == "cuda" if options.compiled is None else options.compiled
+    return {
+        "load_format": "dummy",  # the policy's weights follow
+        "dtype": str(options.dtype_for(model)).removeprefix("torch."),
+        "gpu_memory_utilization": options.gpu_memory_utilization,
+        "max_model_len": options.max_model_length,
+        "enable_sleep_mode": options.sleeps,
+        "model_impl": options.model_impl,
+        "trust_remote_code": options.trust_remote_code,
+        "enforce_eager": not compiled,
+        "logprobs_mode": "processed_logprobs",
+        "generation_config": "vllm",  # what is sampled from is what the options say, not the checkpoint
+        "distributed_executor_backend": "uni",
+        "seed": 0,
+    }
+
+
+def _model_of(worker: Any) -> Any:
+    """Runs in vLLM's worker."""
+    return worker.get_model()
+
+
+def _take(worker: Any, policy: Any) -> list[str]:
+    """Runs in vLLM's worker: replace its weights; returns the names of those that the policy does not have.
+
+    Reloading only warns of these. What a model's `load_weights` returns says which it took.
+    """
+    model, taken = worker.get_model(), []
+    names = {name for name, _ in model.named_parameters()}
+    own = model.load_weights
+
+    def load_weights(weights: Iterator[tuple[str, torch.Tensor]]) -> Any:
+        taken.append(own(weights))
+        return taken[-1]
+
+    model.load_weights = load_weights
+    try:
+        worker.reload_weights(weights_iterator=checkpoint_weights(policy, names))
+    finally:
+        del model.load_weights
+    if taken[0] is None:  # some models do not say; the comparison of log-probabilities remains
+        return []
+    return sorted(names - set(taken[0]))
+
+
+def _completions(answer: Any, asking: Asking, count: int) -> list[Completion]:
+    found = []
+    for output in sorted(answer.outputs, key=lambda output: output.index):
+        logprobs = [row[token].logprob for token, row in zip(output.token_ids, output.logprobs or (), strict=True)]
+        found.append(asking.completion(output.token_ids, logprobs, output.finish_reason))
+    return asking.group(found, count)
+
+
+def _check_sleep(options: VllmOptions, device: torch.device) -> None:
+    if options.sleeps and device.type != "cuda":
+        raise EngineError(
+            f"vllm_enable_sleep_mode=True lets GPU memory go between rollouts, and the model is on the {device.type}: "
+            "vLLM keeps its memory there; set it to False"
+        )

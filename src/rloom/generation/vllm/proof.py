@@ -1,0 +1,88 @@
+"""Does vLLM draw from the policy? A few completions of its are compared with the policy's own forward."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from rloom.generation.base import Sampling
+from rloom.types import Completion, Prompt
+
+SEED, TOKENS, COMPLETIONS = 0, 8, 2
+EXACT, ROUNDED = 3e-3, 0.1
+"""What log-probabilities may differ by in the mean, in float32 and in half precision. Other weights: about 1."""
+
+
+@dataclass(slots=True, kw_only=True)
+class Probe:
+    """What vLLM was asked and answered, and what the policy's own forward says to that."""
+
+    prompts: list[Prompt]
+    completions: list[list[Completion]]
+    own: list[float]
+
+    @property
+    def theirs(self) -> list[float]:
+        """vLLM's log-probabilities, token by token."""
+        return [value for group in self.completions for c in group for value in c.logprobs or ()]
+
+    @property
+    def tokens(self) -> list[list[int]]:
+        """What was drawn."""
+        return [c.token_ids for group in self.completions for c in group]
+
+    def difference(self) -> float:
+        """Mean over the tokens of how far the two are apart."""
+        pairs = zip(self.own, self.theirs, strict=True)
+        return sum(abs(a - b) for a, b in pairs) / len(self.own)
+
+    def why_not(self, dtype: torch.dtype) -> str | None:
+        """None if vLLM draws from the policy, else what is wrong."""
+        found, allowed = self.difference(), EXACT if dtype == torch.float32 else ROUNDED
+        if found <= allowed:
+            return None
+        return (
+            f"its log-probabilities are {found:.2g} per token off those of the policy's own forward (allowed: "
+            f"{allowed:g}), so that it would draw from another model"
+        )
+
+
+def probe_sampling(sampling: Sampling) -> Sampling:
+    """As in training, but short and without filters, whose log-probabilities a forward does not have."""
+    return replace(
+        sampling, max_completion_length=TOKENS, temperature=sampling.temperature or 1.0, eos_token_ids=(), top_p=1.0,
+        top_k=0, min_p=None, repetition_penalty=1.0, extra={},
+    )  # fmt: skip
+
+
+def probe_prompts(model: Any) -> list[Prompt]:
+    """A short and a longer one, of tokens that any vocabulary has."""
+    vocabulary = min(model.config.get_text_config().vocab_size, 1000)
+    return [
+        Prompt(content="", token_ids=[(7 * place + length) % vocabulary for place in range(length)])
+        for length in (3, 24)
+    ]
+
+
+@torch.no_grad()
+def own_logprobs(
+    model: Any, prompts: Sequence[Prompt], groups: Sequence[Sequence[Completion]], temperature: float
+) -> list[float]:
+    """Log-probabilities of what was drawn by a plain forward, token by token."""
+    training, device = model.training, next(model.parameters()).device
+    model.eval()
+    found: list[float] = []
+    try:
+        for prompt, group in zip(prompts, groups, strict=True):
+            for completion in group:
+                ids = torch.tensor([prompt.token_ids + completion.token_ids], device=device)
+                start = len(prompt.token_ids) - 1
+                logits = model(input_ids=ids, use_cache=False).logits[0, start:-1].float() / temperature
+                drawn = ids[0, start + 1 :].unsqueeze(1)
+                found += logits.log_softmax(-1).gather(1, drawn).squeeze(1).tolist()
+    finally:
+        model.train(training)
+    return found

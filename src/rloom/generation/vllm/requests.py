@@ -1,0 +1,152 @@
+"""What is asked of vLLM for a prompt, and its answer as completions; in Python and over HTTP by the same names."""
+
+from __future__ import annotations
+
+import copy
+import logging
+import math
+from collections.abc import Sequence
+from typing import Any
+
+from rloom.errors import ConfigError, EngineError, did_you_mean
+from rloom.generation.base import Sampling
+from rloom.generation.native.noise import key_of
+from rloom.types import ABORTED, EOS, LENGTH, STOP_STRING, Completion, Prompt
+
+logger = logging.getLogger(__name__)
+
+PASSED_ON = frozenset(
+    {"allowed_token_ids", "bad_words", "frequency_penalty", "logit_bias", "min_tokens", "presence_penalty"}
+)
+"""Entries of `generation_kwargs` that go to vLLM as they are. Each changes what is drawn from."""
+
+OURS = frozenset({"stop", "stop_strings", "bos_token_id"})
+"""Entries that are honoured here. `stop` is vLLM's name of `stop_strings`."""
+
+OWNED = {
+    "temperature": "temperature",
+    "top_p": "top_p",
+    "top_k": "top_k",
+    "min_p": "min_p",
+    "repetition_penalty": "repetition_penalty",
+    "max_tokens": "max_completion_length",
+    "max_new_tokens": "max_completion_length",
+    "n": "num_generations",
+    "seed": "seed",
+    "stop_token_ids": "stop_token_id",
+    "eos_token_id": "stop_token_id",
+    "structured_outputs": "vllm_structured_outputs_regex",
+}
+"""Entries that the trainer must know about, and the option of ours to use instead."""
+
+
+class Asking:
+    """Turns prompts into requests, and answers into completions."""
+
+    def __init__(self, sampling: Sampling, regex: str | None = None) -> None:
+        _check_extra(sampling.extra)
+        self.sampling, self.regex = sampling, regex
+        self.passed_on = {name: value for name, value in sampling.extra.items() if name in PASSED_ON}
+        if self.filtered:
+            logger.warning(
+                "vLLM reports log-probabilities of the filtered distribution only (top_p, top_k, min_p, "
+                "repetition_penalty, …): `mismatch` is not measured in this run"
+            )
+        self.stops = list(dict.fromkeys([*sampling.stop_strings, *_as_list(sampling.extra.get("stop"))]))
+
+    @property
+    def filtered(self) -> bool:
+        """Whether what is drawn from is another distribution than the plain one over the temperature."""
+        s = self.sampling
+        plain = s.top_p == 1.0 and not s.top_k and not s.min_p and s.repetition_penalty == 1.0
+        return not plain or self.regex is not None or bool(self.passed_on)
+
+    def count(self, num_generations: int) -> int:
+        """Completions to ask for: of the likeliest tokens there is only one, which vLLM wants to be told."""
+        return num_generations if self.sampling.temperature > 0 else 1
+
+    def options(self, num_generations: int, *, seed: int, number: int) -> dict[str, Any]:
+        """The request for the prompt with this number, but for its tokens and how outputs are constrained.
+
+        End tokens are ours alone (`ignore_eos` leaves vLLM's own out), and so is the noise: vLLM gives the completions
+        of a request the seeds from `seed` on.
+        """
+        s = self.sampling
+        return {
+            "n": self.count(num_generations),
+            "seed": key_of(seed, number, 0),
+            "temperature": s.temperature,
+            "top_p": s.top_p,
+            "top_k": s.top_k,
+            "min_p": s.min_p or 0.0,
+            "repetition_penalty": s.repetition_penalty,
+            "max_tokens": s.max_completion_length,
+            "ignore_eos": True,
+            "stop_token_ids": list(s.eos_token_ids),
+            "stop": self.stops,
+            "include_stop_str_in_output": True,
+            "skip_special_tokens": False,
+            "logprobs": 0,  # of the token that was drawn, and of no other
+            **self.passed_on,
+        }
+
+    def group(self, completions: list[Completion], num_generations: int) -> list[Completion]:
+        """All completions of a prompt; none may be lost."""
+        if len(completions) != self.count(num_generations):
+            raise EngineError(
+                f"vLLM returned {len(completions)} completions, {self.count(num_generations)} were asked for"
+            )
+        if len(completions) == num_generations:
+            return completions
+        return [copy.deepcopy(completions[0]) for _ in range(num_generations)]
+
+    def completion(self, token_ids: Sequence[int], logprobs: Sequence[float], finish_reason: str | None) -> Completion:
+        """An answer, with rloom's words for why it ended."""
+        tokens, found = list(token_ids), [float(value) for value in logprobs]
+        if len(found) != len(tokens):
+            raise EngineError(f"vLLM returned {len(found)} log-probabilities for {len(tokens)} tokens")
+        if any(math.isnan(value) for value in found):
+            raise EngineError(
+                "vLLM's log-probabilities are not finite: the model's weights are broken. Look at the last updates: a "
+                "learning rate that is too high, float16 without loss scaling"
+            )
+        return Completion(
+            token_ids=tokens,
+            stop_reason=self._stop_reason(tokens, finish_reason),
+            logprobs=None if self.filtered else found,
+            drawn_logprobs=found if self.filtered else None,
+        )
+
+    def _stop_reason(self, tokens: list[int], finish_reason: str | None) -> str:
+        if finish_reason == "stop":
+            return EOS if tokens and tokens[-1] in self.sampling.eos_token_ids else STOP_STRING
+        known = {"length": LENGTH, "abort": ABORTED}
+        if finish_reason not in known:
+            raise EngineError(f"vLLM ended a completion with {finish_reason!r}; see its messages above")
+        return known[finish_reason]
+
+
+def check_lengths(prompts: Sequence[Prompt], most_new: int, limit: int, change: str) -> None:
+    """Refuse what vLLM would cut short: it ends completions at its context length as if that were asked for."""
+    lengths = [len(prompt.token_ids) for prompt in prompts]
+    if min(lengths) == 0:
+        raise EngineError(f"prompt {lengths.index(0)} has no tokens; there is nothing to continue from")
+    if max(lengths) + most_new > limit:
+        raise EngineError(
+            f"a prompt of {max(lengths)} tokens and a completion of {most_new} do not fit vLLM's context length of "
+            f"{limit}: shorten one of them, or {change}"
+        )
+
+
+def _check_extra(extra: dict[str, Any]) -> None:
+    known = PASSED_ON | OURS
+    for name in extra:
+        if name in OWNED:
+            raise ConfigError(f"generation_kwargs: take `{name}` out and set RLOOConfig({OWNED[name]}=…) instead")
+        if name not in known:
+            hint = did_you_mean(name, known) or f"; there are {', '.join(sorted(known - {'bos_token_id'}))}"
+            raise ConfigError(f"generation_kwargs: engine='vllm' has no option `{name}`{hint}")
+
+
+def _as_list(value: Any) -> list[str]:
+    return [] if not value else [value] if isinstance(value, str) else list(value)

@@ -1,0 +1,254 @@
+"""vLLM behind HTTP: token ids there and back, weights through a folder that trainer and server both see."""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import os
+import shutil
+import uuid
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+
+from rloom.errors import EngineError
+from rloom.generation.base import Sampling
+from rloom.generation.vllm import proof
+from rloom.generation.vllm.client import HOW_TO_START, Client, ServerError
+from rloom.generation.vllm.options import VllmOptions
+from rloom.generation.vllm.requests import Asking, check_lengths
+from rloom.generation.vllm.surroundings import temporary_folder
+from rloom.generation.vllm.weights import (
+    base_of,
+    check_sendable,
+    checkpoint_weights,
+    fingerprint,
+    hint_rounding,
+    unties_embeddings,
+)
+from rloom.types import Completion, Group, Prompt
+
+logger = logging.getLogger(__name__)
+
+EMPTY = hashlib.sha256(b"").hexdigest()  # of what vLLM keeps in a layout of its own, as linear layers on a CPU
+MOVED = 1e-4  # a change of a log-probability that cannot be rounding in float32
+
+
+class VllmServerEngine:
+    """Generates with a running vLLM server (`vllm_mode="server"`).
+
+    Before a rollout in which weights have changed they are written to a folder, and the server reads them. That it has
+    taken them all is found out at the start (each of its weights must change when each of ours does), that it has
+    taken these by a few log-probabilities after each time, and that it still has them by the version it was told.
+    """
+
+    takes_images = False
+
+    def __init__(
+        self, get_model: Callable[[], Any], sampling: Sampling, *, tokenizer: Any = None, options: VllmOptions
+    ) -> None:
+        self.get_model, self.sampling, self.options = get_model, sampling, options
+        self.asking = Asking(sampling, options.regex)
+        check_sendable(get_model())
+        if unties_embeddings(get_model()):
+            raise EngineError(
+                "an adapter on one of two tied embeddings does not reach a server; vllm_mode='colocate' does"
+            )
+        self.client = Client(options.server, options.timeout)
+        self.client.wait(options.timeout)
+        self.model_name, self.max_model_length, self.dtype = self._look()
+        hint_rounding(get_model(), self.dtype)
+        self.folder = Path(options.weights_dir or temporary_folder(self)).absolute()
+        self.syncs = 0
+        self._sent: tuple[int, ...] | None = None
+        self._version = ""
+        self._names: list[str] = []  # the server's own, of its weights
+        self._probe: proof.Probe | None = None
+        self._prove()
+
+    # -- a rollout
+
+    def generate(self, prompts: Sequence[Prompt], num_generations: int, *, seed: int) -> Iterator[Group]:
+        """Yield each prompt's group as it finishes; equal `seed` and weights, equal tokens."""
+        if num_generations == 0 or not prompts:
+            return
+        change = "start the server with a larger --max-model-len"
+        check_lengths(prompts, self.sampling.max_completion_length, self.max_model_length, change)
+        self._ready()
+        for index, completions in self._run(self.asking, prompts, num_generations, seed):
+            yield Group(prompt=prompts[index], completions=completions)
+        self._check_version("while it generated")
+
+    def _run(
+        self, asking: Asking, prompts: Sequence[Prompt], count: int, seed: int
+    ) -> Iterator[tuple[int, list[Completion]]]:
+        """Each prompt's number and completions, as they finish."""
+        requests = [self._request(asking, prompt, count, seed, index) for index, prompt in enumerate(prompts)]
+        for index, answer in self.client.post_all("/v1/completions", requests, patience=self.options.timeout):
+            yield index, self._completions(answer, asking, count)
+
+    def _request(self, asking: Asking, prompt: Prompt, count: int, seed: int, number: int) -> dict[str, Any]:
+        request = {
+            "model": self.model_name,
+            "prompt": list(prompt.token_ids),
+            "return_token_ids": True,
+            **asking.options(count, seed=seed, number=number),
+        }
+        if asking.regex is not None:
+            request["structured_outputs"] = {"regex": asking.regex}
+        return request
+
+    def _completions(self, answer: dict[str, Any], asking: Asking, count: int) -> list[Completion]:
+        choices = sorted(answer["choices"], key=lambda choice: choice["index"])
+        if any(choice.get("token_ids") is None for choice in choices):
+            raise EngineError(f"the vLLM server returns no token ids; it is older than 0.32: {HOW_TO_START}")
+        found = [
+            asking.completion(choice["token_ids"], choice["logprobs"]["token_logprobs"], choice["finish_reason"])
+            for choice in choices
+        ]
+        return asking.group(found, count)
+
+    # -- the server and its weights
+
+    def _look(self) -> tuple[str, int, torch.dtype]:
+        """The server's model, its context length and what it computes in."""
+        info = self.client.developer("GET", "/server_info?config_format=json")["vllm_config"]["model_config"]
+        mode = info.get("logprobs_mode")
+        if mode != "processed_logprobs":
+            raise EngineError(
+                f"the vLLM server reports log-probabilities as {mode}, before temperature: {HOW_TO_START}"
+            )
+        dtype = getattr(torch, str(info["dtype"]).removeprefix("torch."))
+        wanted = self.options.dtype_for(self.get_model())
+        if dtype != wanted:
+            logger.warning(
+                "the vLLM server computes in %s and the trainer in %s: `mismatch` will show it", dtype, wanted
+            )
+        return self.client.get("/v1/models")["data"][0]["id"], int(info["max_model_len"]), dtype
+
+    def _ready(self) -> None:
+        """Have the server draw from the weights that the model has now."""
+        model = self.get_model()
+        now = fingerprint(model)
+        if now == self._sent and self._served_version() == self._version:
+            return
+        self._sent = None
+        self._send(checkpoint_weights(model, self._names))
+        self._check_probe(model)
+        self._sent = now
+
+    def _send(self, weights: Iterator[tuple[str, torch.Tensor]]) -> None:
+        self._version = f"rloom-{uuid.uuid4().hex[:12]}"
+        with _written(self.folder / self._version, weights, self.dtype) as path:
+            call = {"method": "reload_weights", "kwargs": {"weights_path": str(path)}}
+            try:
+                self.client.developer("POST", "/collective_rpc", call)
+            except ServerError as error:
+                raise EngineError(
+                    f"{error}. The server must see the folder {path} (vllm_weights_dir names another) and serve the "
+                    "model that is trained; its own messages say which of the two it is. Start it again: it may have "
+                    "taken half of the weights"
+                ) from error
+        if not self.client.developer("POST", "/reset_prefix_cache")["success"]:
+            raise EngineError("the vLLM server kept keys and values of the old weights: does somebody else use it?")
+        self.client.developer("POST", "/update_weight_version", {"new_version": self._version})
+        self.syncs += 1
+
+    def _served_version(self) -> str:
+        return str(self.client.developer("GET", "/weight_info")["weight_version"])
+
+    def _check_version(self, when: str) -> None:
+        found = self._served_version()
+        if found != self._version:
+            raise EngineError(
+                f"the vLLM server was restarted or given other weights {when} (version {found!r}, ours is "
+                f"{self._version!r}): use one server for one run"
+            )
+
+    def _prove(self) -> None:
+        """Send other numbers, then let the first rollout's weights follow: what stays the same was never taken.
+
+        vLLM only warns, in its own log, of weights that it does not find among those it reads.
+        """
+        model = self.get_model()
+        overrides = {"load_config": {"load_format": "safetensors"}}  # a server that began with other files reads ours
+        self.client.developer(
+            "POST", "/collective_rpc", {"method": "update_config", "kwargs": {"overrides": overrides}}
+        )
+        self._names = list(self._checksums())
+        self._send((name, tensor + 1) for name, tensor in checkpoint_weights(model, self._names))
+        before = self._checksums()
+        self._send(checkpoint_weights(model, self._names))
+        after = self._checksums()
+        same = sorted(name for name in after if after[name] == before.get(name) and after[name] != EMPTY)
+        if same:
+            raise EngineError(f"the vLLM server does not take {len(same)} of its weights from ours, such as {same[0]}")
+        self._check_probe(model)
+        if self.options.regex is not None:  # one that vLLM does not understand is told now
+            asking = Asking(replace(self.sampling, max_completion_length=1), self.options.regex)
+            list(self._run(asking, proof.probe_prompts(model)[:1], 1, proof.SEED))
+        self._sent = fingerprint(model)
+
+    def _checksums(self) -> dict[str, str]:
+        return dict(self.client.developer("POST", "/weight_checker", {"action": "checksum"})["checksums"])
+
+    def _check_probe(self, model: Any) -> None:
+        sampling, prompts = proof.probe_sampling(self.sampling), proof.probe_prompts(model)
+        answers = dict(self._run(Asking(sampling), prompts, proof.COMPLETIONS, proof.SEED))
+        groups = [answers[index] for index in range(len(prompts))]
+        own = proof.own_logprobs(model, prompts, groups, sampling.temperature)
+        probe = proof.Probe(prompts=prompts, completions=groups, own=own)
+        exact = {self.dtype, next(model.parameters()).dtype} == {torch.float32}
+        reason = probe.why_not(torch.float32 if exact else torch.bfloat16)
+        if reason is not None:
+            raise EngineError(f"the vLLM server does not draw from the policy: {reason}. {_hint(model)}")
+        if exact and self._probe is not None and _stands_still(self._probe, probe):
+            raise EngineError(
+                "the vLLM server answers as it did before the last weights were sent: it did not take them"
+            )
+        self._probe = probe
+
+
+def _stands_still(last: proof.Probe, now: proof.Probe) -> bool:
+    """Whether the server says bit for bit what it said before, while the policy has moved."""
+    moved = max((abs(a - b) for a, b in zip(last.own, now.own, strict=True)), default=0.0) > MOVED
+    return moved and last.tokens == now.tokens and last.theirs == now.theirs
+
+
+def _hint(model: Any) -> str:
+    if getattr(base_of(model).config.get_text_config(), "tie_word_embeddings", False):
+        return (
+            "Its output layer may keep what it made of older embeddings, to which it is tied: start it with "
+            """--load-format dummy --hf-overrides '{"tie_word_embeddings": false}'"""
+        )
+    return "Does it serve this model?"
+
+
+def _apart(weights: Iterator[tuple[str, torch.Tensor]], dtype: torch.dtype) -> dict[str, torch.Tensor]:
+    """On the host, as the server computes; none shares its memory with another, which a file cannot express."""
+    found: dict[str, torch.Tensor] = {}
+    taken: set[int] = set()
+    for name, tensor in weights:
+        here = tensor.to("cpu", dtype if tensor.is_floating_point() else tensor.dtype).contiguous()
+        found[name] = here.clone() if here.data_ptr() in taken else here
+        taken.add(here.data_ptr())
+    return found
+
+
+@contextmanager
+def _written(path: Path, weights: Iterator[tuple[str, torch.Tensor]], dtype: torch.dtype) -> Iterator[Path]:
+    """Weights as a checkpoint that is there whole or not at all, and gone when the server has read it."""
+    making = path.with_name(path.name + ".part")
+    try:
+        making.mkdir(parents=True)
+        save_file(_apart(weights, dtype), making / "model.safetensors", metadata={"format": "pt"})
+        os.rename(making, path)
+        yield path
+    finally:
+        for folder in (making, path):
+            shutil.rmtree(folder, ignore_errors=True)

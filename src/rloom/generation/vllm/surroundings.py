@@ -1,0 +1,100 @@
+"""vLLM lives in the trainer's process, and must leave it as it was: random state, environment, threads, autocast."""
+
+from __future__ import annotations
+
+import os
+import random
+import shutil
+import tempfile
+import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import torch
+
+
+@contextmanager
+def own_randomness(device: torch.device) -> Iterator[None]:
+    """What vLLM draws, or seeds, does not move the trainer's noise; and the trainer's autocast is not vLLM's."""
+    numbers, arrays = random.getstate(), np.random.get_state()
+    cuda = [device] if device.type == "cuda" else []
+    with torch.random.fork_rng(devices=cuda), torch.autocast(device.type, enabled=False):
+        try:
+            yield
+        finally:
+            random.setstate(numbers)
+            np.random.set_state(arrays)
+
+
+@contextmanager
+def starting_vllm() -> Iterator[None]:
+    """For its import and its start: in this process, quietly, and with what it changes put back.
+
+    Its import sets variables that child processes would inherit (LD_PRELOAD, threads of torch's compiler), and on a
+    CPU its worker puts a function that does nothing in the place of `torch.set_num_threads`. Variables of its own
+    (VLLM_…) stay: it reads them later.
+    """
+    before = dict(os.environ)
+    set_num_threads, threads = torch.set_num_threads, torch.get_num_threads()
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+    try:
+        yield
+    finally:
+        torch.set_num_threads = set_num_threads
+        torch.set_num_threads(threads)
+        _put_back(before)
+
+
+def _put_back(before: dict[str, str]) -> None:
+    passing = {"VLLM_ENABLE_V1_MULTIPROCESSING", "VLLM_LOGGING_LEVEL"}
+    for name in [*os.environ, *before]:
+        if name.startswith("VLLM_") and name not in passing:
+            continue
+        if name in before:
+            os.environ[name] = before[name]
+        else:
+            os.environ.pop(name, None)
+
+
+REPLACED = ("__init__", "__call__")
+
+Classes = dict[Any, tuple[tuple[type, ...], dict[str, Any]]]
+
+
+def remember_classes(model: torch.nn.Module) -> Classes:
+    """The classes of a model's parts, with what vLLM may put something else in the place of."""
+    classes: list[Any] = list({type(module) for module in model.modules()})
+    return {c: (c.__bases__, {n: c.__dict__[n] for n in REPLACED if n in c.__dict__}) for c in classes}
+
+
+def give_back_classes(before: Classes, theirs: torch.nn.Module | None) -> None:
+    """Let the trainer's classes be as they were, and vLLM's modules have classes of their own.
+
+    Where vLLM has no implementation of a model it runs transformers' (`vllm_model_impl="transformers"` always does),
+    and changes the class of its decoder for the whole process: instances that it has not made could not be called.
+    """
+    for cls, (bases, own) in before.items():
+        if cls.__bases__ == bases:
+            continue
+        changed = {name: cls.__dict__[name] for name in REPLACED if name in cls.__dict__}
+        added = tuple(base for base in cls.__bases__ if base not in bases)
+        for name in changed:
+            if name in own:
+                setattr(cls, name, own[name])
+            else:
+                delattr(cls, name)
+        cls.__bases__ = bases
+        another = type(cls.__name__, (cls, *added), {**changed, "__module__": cls.__module__})
+        for module in theirs.modules() if theirs is not None else ():
+            if type(module) is cls:
+                module.__class__ = another
+
+
+def temporary_folder(owner: Any) -> str:
+    """A folder that is there as long as its owner."""
+    path = tempfile.mkdtemp(prefix="rloom-vllm-")
+    weakref.finalize(owner, shutil.rmtree, path, ignore_errors=True)
+    return path

@@ -1,0 +1,168 @@
+"""The policy's weights as vLLM takes them: under a checkpoint's names, adapters folded in; whether they changed."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import logging
+from collections.abc import Collection, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from rloom.errors import EngineError
+from rloom.models.load import is_peft_model
+
+logger = logging.getLogger(__name__)
+
+CHUNK = 1 << 20
+"""Words of eight bytes that are summed at a time: what a fingerprint takes of memory."""
+
+ODD = 0x1E3779B97F4A7C15
+
+
+def base_of(model: Any) -> Any:
+    """The model as transformers knows it, without its adapter."""
+    return model.get_base_model() if is_peft_model(model) else model
+
+
+def check_sendable(model: Any) -> None:
+    """Refuse weights that another engine cannot be given."""
+    if getattr(base_of(model), "is_quantized", False) or getattr(model, "is_loaded_in_4bit", False):
+        raise EngineError("vLLM is given the policy's weights, and quantized ones cannot be handed over yet")
+    if is_peft_model(model) and any(getattr(c, "is_prompt_learning", False) for c in model.peft_config.values()):
+        raise EngineError("the adapter puts virtual tokens before each prompt, which vLLM knows nothing of")
+
+
+def hint_rounding(model: Any, dtype: torch.dtype) -> None:
+    """Say what folding an adapter costs in half precision."""
+    if is_peft_model(model) and dtype != torch.float32:
+        logger.warning(
+            "vLLM is given weights with the adapter folded in, in %s: what the adapter adds to a weight is lost "
+            "where that is less than a few thousandths of it. `mismatch` shows how much that is; engine='native' "
+            "samples from the adapter itself",
+            str(dtype).removeprefix("torch."),
+        )
+
+
+@torch.no_grad()
+def checkpoint_weights(model: Any, known: Collection[str]) -> Iterator[tuple[str, Tensor]]:
+    """Names and weights as `save_pretrained` would write them, adapters folded in. The model stays as it is.
+
+    Layers with an adapter are folded one at a time, in copies. Where the library keeps weights in memory under other
+    names than in checkpoints (mixtures of experts, vision-language models), all are converted at once. `known` are
+    vLLM's own names of its weights: the second name of tied weights is left out where it is none of these.
+    """
+    base = base_of(model)
+    second = {name for name in _second_names(base) if not any(one.endswith(name) for one in known)}
+    weights = ((name, tensor) for name, tensor in _folded(base) if name not in second)
+    if not _are_renamed(base):
+        yield from weights
+        return
+    from transformers.core_model_loading import revert_weight_conversion
+
+    yield from revert_weight_conversion(base, dict(weights)).items()
+
+
+def unties_embeddings(model: Any) -> bool:
+    """Whether an adapter makes an output layer differ from the input embeddings that it is tied to."""
+    base = base_of(model)
+    if not getattr(base.config.get_text_config(), "tie_word_embeddings", False) or not is_peft_model(model):
+        return False
+    inside, outside = base.get_input_embeddings(), base.get_output_embeddings()
+    return any(_is_wrapped(module) for module in (inside, outside))
+
+
+def _second_names(base: Any) -> set[str]:
+    """Of weights that are the same tensor as an earlier one."""
+    seen: set[int] = set()
+    found = set()
+    for name, tensor in base.named_parameters(remove_duplicate=False):
+        if id(tensor) in seen:
+            found.add(name)
+        seen.add(id(tensor))
+    return found
+
+
+def _are_renamed(base: Any) -> bool:
+    """Tried on tensors without data, under the names that they have without an adapter."""
+    from transformers.core_model_loading import revert_weight_conversion
+
+    own = {
+        name.replace(".base_layer.", "."): torch.empty(tensor.shape, device="meta")
+        for name, tensor in base.state_dict().items()
+        if ".lora_" not in name
+    }
+    return set(revert_weight_conversion(base, dict(own))) != set(own)
+
+
+def _folded(module: nn.Module, prefix: str = "") -> Iterator[tuple[str, Tensor]]:
+    """Tied weights come under each of their names."""
+    if _is_wrapped(module):
+        yield from _folded(_as_used(module), prefix)
+        return
+    for name, tensor in (*module._parameters.items(), *module._buffers.items()):
+        if tensor is not None and name not in module._non_persistent_buffers_set:
+            yield prefix + name, tensor.detach()
+    for name, child in module.named_children():
+        yield from _folded(child, f"{prefix}{name}.")
+
+
+def _is_wrapped(module: Any) -> bool:
+    """Whether peft has put something around a layer."""
+    return hasattr(module, "base_layer") or hasattr(module, "original_module")
+
+
+def _as_used(module: Any) -> nn.Module:
+    """The layer that does what peft's does: with the adapter folded in, or the copy that is trained in its place."""
+    if hasattr(module, "modules_to_save"):
+        active = module.active_adapters
+        trained = bool(active) and not module.disable_adapters and active[0] in module.modules_to_save
+        return module.modules_to_save[active[0]] if trained else module.original_module
+    layer = copy.deepcopy(getattr(module, "token_adapter", module))
+    while hasattr(layer, "base_layer"):  # there may be one inside another
+        if not hasattr(layer, "merge"):
+            raise EngineError(f"the adapter's {type(layer).__name__} cannot be folded into the weights that vLLM needs")
+        layer.merge()
+        layer = layer.base_layer
+    return layer
+
+
+# -- whether they changed
+
+
+@torch.no_grad()
+def fingerprint(model: nn.Module) -> tuple[int, ...]:
+    """Numbers that change whenever a weight does, computed from the very bits.
+
+    Counters would do for less: torch's own of in-place changes is not moved by `.data` and by kernels of others, and
+    counting updates misses what a callback or a loaded checkpoint does. A stale sampler is not worth the millisecond.
+
+    >>> layer = nn.Linear(2, 2)
+    >>> before = fingerprint(layer)
+    >>> _ = layer.weight.data[0, 1].add_(1e-3)
+    >>> before == fingerprint(layer), fingerprint(layer) == fingerprint(layer)
+    (False, True)
+    """
+    sums = [_sums(tensor) for tensor in (*model.parameters(), *model.buffers())]
+    return tuple(torch.stack([s.to(sums[0].device) for s in sums]).flatten().tolist()) if sums else ()
+
+
+def _sums(tensor: Tensor) -> Tensor:
+    """The sum of a tensor's words, and their sum weighted by place: (2,), modulo 2^64."""
+    data = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+    whole = data.numel() // 8 * 8
+    words = data[:whole]
+    words = (words if words.storage_offset() % 8 == 0 else words.clone()).view(torch.int64)
+    places = _places(tensor.device)
+    total = torch.zeros(2, dtype=torch.int64, device=tensor.device)
+    for number, part in enumerate((data[whole:].long(), *words.split(CHUNK))):
+        sums = torch.stack([part.sum(), (part * places[: len(part)]).sum()])
+        total += sums * (2 * number + 1)  # odd, so that nothing is lost
+    return total
+
+
+@functools.cache
+def _places(device: torch.device) -> Tensor:
+    return torch.arange(1, CHUNK + 1, device=device) * ODD

@@ -1,0 +1,415 @@
+"""The vLLM engine without vLLM: options, requests, weights, and both ways of running it against a stand-in."""
+
+from __future__ import annotations
+
+import sys
+import threading
+
+import pytest
+import torch
+import transformers as tf
+from safetensors.torch import load_file
+from torch import nn
+
+from rloom import RLOOConfig, RLOOTrainer
+from rloom.errors import ConfigError, EngineError
+from rloom.generation import Sampling, choose_engine
+from rloom.generation.vllm import VllmEngine, VllmOptions, VllmServerEngine, client
+from rloom.generation.vllm.requests import Asking
+from rloom.generation.vllm.surroundings import give_back_classes, remember_classes
+from rloom.generation.vllm.weights import CHUNK, check_sendable, checkpoint_weights, fingerprint
+from rloom.types import Prompt
+from tests.conftest import make_model, make_tokenizer
+from tests.vllm_standin import LLM, install, serving
+
+
+def make(**options):
+    return RLOOConfig("out", report_to="none", per_device_train_batch_size=4, use_cpu=True, **options)
+
+
+def sampling(**changes):
+    return Sampling(**{"max_completion_length": 6, "eos_token_ids": (2,), "pad_token_id": 0, **changes})
+
+
+def prompts(*lengths):
+    return [Prompt(content="", token_ids=[5 + i % 9 for i in range(n)]) for n in lengths]
+
+
+def assert_drawn_from(model, groups):
+    for group in groups:
+        for completion in group.completions:
+            ids = torch.tensor([group.prompt.token_ids + completion.token_ids])
+            start = len(group.prompt.token_ids) - 1
+            with torch.no_grad():
+                scores = model(input_ids=ids).logits[0, start:-1].log_softmax(-1)
+            expected = scores.gather(1, ids[0, start + 1 :, None])[:, 0].tolist()
+            assert completion.logprobs == pytest.approx(expected, abs=1e-5)
+
+
+# -- options
+
+
+def test_both_spellings_mean_the_same():
+    for config in (make(use_vllm=True), make(engine="vllm"), make(engine="vllm", use_vllm=True)):
+        assert (config.engine, config.use_vllm, config.vllm_mode) == ("vllm", True, "colocate")
+    assert RLOOConfig(**make(use_vllm=True).to_dict()).engine == "vllm"
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"engine": "native", "use_vllm": True}, "contradict each other"),
+        ({"engine": "vllm", "use_vllm": False}, "contradict each other"),
+        ({"vllm_mode": "server"}, "`vllm_mode` has no effect without use_vllm=True"),
+        ({"use_vllm": True, "vllm_mode": "servr"}, "did you mean 'server'"),
+        ({"use_vllm": True, "vllm_model_impl": "torch"}, "vllm_model_impl"),
+        ({"use_vllm": True, "vllm_tensor_parallel_size": 2}, "set it to 1, or vllm_mode='server'"),
+        ({"use_vllm": True, "vllm_server_port": 8001}, "`vllm_server_port` has no effect .* it is for vllm_mode='serv"),
+        ({"use_vllm": True, "vllm_mode": "server", "vllm_max_model_length": 9}, "it is a flag of the server"),
+        ({"use_vllm": True, "vllm_mode": "server", "vllm_group_port": 9}, "through a folder .vllm_weights_dir."),
+        ({"use_vllm": True, "vllm_gpu_memory_utilization": 1.5}, "vllm_gpu_memory_utilization must be in"),
+        ({"use_vllm": True, "vllm_mode": "server", "vllm_server_timeout": 0.0}, "vllm_server_timeout must be above 0"),
+    ],
+)
+def test_what_is_not_honoured_is_refused(options, message):
+    with pytest.raises(ConfigError, match=message):
+        make(**options)
+
+
+def test_several_processes_are_refused(monkeypatch):
+    monkeypatch.setattr(RLOOConfig, "world_size", 2)
+    with pytest.raises(ConfigError, match="one process so far, and there are 2"):
+        make(engine="vllm")
+
+
+@pytest.mark.parametrize(
+    ("extra", "message"),
+    [
+        ({"min_token": 3}, "did you mean 'min_tokens'"),
+        ({"num_beams": 3}, "no option `num_beams`; there are allowed_token_ids, bad_words"),
+        ({"max_tokens": 3}, r"set RLOOConfig\(max_completion_length=…\)"),
+        ({"structured_outputs": {}}, "vllm_structured_outputs_regex"),
+    ],
+)
+def test_options_of_generation_are_known_or_refused(extra, message):
+    with pytest.raises(ConfigError, match=message):
+        Asking(sampling(extra=extra))
+
+
+def test_what_is_asked():
+    extra = {"stop_strings": "x", "stop": ["y"], "min_tokens": 2, "bos_token_id": 1}
+    options = Asking(sampling(top_k=5, extra=extra)).options(4, seed=1, number=0)
+    expected = {"n": 4, "top_k": 5, "stop": ["x", "y"], "min_tokens": 2, "stop_token_ids": [2], "ignore_eos": True}
+    assert {name: options[name] for name in expected} == expected
+    assert "bos_token_id" not in options
+    seeds = {Asking(sampling()).options(4, seed=s, number=n)["seed"] for s in (1, 2) for n in (0, 1)}
+    assert len(seeds) == 4
+    assert Asking(sampling(temperature=0.0)).options(4, seed=1, number=0)["n"] == 1
+
+
+def test_how_answers_are_read():
+    asking = Asking(sampling())
+    assert asking.completion([5, 2], [-1.0, -2.0], "stop").stop_reason == "eos"
+    assert asking.completion([5, 6], [-1.0, -2.0], "stop").stop_reason == "stop_string"
+    assert asking.completion([5, 6], [-1.0, -2.0], "length").truncated
+    assert asking.completion([], [], "abort").stop_reason == "aborted"
+    filtered = Asking(sampling(top_p=0.9)).completion([5], [-1.0], "length")
+    assert (filtered.logprobs, filtered.drawn_logprobs) == (None, [-1.0])
+    for tokens, logprobs, reason, message in (
+        ([5], [], "length", "0 log-probabilities for 1 tokens"),
+        ([5], [float("nan")], "length", "not finite"),
+        ([5], [-1.0], "error", "ended a completion with 'error'"),
+    ):
+        with pytest.raises(EngineError, match=message):
+            asking.completion(tokens, logprobs, reason)
+    with pytest.raises(EngineError, match="1 completions, 2 were asked for"):
+        asking.group([filtered], 2)
+
+
+# -- weights
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64, torch.uint8])
+def test_every_change_of_a_bit_changes_the_fingerprint(dtype):
+    torch.manual_seed(0)
+    module = nn.Module()
+    module.register_buffer("x", (torch.rand(7, 11) * 200).to(dtype)[:, 2:])  # neither contiguous nor whole words
+    module.register_buffer("y", torch.ones(6, dtype=dtype))
+
+    def swap():
+        module.x[[0, 1]] = module.x[[1, 0]].clone()
+
+    seen = [fingerprint(module)]
+    for change in (lambda: module.x[3, 1].add_(1), lambda: module.y.add_(1), lambda: module.y[5].add_(1), swap):
+        change()
+        seen.append(fingerprint(module))
+    assert len(set(seen)) == 5
+    assert fingerprint(module) == seen[-1]
+
+
+def test_a_swap_of_distant_weights_changes_the_fingerprint():
+    module = nn.Linear(2, 2)
+    module.weight = nn.Parameter(torch.zeros(CHUNK + 4, 4))  # two words a row
+    module.weight.data[0, :2], module.weight.data[CHUNK // 2, :2] = 1.0, 2.0  # at the same place of two chunks
+    before = fingerprint(module)
+    module.weight.data[0, :2], module.weight.data[CHUNK // 2, :2] = 2.0, 1.0
+    assert fingerprint(module) != before
+
+
+def tiny_moe():
+    sizes = {"vocab_size": 46, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "num_local_experts": 4}
+    return tf.MixtralForCausalLM(tf.MixtralConfig(**sizes, **heads))
+
+
+@pytest.mark.parametrize("build", [make_model, lambda: make_model(tie_word_embeddings=True), tiny_moe])
+def test_weights_bear_the_names_of_a_checkpoint(build, tmp_path):
+    model = build()
+    model.save_pretrained(tmp_path)
+    saved, sent = load_file(tmp_path / "model.safetensors"), dict(checkpoint_weights(model, ["lm_head.weight"]))
+    assert set(sent) - set(saved) <= {"lm_head.weight"}  # which is sent where it is tied, too
+    assert all(torch.equal(saved[name], sent[name]) for name in saved)
+
+
+def test_the_second_name_of_tied_weights_is_for_those_who_know_it():
+    model = make_model(tie_word_embeddings=True)
+    assert "lm_head.weight" in dict(checkpoint_weights(model, ["dp0:lm_head.weight"]))
+    assert "lm_head.weight" not in dict(checkpoint_weights(model, ["model.norm.weight"]))
+
+
+@pytest.mark.parametrize("changes", [{}, {"use_dora": True}, {"modules_to_save": ["lm_head"]}])
+def test_adapters_are_folded_in_and_stay_as_they_are(changes):
+    from peft import LoraConfig, get_peft_model
+
+    model = get_peft_model(make_model(), LoraConfig(r=2, target_modules=["q_proj", "up_proj"], **changes))
+    model.add_adapter("other", LoraConfig(r=2, target_modules=["v_proj"]))
+    for parameter in model.parameters():
+        parameter.data += 0.1 * torch.randn_like(parameter)
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    plain = make_model(1)
+    plain.load_state_dict(dict(checkpoint_weights(model, ["lm_head.weight"])))
+    ids = torch.tensor([[5, 6, 7, 8]])
+    with torch.no_grad():
+        assert torch.allclose(plain(input_ids=ids).logits, model.eval()(input_ids=ids).logits, atol=1e-5)
+    assert all(torch.equal(before[name], tensor) for name, tensor in model.state_dict().items())
+
+
+def test_weights_that_cannot_be_sent_are_refused():
+    from peft import PromptTuningConfig, get_peft_model
+
+    model = make_model()
+    model.is_quantized = True
+    with pytest.raises(EngineError, match="quantized"):
+        check_sendable(model)
+    prefix = PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=2)
+    with pytest.raises(EngineError, match="virtual tokens"):
+        check_sendable(get_peft_model(make_model(), prefix))
+
+
+# -- in this process
+
+
+def test_classes_that_vllm_changes_are_given_back():
+    class Decoder(nn.Linear):
+        def __init__(self):
+            super().__init__(2, 2)
+
+    class Compiled:
+        pass
+
+    ours, theirs = nn.Sequential(Decoder()), nn.Sequential(Decoder())
+    own, before = Decoder.__init__, remember_classes(ours)
+    Decoder.__bases__, Decoder.__init__ = (nn.Linear, Compiled), lambda self: None
+    Decoder.__call__ = lambda self, x: "compiled"
+    give_back_classes(before, theirs)
+    assert (Decoder.__bases__, Decoder.__init__) == ((nn.Linear,), own)
+    assert ours(torch.zeros(1, 2)).shape == (1, 2)
+    assert theirs(torch.zeros(1, 2)) == "compiled"
+    assert isinstance(theirs[0], Decoder)
+
+
+def test_not_installed(monkeypatch):
+    monkeypatch.setitem(sys.modules, "vllm", None)
+    model = make_model()
+    with pytest.raises(EngineError, match=r"engine='vllm': .* pip install vllm, .* Leave `engine` unset"):
+        choose_engine(lambda: model, sampling(), wanted="vllm", tokenizer=make_tokenizer())
+    install(monkeypatch, version=(0, 31, 2))
+    with pytest.raises(EngineError, match=r"vLLM 0.31.2 is too old: 0.32 is the oldest"):
+        VllmEngine(lambda: model, sampling(), tokenizer=make_tokenizer())
+
+
+def test_a_rollout_and_its_weights(monkeypatch):
+    install(monkeypatch)
+    model = make_model(tie_word_embeddings=True)
+    torch.manual_seed(5)
+    expected = torch.rand(())
+    torch.manual_seed(5)
+    options = VllmOptions(max_model_length=40, gpu_memory_utilization=0.2, model_impl="transformers")
+    engine = VllmEngine(lambda: model, sampling(), tokenizer=make_tokenizer(), options=options)
+    assert torch.rand(()) == expected
+    [llm] = LLM.made
+    wanted = {"load_format": "dummy", "dtype": "float32", "max_model_len": 40, "gpu_memory_utilization": 0.2,
+              "model_impl": "transformers", "enforce_eager": True, "logprobs_mode": "processed_logprobs"}  # fmt: skip
+    assert wanted.items() <= llm.options.items()
+    for change in (None, lambda w: w.data.mul_(2), lambda w: w.data[0].add_(1)):
+        if change is not None:
+            change(model.model.layers[0].mlp.up_proj.weight)
+        groups = list(engine.generate(prompts(3, 5), 2, seed=0))
+        assert [len(group.prompt.token_ids) for group in groups] == [5, 3]  # as they finish
+        assert_drawn_from(model, groups)
+        again = list(engine.generate(prompts(3, 5), 2, seed=0))
+        assert [g.completions for g in again] == [g.completions for g in groups]
+    assert (engine.syncs, llm.resets) == (3, 3)
+    assert list(engine.generate([], 2, seed=0)) == list(engine.generate(prompts(3), 0, seed=0)) == []
+    with pytest.raises(EngineError, match=r"prompt of 38 tokens and a completion of 6 .* vllm_max_model_length"):
+        list(engine.generate(prompts(38), 2, seed=0))
+    left = engine.generate(prompts(3, 5), 2, seed=0)
+    next(left)
+    left.close()
+    assert not llm.waiting
+    llm.llm_engine.has_unfinished_requests = lambda: False
+    with pytest.raises(EngineError, match="vLLM has lost 2 of 2 prompts"):
+        list(engine.generate(prompts(3, 5), 2, seed=0))
+    second = VllmEngine(lambda: model, sampling(), tokenizer=make_tokenizer())
+    assert engine._llm is None  # one at a time
+    assert_drawn_from(model, engine.generate(prompts(4), 1, seed=0))
+    assert second._llm is None
+
+
+def test_weights_that_do_not_arrive_are_an_error(monkeypatch):
+    model = make_model()
+    install(monkeypatch, deaf_to=("model.norm.weight",))
+    with pytest.raises(EngineError, match=r"did not find 1 of its weights in the policy's, such as model.norm.weight"):
+        VllmEngine(lambda: model, sampling(), tokenizer=make_tokenizer())
+    install(monkeypatch, can_reset=False)
+    with pytest.raises(EngineError, match="kept keys and values of the old weights"):
+        VllmEngine(lambda: model, sampling(), tokenizer=make_tokenizer())
+    install(monkeypatch)
+    monkeypatch.setattr("tests.vllm_standin.Model.load_weights", lambda self, weights: {n for n, _ in weights})
+    with pytest.raises(EngineError, match=r"log-probabilities are .* per token off .* another model"):
+        VllmEngine(lambda: model, sampling(), tokenizer=make_tokenizer())
+
+
+def test_sleep(monkeypatch):
+    install(monkeypatch)
+    model, options = make_model(), VllmOptions(sleeps=True)
+    with pytest.raises(EngineError, match="the model is on the cpu"):
+        VllmEngine(lambda: model, sampling(), tokenizer=make_tokenizer(), options=options)
+    monkeypatch.setattr("rloom.generation.vllm.colocated._check_sleep", lambda *_: None)
+    engine = VllmEngine(lambda: model, sampling(), tokenizer=make_tokenizer(), options=options)
+    for _ in range(2):  # what sleep forgets is sent again
+        assert LLM.made[-1].asleep
+        assert_drawn_from(model, engine.generate(prompts(4), 2, seed=0))
+
+
+def test_training_and_images(monkeypatch, config, rows):
+    install(monkeypatch)
+    reward = lambda completions, **_: [float(len(text)) for text in completions]  # noqa: E731
+    trainer = RLOOTrainer(
+        make_model(), reward, config(max_steps=2, engine="vllm", vllm_max_model_length=99, beta=0.1), rows,
+        processing_class=make_tokenizer(),
+    )  # fmt: skip
+    assert LLM.made[0].options["max_model_len"] == 99
+    trainer.train()
+    found = [log["mismatch/max"] for log in trainer.state.log_history if "mismatch/max" in log]
+    assert len(found) == 2
+    assert max(found) < 1e-4
+    assert not trainer.collector.engine.takes_images
+
+
+# -- over HTTP
+
+
+def server_engine(service, model, **changes):
+    options = VllmOptions(mode="server", server=service.address, timeout=0.5, **changes)
+    return VllmServerEngine(lambda: model, sampling(), options=options)
+
+
+def test_a_rollout_over_http(tmp_path):
+    model = make_model()
+    with serving(model.config) as service:
+        engine = server_engine(service, model, weights_dir=tmp_path / "weights")
+        assert_drawn_from(model, engine.generate(prompts(3, 5, 4), 3, seed=0))
+        syncs = engine.syncs
+        model.model.norm.weight.data[0] += 0.5
+        assert_drawn_from(model, engine.generate(prompts(3, 5, 4), 3, seed=0))
+        assert engine.syncs == syncs + 1
+        list(engine.generate(prompts(3), 3, seed=0))
+        assert engine.syncs == syncs + 1
+        service.version = "another"  # it was started again
+        list(engine.generate(prompts(3), 3, seed=0))
+        assert engine.syncs == syncs + 2
+        assert not list((tmp_path / "weights").iterdir())
+        request = next(content for path, content in service.calls if path == "/v1/completions")
+        assert {"model": "served", "return_token_ids": True, "logprobs": 0}.items() <= request.items()
+        groups = engine.generate(prompts(3, 4), 2, seed=0)
+        next(groups)
+        service.version = "another"
+        with pytest.raises(EngineError, match="given other weights while it generated"):
+            list(groups)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"missing": ("server_info",)}, "does not know /server_info.* developer mode.* VLLM_SERVER_DEV_MODE=1"),
+        ({"missing": ("weight_checker",)}, "does not know /weight_checker.* older than 0.32"),
+        ({"missing": ("health",)}, "Is http://127.0.0.1:.* a vLLM server"),
+        ({"logprobs_mode": "raw_logprobs"}, "as raw_logprobs, before temperature: .*--logprobs-mode processed"),
+        ({"deaf": True}, "does not take 21 of its weights from ours"),
+        ({"reset_prefix_cache": lambda _: {"success": False}}, "kept keys and values"),
+    ],
+)
+def test_a_server_that_is_not_as_it_should_be(changes, message):
+    model = make_model()
+    with serving(model.config, **changes) as service, pytest.raises(EngineError, match=message):
+        server_engine(service, model)
+
+
+def test_a_server_that_stops_taking_weights():
+    model = make_model()
+    with serving(model.config) as service:
+        engine = server_engine(service, model)
+        service.deaf = True
+        model.model.norm.weight.data += 1e-3
+        for _ in range(2):  # asking again does not help
+            with pytest.raises(EngineError, match=r"as it did before the last weights were sent"):
+                list(engine.generate(prompts(3), 2, seed=0))
+        model.model.norm.weight.data += 1.0
+        with pytest.raises(EngineError, match=r"does not draw from the policy: .* Does it serve this model"):
+            list(engine.generate(prompts(3), 2, seed=0))
+
+
+def test_a_server_that_is_not_there_or_dies(monkeypatch):
+    model = make_model()
+    options = VllmOptions(mode="server", server="127.0.0.1:9", timeout=0.2)
+    with pytest.raises(EngineError, match=r"cannot be reached.* waited 0.2 s .vllm_server_timeout.* Is it running"):
+        VllmServerEngine(lambda: model, sampling(), options=options)
+    monkeypatch.setattr(client, "LOOK_SECONDS", 0.1)
+    with serving(model.config) as service:
+        engine = server_engine(service, model)
+        hangs = threading.Event()
+        service.v1_completions, service.sick = lambda _: hangs.wait(30), ("health",)
+        with pytest.raises(EngineError, match=r"answered /health with 503.* waited 0.5 s"):
+            list(engine.generate(prompts(3), 2, seed=0))
+        hangs.set()
+        hangs, service.sick = threading.Event(), ()
+        service.collective_rpc = lambda _: hangs.wait(30)
+        model.model.norm.weight.data += 1.0
+        with pytest.raises(
+            EngineError, match=r"did not answer /collective_rpc within 0.5 s.* raise vllm_server_timeout"
+        ):
+            list(engine.generate(prompts(3), 2, seed=0))
+        hangs.set()
+        del service.collective_rpc
+        service.v1_completions, service.sick = lambda _: {"error": "no"}, ("v1_completions",)
+        with pytest.raises(EngineError, match=r"answered /v1/completions with 503"):
+            list(engine.generate(prompts(3), 2, seed=0))
+
+
+def test_dtypes_that_differ_are_told(caplog):
+    model = make_model()
+    with serving(model.config, dtype="torch.bfloat16") as service:
+        engine = server_engine(service, model)
+        assert "computes in torch.bfloat16 and the trainer in torch.float32" in caplog.text
+        assert engine.dtype == torch.bfloat16

@@ -1,0 +1,168 @@
+"""A vLLM server that is really started, on the loopback."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from rloom import RLOOTrainer
+from rloom.errors import EngineError
+from rloom.generation.vllm import VllmOptions, VllmServerEngine
+from rloom.generation.vllm.client import Client
+from tests.conftest import make_tokenizer
+from tests.vllm.conftest import DEVICE, assert_drawn_from, in_order, prompts, sampling, tiny
+
+FLAGS = ["--dtype", "float32", "--enforce-eager", "--max-num-seqs", "32", "--gpu-memory-utilization", "0.2"]
+MODE = ["--logprobs-mode", "processed_logprobs"]
+
+
+class Server:
+    """A process of ours, ended by us."""
+
+    def __init__(self, folder, log, *flags, **environment):
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            port = probe.getsockname()[1]
+        self.address, self.log = f"http://127.0.0.1:{port}", log
+        command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(folder)]
+        command += ["--host", "127.0.0.1", "--port", str(port), *FLAGS, *flags]
+        with log.open("w") as file:
+            own = {"VLLM_SERVER_DEV_MODE": "1", **environment}
+            self.process = subprocess.Popen(command, stdout=file, stderr=file, env={**os.environ, **own})
+
+    def stop(self):
+        """End it."""
+        self.process.terminate()
+        try:
+            self.process.wait(30)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """Of a model with other weights than those that are trained."""
+    path = tmp_path_factory.mktemp("model")
+    tiny(7).save_pretrained(path)
+    make_tokenizer().save_pretrained(path)
+    return path
+
+
+@pytest.fixture(scope="module")
+def server(folder, tmp_path_factory):
+    made = Server(folder, tmp_path_factory.mktemp("log") / "server.log", *MODE)
+    yield made
+    made.stop()
+
+
+def engine(server, model, **changes):
+    options = VllmOptions(mode="server", server=server.address, timeout=300)
+    return VllmServerEngine(lambda: model, sampling(**changes), options=options)
+
+
+def test_it_draws_from_the_policy_and_follows_it(server, caplog):
+    model, some = tiny(), prompts("ab", "hello there, you", "x")
+    made = engine(server, model)  # waits for the server to start
+    assert not caplog.records
+    first = in_order(made, some, 4, seed=3)
+    assert_drawn_from(model, some, first)
+    syncs = made.syncs
+    assert in_order(made, some, 4, seed=3) == first
+    assert made.syncs == syncs  # nothing changed, nothing was sent
+    model.model.layers[0].mlp.up_proj.weight.data[2, 3] += 2.0
+    assert_drawn_from(model, some, in_order(made, some, 4))
+    assert made.syncs == syncs + 1
+    assert not list(made.folder.iterdir())  # what was read is removed
+
+
+def test_weights_that_somebody_else_has_sent_are_replaced(server):
+    one, other, some = tiny(1), tiny(2), prompts("ab")
+    first, second = engine(server, one), engine(server, other)
+    assert_drawn_from(one, some, in_order(first, some))
+    groups = first.generate(prompts("ab", "x"), 2, seed=0)
+    next(groups)
+    in_order(second, some)
+    with pytest.raises(EngineError, match=r"given other weights while it generated .* one server for one run"):
+        list(groups)
+    assert_drawn_from(one, some, in_order(first, some))
+
+
+def test_how_it_draws_and_ends(server):
+    model, some, tokenizer = tiny(), prompts("ab", "hello there, you"), make_tokenizer()
+    greedy = in_order(engine(server, model, temperature=0.0), some)
+    ids = torch.tensor([some[0].token_ids], device=DEVICE)
+    expected = model.generate(ids, do_sample=False, max_new_tokens=10, eos_token_id=2, pad_token_id=0)
+    assert [c.token_ids for c in greedy[0]] == [expected[0, ids.shape[1] :].tolist()] * 2
+    changes = {"temperature": 0.7, "eos_token_ids": (2, 10, 11, 12, 13), "extra": {"stop_strings": ["h", "1", "t "]}}
+    groups = in_order(engine(server, model, **changes), some, 8)
+    assert_drawn_from(model, some, groups, temperature=0.7)
+    for completion in (c for group in groups for c in group):
+        text = tokenizer.decode(completion.token_ids)
+        ended = completion.token_ids[-1] in changes["eos_token_ids"]
+        stopped = text.endswith(("h", "1", "t "))
+        assert completion.stop_reason == ("eos" if ended else "stop_string" if stopped else "length")
+    [group] = in_order(engine(server, model, top_k=1), some[:1], 2)
+    assert [c.token_ids for c in group] == [c.token_ids for c in greedy[0]]
+    assert group[0].logprobs is None
+
+
+def test_structured_outputs(server):
+    model = tiny()
+    options = VllmOptions(mode="server", server=server.address, regex="[ab]{2,4}")
+    [group] = in_order(VllmServerEngine(lambda: model, sampling(), options=options), prompts("x"), 4)
+    texts = [make_tokenizer().decode(c.token_ids, skip_special_tokens=True) for c in group]
+    assert all(set(text) <= {"a", "b"} and 2 <= len(text) <= 4 for text in texts)
+
+
+def test_what_does_not_fit_is_refused(server):
+    made = engine(server, tiny(), max_completion_length=120)
+    with pytest.raises(EngineError, match=r"context length of 128: .* --max-model-len"):
+        list(made.generate(prompts("a" * 20), 2, seed=0))
+
+
+@pytest.mark.parametrize("lora", [False, True])
+def test_training(server, config, rows, lora):
+    from peft import LoraConfig
+
+    trainer = RLOOTrainer(
+        tiny(),
+        lambda completions, **_: [text.count("a") - len(text) / 4 for text in completions],
+        config(max_steps=3, learning_rate=1e-2, use_vllm=True, vllm_mode="server", vllm_server_base_url=server.address),
+        rows,
+        processing_class=make_tokenizer(),
+        peft_config=LoraConfig(r=4, target_modules="all-linear", lora_alpha=64) if lora else None,
+    )
+    syncs = trainer.collector.engine.syncs
+    trainer.train()
+    assert trainer.collector.engine.syncs == syncs + 2
+    found = [log["mismatch/max"] for log in trainer.state.log_history if "mismatch/max" in log]
+    assert len(found) == 3
+    assert max(found) < 1e-4
+
+
+@pytest.mark.slow
+def test_a_server_that_was_started_otherwise_is_refused(folder, tmp_path):
+    plain = Server(folder, tmp_path / "plain.log", VLLM_SERVER_DEV_MODE="0")
+    raw = Server(folder, tmp_path / "raw.log")
+    untied = ["--load-format", "dummy", "--hf-overrides", '{"tie_word_embeddings": false}']
+    good = Server(folder, tmp_path / "good.log", *MODE, *untied)
+    try:
+        model = tiny(tie_word_embeddings=True)
+        made = engine(good, model)
+        model.model.embed_tokens.weight.data[5] += 1.0
+        assert_drawn_from(model, prompts("ab"), in_order(made, prompts("ab"), 4))
+        with pytest.raises(EngineError, match=r"not in\s+developer mode, .* VLLM_SERVER_DEV_MODE=1 vllm serve"):
+            engine(plain, tiny())
+        with pytest.raises(EngineError, match=r"raw_logprobs, before temperature: .* --logprobs-mode"):
+            engine(raw, tiny())
+        with pytest.raises(EngineError, match=r"serve the model that is trained"):
+            engine(good, tiny(hidden_size=128))
+    finally:
+        plain.stop(), raw.stop(), good.stop()
+    with pytest.raises(EngineError, match=r"cannot be reached: .*; waited 1 s \(vllm_server_timeout\)"):
+        Client(raw.address).wait(1)
