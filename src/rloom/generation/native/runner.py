@@ -160,7 +160,7 @@ class Runner:
             with self._compiled_layers():
                 logits = self.logits(rows, cache, opaque=True)
         except Exception as error:  # no compiler here, or an architecture that is not to its liking
-            logger.warning("the decode step cannot be compiled, and runs without: %s", _first_line(error))
+            _warn_not_compiled(error)
             self.compiled = False
             logits = self.logits(rows, cache)  # once more: keys and values are written to the same places
         self._advance(rows, logits)
@@ -311,13 +311,19 @@ class Runner:
         self.seconds["capture"] += time.perf_counter() - start
 
     def compiled_is_right(self, rows: Rows, cache: Any) -> bool:
-        """Whether a compiled step has the logits of the same step without; tried once.
+        """Whether a step can be compiled, and has the logits of the same step without; tried once.
 
         Keys and values are written to the same places by both, and the rows stay where they are.
         """
         plain = self.logits(rows, cache)
-        with self._compiled_layers():
-            found = self.logits(rows, cache, opaque=True)
+        try:
+            with self._compiled_layers():
+                found = self.logits(rows, cache, opaque=True)
+        except torch.OutOfMemoryError:
+            raise
+        except Exception as error:
+            _warn_not_compiled(error)
+            return False
         living = rows.alive.bool()
         worst = difference(found[living], plain[living])
         self.proved = worst < NOISE
@@ -363,6 +369,10 @@ def beside(model: nn.Module) -> list[nn.Module]:
     around = [module for module in model.modules() if any(map(is_stack, module.children()))]
     parts = [part for module in around for part in module.children()]
     return [part for part in parts if not isinstance(part, (nn.Embedding, nn.Linear)) and not list(part.children())]
+
+
+def _warn_not_compiled(error: Exception) -> None:
+    logger.warning("the decode step cannot be compiled, and runs without: %s", _first_line(error))
 
 
 def _first_line(error: Exception) -> str:
