@@ -147,9 +147,15 @@ def _kind(node: Any) -> tuple[Any, Any]:
     return node.meta["val"].shape, node.meta["val"].dtype
 
 
+def _is_step(node: Any) -> bool:
+    """(B, 1, N): one token of each row."""
+    value = node.meta["val"]
+    return value.dim() == 3 and value.shape[1] == 1
+
+
 def _norm_of(total: Any, addition: Node) -> tuple[Any, Any, Any] | None:
     """(norm, its weight, ε) if the total is a sum of two that only this norm reads, apart from the layer's result."""
-    if not _is(total, aten.add.Tensor) or len(total.users) != 2 or total.meta["val"].dim() != 3:
+    if not _is(total, aten.add.Tensor) or len(total.users) != 2 or not _is_step(total):
         return None
     if any(not isinstance(x, Node) or _kind(x) != _kind(total) for x in total.args):
         return None
