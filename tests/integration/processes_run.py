@@ -9,6 +9,7 @@ OUTPUT/KIND/result_RANK.pt.
 from __future__ import annotations
 
 import os
+import shutil
 import sys
 from pathlib import Path
 from typing import Any
@@ -85,8 +86,12 @@ def failing(completions, **kwargs):
     return [1.0] * len(completions)
 
 
+JUDGED: list[str] = []
+
+
 def longer(prompts, completions, **kwargs):
     """A judge: the share of a pair that each wins."""
+    JUDGED.append(prompts[0])
     first, other = (len(text) for text in completions)
     return [float(first > other), float(first <= other)]
 
@@ -95,11 +100,12 @@ REWARDS: dict[str, Any] = {
     "degenerate": [seldom],
     "replaced": [seldom],
     "failing": [failing],
+    "dropout": [by_length],  # without scores that are NaN, which is equal to nothing
     "whitened": [term(by_length, normalize=True), term(second, weight=0.5, only_if=by_length, at_least=0.5)],
 }
 
 
-def make_trainer(output: Path, kind: str, **changes: Any) -> RLOOTrainer:
+def make_trainer(output: Path, kind: str, *, engine: Any = None, **changes: Any) -> RLOOTrainer:
     options = dict(KINDS[kind])
     steps = options.pop("steps", 1)
     config = RLOOConfig(
@@ -138,6 +144,7 @@ def make_trainer(output: Path, kind: str, **changes: Any) -> RLOOTrainer:
         ROWS[:7] if config.eval_strategy != "no" else None,
         processing_class=make_tokenizer(),
         peft_config=lora,
+        engine=engine,
         **judge,
     )
 
@@ -151,6 +158,7 @@ def run(output: Path, kind: str, *, resume: bool = False, **changes: Any) -> dic
     trainer = make_trainer(output, kind, **changes)
     assert trainer.args.world_size == trainer.accelerator.num_processes == count()
     apart: list[str] = []
+    judged = len(JUDGED)
     if kind == "out of memory":
         _run_out_once(trainer)
     _look_after_updates(trainer, apart)
@@ -161,7 +169,8 @@ def run(output: Path, kind: str, *, resume: bool = False, **changes: Any) -> dic
         "history": [{k: v for k, v in e.items() if "time" not in k and "per_second" not in k}
                     for e in trainer.state.log_history],
         "fingerprints": apart,
-        "drawn": [group.completions[0].token_ids for group in trainer.drawn],
+        "drawn": trainer.drawn,
+        "judged": JUDGED[judged:],
         "wrapped": type(trainer.model_wrapped).__name__,
         "state": trainer._state(),
     }  # fmt: skip
@@ -183,7 +192,7 @@ def _look_after_updates(trainer: Any, fingerprints: list[str]) -> None:
 
     def noting(*args: Any) -> Any:
         groups = generate(*args)
-        trainer.drawn += sorted(groups, key=lambda group: group.prompt.number or 0)
+        trainer.drawn += [(g.prompt.content, [c.token_ids for c in g.completions]) for g in groups]
         return groups
 
     trainer.collector._generate = noting
@@ -206,11 +215,22 @@ def _run_out_once(trainer: Any) -> None:
 def main() -> None:
     output, *kinds = sys.argv[1:]
     for kind in kinds:
-        kind, *flags = kind.split(":")
         folder = Path(output) / kind
-        result = run(folder, kind, resume="resume" in flags)
+        if kind == "resumed":  # the middle of an earlier run goes on in a folder of its own
+            if rank() == 0:
+                cut_off_after(Path(output) / "dropout", folder, step=3)
+            torch.distributed.barrier()
+            result = run(folder, "dropout", resume=True)
+        else:
+            result = run(folder, kind)
         folder.mkdir(parents=True, exist_ok=True)
         torch.save(result, folder / f"result_{rank()}.pt")
+
+
+def cut_off_after(whole: Path, folder: Path, step: int) -> None:
+    """A run as it would have been left by a kill."""
+    shutil.copytree(whole / f"checkpoint-{step}", folder / f"checkpoint-{step}")
+    shutil.copytree(whole / "_rollouts", folder / "_rollouts")
 
 
 if __name__ == "__main__":

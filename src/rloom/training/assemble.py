@@ -250,7 +250,8 @@ WITHOUT_EFFECT = ("ddp_find_unused_parameters", "ddp_broadcast_buffers", "ddp_st
 def check_parallelism(trainer: Any) -> None:
     """Of the ways in which several processes can train, refuse those that shard a model: each has all of it here."""
     kind = str(trainer.accelerator.distributed_type).rsplit(".", 1)[-1]
-    if not kind.startswith("MULTI_") or trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled:
+    if not kind.startswith("MULTI_") or trainer.args.fsdp or trainer.is_deepspeed_enabled:
+        kind = "FSDP" if trainer.args.fsdp else kind  # on a CPU, accelerate would run without it and say nothing
         raise ConfigError(
             f"{kind} with {trainer.accelerator.num_processes} processes is not supported: each process holds the whole "
             "model here, and gradients are added up (DDP). Leave `fsdp` and `deepspeed` out, and save memory with "

@@ -78,9 +78,7 @@ class Learner:
         for share in shares:  # of a checkpoint, it was not prepared here
             self.batcher.settle(share.rollout)
         self._count(shares, self.processes)
-        loss = self._in_pieces_that_fit(
-            shares, lambda: self._accumulate(model, shares, compute_loss, backward, skip)
-        )
+        loss = self._in_pieces_that_fit(shares, lambda: self._accumulate(model, shares, compute_loss, backward, skip))
         # Processes meet here, when nothing of the update can fail and be done again any more.
         self.tally.record(self.metrics, "train", self.processes)
         return self.processes.add_up(self.policy.parameters(), loss)

@@ -52,9 +52,7 @@ class Outcome:
         """Of no completions."""
         empty = torch.zeros(0)
         scores = torch.zeros(0, num_rewards)
-        return cls(
-            lengths=empty, ended=empty.bool(), scores=scores, total=empty, sizes=[], asked=0, prompt_tokens=0
-        )
+        return cls(lengths=empty, ended=empty.bool(), scores=scores, total=empty, sizes=[], asked=0, prompt_tokens=0)
 
     @classmethod
     def joined(cls, several: Sequence[Outcome]) -> Outcome:
