@@ -51,6 +51,8 @@ KINDS: dict[str, dict[str, Any]] = {
                 "sync_ref_model": True, "ref_model_sync_steps": 3, "normalize_rewards": "running"},
     "out of memory": {"beta": 0.1, "max_tokens_per_micro_batch": 200},
     "failing": {"beta": 0.1},
+    "corners": {"beta": 0.1, "engine": "forked", "log_completions": True, "num_completions_to_print": 1,
+                "per_device_eval_batch_size": 4},
 }  # fmt: skip
 
 
@@ -105,7 +107,7 @@ REWARDS: dict[str, Any] = {
 }
 
 
-def make_trainer(output: Path, kind: str, *, engine: Any = None, **changes: Any) -> RLOOTrainer:
+def make_trainer(output: Path, kind: str, *, engine: Any = None, rows: Any = ROWS, **changes: Any) -> RLOOTrainer:
     options = dict(KINDS[kind])
     steps = options.pop("steps", 1)
     config = RLOOConfig(
@@ -140,7 +142,7 @@ def make_trainer(output: Path, kind: str, *, engine: Any = None, **changes: Any)
         model.bfloat16() if kind == "bfloat16" else model,
         REWARDS.get(kind, [by_length, second]),
         config,
-        ROWS,
+        rows,
         ROWS[:7] if config.eval_strategy != "no" else None,
         processing_class=make_tokenizer(),
         peft_config=lora,
@@ -173,6 +175,24 @@ def run(output: Path, kind: str, *, resume: bool = False, **changes: Any) -> dic
         "judged": JUDGED[judged:],
         "wrapped": type(trainer.model_wrapped).__name__,
         "state": trainer._state(),
+    }  # fmt: skip
+
+
+def corners(output: Path) -> dict[str, Any]:
+    """Data that comes in streams, fewer batches than processes, several sets to evaluate on, predictions."""
+    from datasets import Dataset
+
+    stream = Dataset.from_list(ROWS).to_iterable_dataset()
+    trainer = make_trainer(output, "corners", rows=stream)
+    found = [trainer.evaluate(ROWS[:1]), trainer.evaluate({"a": ROWS[:5], "b": ROWS[5:]}), trainer.evaluate(stream)]
+    trainer.train()
+    predicted = trainer.predict(ROWS[:5]).metrics
+    return {
+        "world": trainer.accelerator.num_processes,
+        "weights": {name: p.detach().clone() for name, p in trainer.model.named_parameters()},
+        "history": [{k: v for k, v in entry.items() if "time" not in k and "per_second" not in k}
+                    for entry in [*found, predicted]],
+        "table": trainer.completion_log.table(step=3),
     }  # fmt: skip
 
 
@@ -216,7 +236,9 @@ def main() -> None:
     output, *kinds = sys.argv[1:]
     for kind in kinds:
         folder = Path(output) / kind
-        if kind == "resumed":  # the middle of an earlier run goes on in a folder of its own
+        if kind == "corners":
+            result = corners(folder)
+        elif kind == "resumed":  # the middle of an earlier run goes on in a folder of its own
             if rank() == 0:
                 cut_off_after(Path(output) / "dropout", folder, step=3)
             torch.distributed.barrier()

@@ -38,7 +38,7 @@ def launch(*arguments: str, processes: int = 2) -> subprocess.CompletedProcess:
 def two(tmp_path_factory) -> Path:
     """The folder of a launch of two processes that has run all kinds."""
     folder = tmp_path_factory.mktemp("two")
-    done = launch(str(folder), *AS_ONE, "replaced", "bfloat16", "transformers", "dropout", "resumed")
+    done = launch(str(folder), *AS_ONE, "replaced", "bfloat16", "transformers", "dropout", "resumed", "corners")
     assert done.returncode == 0, done.stderr[-4000:]
     return folder
 
@@ -140,6 +140,17 @@ def test_processes_replace_groups_of_their_own(two, tmp_path):
 
 
 # -- once
+
+
+def test_streams_small_evaluations_and_tables(two, tmp_path):
+    one, (main, other) = processes_run.corners(tmp_path / "one"), results(two, "corners")
+    assert_close(one, main)
+    assert_same_log(one, main)
+    assert_same_log(one, other)
+    tables = [{k: v for k, v in result["table"].items() if k != "advantage"} for result in (one, main)]
+    assert "length" in tables[0]
+    shown = [sorted(map(str, zip(*table.values(), strict=True))) for table in tables]
+    assert shown[0] == shown[1]
 
 
 def test_evaluation_is_counted_once(two, tmp_path):

@@ -232,11 +232,11 @@ def check_launch(joined: int) -> None:
     on_a_cpu = "On a CPU: RLOOConfig(use_cpu=True) and `torchrun --nproc_per_node 2 script.py`"
     if launched > 1 and joined == 1:
         raise ConfigError(
-            f"{launched} processes were launched (WORLD_SIZE) and have not found each other, since torch sees no GPU for "
-            f"them: each would train alone. {on_a_cpu}; on GPUs, launch one process for each"
+            f"{launched} processes were launched (WORLD_SIZE) and have not found each other, since torch sees no GPU "
+            f"for them: each would train alone. {on_a_cpu}; on GPUs, launch one process for each"
         )
     # With --cpu, accelerate's launcher says where several processes would meet, and starts one.
-    by_accelerate = "ACCELERATE_MIXED_PRECISION" in os.environ and "MASTER_ADDR" in os.environ
+    by_accelerate = os.environ.get("ACCELERATE_USE_CPU", "").lower() == "true" and "MASTER_ADDR" in os.environ
     if joined == 1 and by_accelerate and "WORLD_SIZE" not in os.environ:
         raise ConfigError(
             "`accelerate launch` was told to start several processes, and has started one, as it does on a CPU. "

@@ -237,8 +237,7 @@ class Learner:
         return kept
 
     def _count(self, shares: Sequence[Share], processes: Processes) -> None:
-        """The update's denominator, over all processes: completions (excluded ones aside), or trained tokens for a token
-        mean."""
+        """The update's denominator, over all processes: completions (excluded ones aside), or trained tokens."""
         tokens = forward = completions = 0
         for share in shares:
             rollout = share.rollout

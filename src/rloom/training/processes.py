@@ -34,8 +34,16 @@ class Processes:
     (['mine'], [3, 4], False, True)
     """
 
-    def __init__(self, rank: int = 0, count: int = 1, group: Any = None, bucket_megabytes: int | None = None) -> None:
-        self.rank, self.count, self._group = rank, count, group
+    def __init__(
+        self,
+        rank: int = 0,
+        count: int = 1,
+        *,
+        group: Any = None,
+        device: torch.device | None = None,
+        bucket_megabytes: int | None = None,
+    ) -> None:
+        self.rank, self.count, self._group, self._device = rank, count, group, device
         self._bucket = (bucket_megabytes or BUCKET_MEGABYTES) * 2**20
 
     @classmethod
@@ -43,8 +51,13 @@ class Processes:
         """Those that were launched, as the options know them."""
         if args.world_size == 1:
             return cls()
-        group = _host_group(args.ddp_timeout)
-        return cls(args.process_index, args.world_size, group, args.ddp_bucket_cap_mb)
+        return cls(
+            args.process_index,
+            args.world_size,
+            group=_host_group(args.ddp_timeout),
+            device=args.device,
+            bucket_megabytes=args.ddp_bucket_cap_mb,
+        )
 
     @property
     def alone(self) -> bool:
@@ -148,10 +161,9 @@ class Processes:
         with _together(), torch.no_grad():
             for value in (*model.parameters(), *model.buffers()):
                 if value.is_floating_point() and value.numel():
-                    whole = value.detach().contiguous()
-                    dist.broadcast(whole, src=0)
-                    if whole.data_ptr() != value.data_ptr():
-                        value.copy_(whole)
+                    sent = value.detach().to(self._device).contiguous()  # itself, mostly
+                    dist.broadcast(sent, src=0)
+                    value.copy_(sent)
 
     def check_same_weights(self, model: nn.Module) -> None:
         """Raise where processes do not hold the same trained weights, bit by bit: then they train apart."""

@@ -220,7 +220,7 @@ class RLOOTrainer(UpdateLoop):
         return rollout
 
     def _draw_others(self, seed: int, count: int, number: int) -> Rollout:
-        """Groups of prompts drawn anew, in place of groups without signal: of those that all processes draw, our own."""
+        """Groups of prompts drawn anew, in place of groups without signal; of those of all processes, our own."""
         seed = derive_seed(seed, "others", number)
         counts = self.processes.gather(count)
         before = sum(counts[: self.processes.rank])
