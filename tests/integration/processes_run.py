@@ -19,6 +19,7 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 import torch
 
 from rloom import RLOOConfig, RLOOTrainer, term
+from tests import vision_models
 from tests.conftest import make_model, make_tokenizer
 
 TEXTS = ["ab", "hello there", "1+1=", "a long prompt, much longer.", "x", "sort 3 1 2>", "why.", "0"]
@@ -40,6 +41,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "several": {"beta": 0.1, "steps": 2, "num_iterations": 2, "sync_ref_model": True, "ref_model_sync_steps": 2,
                 "max_steps": 6, "log_older_metrics": True},
     "lora": {"beta": 0.1, "learning_rate": 1e-2},
+    "images": {"beta": 0.1, "max_completion_length": 4, "log_completions": True, "num_completions_to_print": 1},
     "bfloat16": {"beta": 0.1},
     "transformers": {"beta": 0.1, "engine": "transformers"},
     # groups without signal: skipped, replaced; one process may have nothing to learn from
@@ -66,6 +68,7 @@ def count() -> int:
 
 def by_length(completions, log_extra, log_metric, **kwargs):
     """Longer is better, and an `a` is; writes to table and log too."""
+    completions = [_text(one) for one in completions]
     log_extra("length", [len(text) for text in completions])
     log_metric("share", sum("a" in text for text in completions) / len(completions))
     return [len(text) / 2 + text.count("a") for text in completions]
@@ -73,7 +76,7 @@ def by_length(completions, log_extra, log_metric, **kwargs):
 
 def second(completions, **kwargs):
     """Has no opinion on some."""
-    return [None if "b" in text else float(text.count("e")) for text in completions]
+    return [None if "b" in text else float(text.count("e")) for text in map(_text, completions)]
 
 
 def seldom(prompts, completions, **kwargs):
@@ -131,7 +134,12 @@ def make_trainer(output: Path, kind: str, *, engine: Any = None, rows: Any = ROW
             **changes,
         },
     )
-    model = make_model(seed=rank() + 1 if kind == "sequence" and rank() else 1, **_dropout(kind))
+    model, processing_class = (
+        make_model(seed=rank() + 1 if kind == "sequence" else 1, **_dropout(kind)),
+        make_tokenizer(),
+    )
+    if kind == "images":
+        (model, processing_class), rows = vision_models.make("qwen3-vl"), _with_images()
     lora = None
     if kind == "lora":
         from peft import LoraConfig
@@ -144,11 +152,24 @@ def make_trainer(output: Path, kind: str, *, engine: Any = None, rows: Any = ROW
         config,
         rows,
         ROWS[:7] if config.eval_strategy != "no" else None,
-        processing_class=make_tokenizer(),
+        processing_class=processing_class,
         peft_config=lora,
         engine=engine,
         **judge,
     )
+
+
+def _with_images() -> list[dict[str, Any]]:
+    sizes = [(28, 28), (56, 28), (28, 56), (56, 56)]
+    chats = [[{"role": "user", "content": f"what is it{'?' * number}"}] for number in range(8)]
+    return [
+        {"prompt": chat, "images": [vision_models.picture(n, *sizes[n % 4])] if n % 3 else []}
+        for n, chat in enumerate(chats)
+    ]
+
+
+def _text(completion: Any) -> str:
+    return completion if isinstance(completion, str) else completion[0]["content"]
 
 
 def _dropout(kind: str) -> dict[str, float]:

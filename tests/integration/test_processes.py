@@ -23,7 +23,18 @@ from tests.integration import processes_run
 from tests.integration.test_resume import assert_equal, assert_same, strip
 
 SCRIPT = Path(processes_run.__file__)
-AS_ONE = ["sequence", "token", "whitened", "batch", "several", "lora", "degenerate", "evaluated", "out of memory"]
+AS_ONE = [
+    "sequence",
+    "token",
+    "whitened",
+    "batch",
+    "several",
+    "lora",
+    "images",
+    "degenerate",
+    "evaluated",
+    "out of memory",
+]
 TIMES = ("eps", "total_flos")
 
 
