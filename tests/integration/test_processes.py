@@ -9,6 +9,7 @@ import itertools
 import math
 import os
 import shutil
+import socket
 import subprocess
 import sys
 from collections import defaultdict
@@ -229,6 +230,26 @@ def test_a_failure_in_one_process_ends_the_run(tmp_path):
     assert "ValueError: the reward of the last process has failed" in done.stderr
     assert "in the reward 'failing', on 8 completions" in done.stderr
     assert not list(tmp_path.glob("failing/result_*"))
+
+
+def test_without_a_launcher_who_is_left_waiting_ends_too(tmp_path):
+    """Nobody kills it: it finds the other gone, and says that the reason is to be read there."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+    line = [sys.executable, str(SCRIPT), str(tmp_path), "failing"]
+    started = [
+        subprocess.Popen(
+            line, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True,
+            env={**os.environ, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": "2", "RANK": rank,
+                 "LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": "2", "OMP_NUM_THREADS": "1"},
+        )
+        for rank in ("0", "1")
+    ]  # fmt: skip
+    left, failed = (process.communicate(timeout=60)[1] for process in started)
+    assert [process.returncode for process in started] == [1, 1]
+    assert "ProcessError: another process has ended" in left
+    assert "ValueError: the reward of the last process has failed" in failed
 
 
 def test_each_process_is_told_when_it_would_train_alone(tmp_path):

@@ -5,6 +5,7 @@ Processes are threads here, which hand each other their values; real ones are in
 
 from __future__ import annotations
 
+import copy
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
@@ -13,12 +14,13 @@ import pytest
 import torch
 from torch import nn
 
-from rloom import FakeEngine, term
+from rloom import FakeEngine, RLOOConfig, term
 from rloom.data.loader import DealtIndices, Turns
 from rloom.data.plan import Schedule
 from rloom.errors import NoCompletionError, ProcessError
 from rloom.rewards.compose import Composition
 from rloom.training import checkpoint
+from rloom.training.assemble import check_same_everywhere
 from rloom.training.credit import Credit, Shaper
 from rloom.training.outcome import Outcome
 from rloom.training.processes import ALONE, Processes, fingerprint
@@ -78,6 +80,23 @@ def test_weights_that_differ_are_named():
         return True
 
     assert all(together(check))
+
+
+def test_processes_that_were_told_different_things():
+    config = RLOOConfig("out", report_to="none", use_cpu=True)
+    rows = [{"prompt": text} for text in "abc"]
+
+    def check(processes, *data):
+        own = copy.copy(config)
+        own.seed = processes.rank if not data else 0
+        with pytest.raises(ProcessError) as caught:
+            check_same_everywhere(processes, own, data[processes.rank] if data else rows)
+        return str(caught.value)
+
+    assert all("have other values of seed: '0', '1'" in message for message in together(check))
+    for other in (rows[::-1], rows[:2]):
+        assert all("train_dataset" in m for m in together(lambda p, other=other: check(p, rows, other)))
+    together(lambda processes: check_same_everywhere(processes, config, rows))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64, torch.uint8])

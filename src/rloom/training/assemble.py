@@ -14,7 +14,7 @@ from rloom import rewards as ready_made
 from rloom.config import RLOOConfig
 from rloom.data import datasets
 from rloom.data.batching import Batcher
-from rloom.data.images import IMAGE_COLUMNS
+from rloom.data.images import IMAGE_COLUMNS, without_images
 from rloom.data.model_inputs import placeholder_ids
 from rloom.data.plan import PlanSampler
 from rloom.data.prompts import PromptEncoder
@@ -40,6 +40,7 @@ from rloom.training.budget import TokenBudget
 from rloom.training.credit import Credit, Shaper
 from rloom.training.learner import Learner
 from rloom.training.passes import Passes
+from rloom.training.processes import Processes
 from rloom.training.rollouts import Collector
 from rloom.types import Rollout
 
@@ -242,6 +243,26 @@ def check_launch(joined: int) -> None:
             "`accelerate launch` was told to start several processes, and has started one, as it does on a CPU. "
             f"{on_a_cpu}. If one is what you want: --num_processes 1, and no MASTER_ADDR in the environment"
         )
+
+
+SAME_EVERYWHERE = (
+    "seed", "data_seed", "max_steps", "num_train_epochs", "generation_batch_size", "steps_per_generation",
+    "gradient_accumulation_steps", "num_iterations", "num_generations", "learning_rate", "beta", "objective",
+    "shuffle_dataset", "dynamic_sampling", "logging_strategy", "logging_steps", "eval_strategy", "eval_steps",
+    "save_strategy", "save_steps", "per_device_eval_batch_size", "log_older_metrics",
+)  # fmt: skip
+"""Options by which processes find out, each by itself, what they do when."""
+
+
+def check_same_everywhere(processes: Processes, args: Any, data: Any) -> None:
+    """Refuse processes of which each was told something else."""
+    if processes.alone:
+        return
+    values = {name: str(getattr(args, name)) for name in SAME_EVERYWHERE}
+    if not datasets.is_iterable(data):
+        some = [str(without_images(data[index]["prompt"]))[:80] for index in (0, len(data) // 2, len(data) - 1)]
+        values |= {"len(train_dataset)": str(len(data)), "train_dataset (its first, middle and last prompt)": str(some)}
+    processes.check_same(values)
 
 
 WITHOUT_EFFECT = ("ddp_find_unused_parameters", "ddp_broadcast_buffers", "ddp_static_graph")

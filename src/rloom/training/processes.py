@@ -112,6 +112,18 @@ class Processes:
             with _together():
                 dist.barrier(group=self._group)
 
+    def check_same(self, values: dict[str, Any]) -> None:
+        """Raise where processes were given different options or data: they would wait for each other for ever, or train
+        on the same prompts."""
+        several = self.gather(values)
+        for name in values:
+            found = [one[name] for one in several]
+            if any(value != found[0] for value in found):
+                raise ProcessError(
+                    f"processes must be given the same options and data, and have other values of {name}: "
+                    f"{', '.join(map(repr, found))}. Does the script shuffle without a seed, or look at its rank?"
+                )
+
     # -- numbers
 
     def mean(self, values: Tensor) -> Tensor:
