@@ -20,6 +20,7 @@ class Prompt:
     columns: dict[str, Any] = field(default_factory=dict)
     inputs: dict[str, Tensor] = field(default_factory=dict)  # of its images, as the model's forward names them
     images: list[Any] = field(default_factory=list)
+    number: int | None = None  # among the prompts of all processes; None: its place in the list that it comes in
 
     @property
     def conversational(self) -> bool:

@@ -9,7 +9,7 @@ from transformers import GPT2Config, GPT2LMHeadModel
 
 from rloom import FakeEngine, RLOOTrainer
 from rloom.errors import ConfigError, DataError, RewardError
-from rloom.training.assemble import check_devices
+from rloom.training.assemble import check_devices, check_parallelism
 from tests.conftest import make_model, make_tokenizer
 
 CHAT_ROWS = [{"prompt": [{"role": "user", "content": "hi"}]}, {"prompt": [{"role": "user", "content": "why."}]}]
@@ -169,8 +169,8 @@ def test_arguments_of_other_trainers(config, rows):
         RLOOTrainer("no/such-model", ones, {"beta": 0.1}, rows)
 
 
-def test_several_processes_are_refused(monkeypatch):
-    """Also where accelerate does not notice them, as on a CPU without `use_cpu`."""
+def test_processes_that_do_not_know_of_each_other_are_refused(monkeypatch):
+    """Where accelerate does not notice them, as on a CPU without `use_cpu`."""
     lone = SimpleNamespace(args=SimpleNamespace(n_gpu=0), accelerator=SimpleNamespace(num_processes=1, state=None))
     check_devices(lone)
     lone.accelerator.state = SimpleNamespace(deepspeed_plugin=SimpleNamespace(zero_stage=2))
@@ -180,8 +180,46 @@ def test_several_processes_are_refused(monkeypatch):
         check_devices(lone)
     lone.accelerator.state = None
     monkeypatch.setenv("WORLD_SIZE", "2")
-    with pytest.raises(ConfigError, match="trains in one process"):
+    with pytest.raises(ConfigError, match=r"2 processes were launched .* each would train alone. On a CPU: .*use_cpu"):
         check_devices(lone)
+    monkeypatch.delenv("WORLD_SIZE")
+    monkeypatch.setenv("ACCELERATE_USE_CPU", "True")
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    with pytest.raises(ConfigError, match="told to start several processes, and has started one"):
+        check_devices(lone)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"fsdp": "full_shard"}, "FSDP with 2 processes is not supported.*LoRA"),
+        ({"kind": "DEEPSPEED"}, "DEEPSPEED with 2 processes is not supported.*ZeRO-2 runs in one process"),
+        ({"kind": "TP"}, "TP with 2 processes"),
+        ({"parallelism_config": SimpleNamespace(tp_size=2)}, "tp_size: weights that are spread over processes"),
+    ],
+)
+def test_ways_of_sharding_a_model_are_refused(changes, message):
+    kind = changes.pop("kind", "MULTI_GPU")
+    args = SimpleNamespace(**({"n_gpu": 1, "fsdp": None, "parallelism_config": None} | changes))
+    accelerator = SimpleNamespace(num_processes=2, distributed_type=f"DistributedType.{kind}", state=None)
+    several = SimpleNamespace(args=args, accelerator=accelerator, is_deepspeed_enabled=kind == "DEEPSPEED", model=None)
+    with pytest.raises(ConfigError, match=message):
+        check_devices(several)
+
+
+def test_options_of_ddp_without_effect(caplog):
+    args = SimpleNamespace(fsdp=None, parallelism_config=None, ddp_find_unused_parameters=False)
+    accelerator = SimpleNamespace(num_processes=2, distributed_type="MULTI_GPU")
+    check_parallelism(
+        SimpleNamespace(
+            args=args,
+            accelerator=accelerator,
+            is_deepspeed_enabled=False,
+            model=None,
+            is_world_process_zero=lambda: True,
+        )
+    )
+    assert "ddp_find_unused_parameters has no effect" in caplog.text
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ from transformers.integrations.integration_utils import rewrite_logs
 
 from rloom import RLOOTrainer
 from rloom.errors import RewardError
-from rloom.observe.older import NAMES, rollout_metrics
+from rloom.observe.older import NAMES, RolloutFacts, rollout_metrics
 from rloom.types import Rollout
 
 FILTERS = (  # of the older document's plotting command
@@ -75,7 +75,7 @@ def test_by_hand():
     )  # fmt: skip
     rollout.kl = [torch.tensor([1.0]), torch.tensor([1.0, 2.0]), torch.tensor([0.0]), torch.tensor([4.0])]
     rollout.policy_logprobs = [torch.tensor([-1.0]), torch.tensor([-1.0, -2.0]), None, None]
-    found = {name: float(value) for name, value in rollout_metrics(rollout, 0.5).items()}
+    found = {name: float(value) for name, value in rollout_metrics(RolloutFacts.of(rollout), 0.5).items()}
     assert found["objective/kl"] == 2.0  # (1 + 3 + 0 + 4) / 4
     assert found["objective/non_score_reward"] == 1.0
     assert found["objective/scores"] == 2.0

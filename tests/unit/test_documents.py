@@ -50,3 +50,11 @@ def test_accelerate_configs_launch_one_process(stage):
     content = yaml.safe_load((ROOT / f"examples/accelerate_configs/deepspeed_zero{stage}.yaml").read_text())
     assert content["num_processes"] == 1
     assert content["distributed_type"] == "NO"
+
+
+def test_the_config_for_several_gpus_is_accelerates_own():
+    from accelerate.commands.config.config_args import load_config_from_file
+
+    found = load_config_from_file(str(ROOT / "examples/accelerate_configs/multi_gpu.yaml"))
+    assert found.num_processes > 1
+    assert str(found.distributed_type).endswith("MULTI_GPU")

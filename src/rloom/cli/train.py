@@ -129,6 +129,8 @@ def _resume(value: str | None) -> str | bool | None:
 def _save(trainer: Any, lora: LoraOptions) -> None:
     trainer.save_model()
     trainer.save_state()
+    if not trainer.is_world_process_zero():
+        return
     folder = Path(trainer.args.output_dir)
     print(f"rloom: the trained {'adapter' if lora.use_peft else 'model'} is in {folder}", file=sys.stderr)
     if lora.merge_adapter:

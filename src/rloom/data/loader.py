@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
@@ -71,6 +72,53 @@ class PlanLoader(DataLoader):
         """Called by the Trainer at the start of each epoch."""
         if isinstance(self.batch_sampler, PlanSampler):
             self.batch_sampler.set_epoch(epoch)
+
+
+class Turns:
+    """Batches of `size`, of which every `count`-th, from number `rank` on, is this process'.
+
+    >>> list(Turns(2, rank=1, count=2)("abcdefg"))
+    [['c', 'd'], ['g']]
+    """
+
+    def __init__(self, size: int, *, rank: int, count: int) -> None:
+        self.size, self.rank, self.count = size, rank, count
+
+    def __call__(self, rows: Iterable[Any]) -> Iterator[list[Any]]:
+        """The batches of this process, in order."""
+        left = iter(rows)
+        batches = iter(lambda: list(itertools.islice(left, self.size)), [])
+        return itertools.islice(batches, self.rank, None, self.count)
+
+
+class DealtIndices:
+    """A batch sampler of this process' batches."""
+
+    def __init__(self, length: int, turns: Turns) -> None:
+        self.length, self.turns = length, turns
+
+    def __iter__(self) -> Iterator[list[int]]:
+        return self.turns(range(self.length))
+
+    def __len__(self) -> int:
+        return len(range(self.turns.rank, -(-self.length // self.turns.size), self.turns.count))
+
+
+class DealtStream(IterableDataset):
+    """A stream of which this process reads all, and has its own batches."""
+
+    def __init__(self, rows: Iterable[dict[str, Any]], turns: Turns) -> None:
+        self.rows, self.turns = rows, turns
+
+    def __iter__(self) -> Iterator[list[dict[str, Any]]]:
+        return self.turns(self.rows)
+
+
+def dealt_loader(rows: Any, turns: Turns, *, stream: bool, **options: Any) -> DataLoader:
+    """Loader of this process' batches of rows, of which other processes have others."""
+    if stream:
+        return DataLoader(DealtStream(rows, turns), batch_size=None, collate_fn=as_is)
+    return DataLoader(rows, batch_sampler=DealtIndices(len(rows), turns), collate_fn=as_is, **options)
 
 
 def only(batch: list[Any]) -> Any:

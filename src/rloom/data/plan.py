@@ -56,10 +56,23 @@ class Schedule:
         for start in range(0, len(stream), self.parts_per_update):
             yield stream[start : start + self.parts_per_update]
 
+    def places(self) -> list[int]:
+        """Where this process' prompts stand among those of all processes, in a rollout.
+
+        Of each part every process has its share, so that an update trains on the groups that one process would train
+        on. Where parts cut groups apart, each process has neighbours instead.
+
+        >>> Schedule(prompts=4, parts=2, passes=1, parts_per_update=1, world_size=2, rank=1).places()
+        [2, 3, 6, 7]
+        """
+        share = self.prompts // self.parts if self.prompts % self.parts == 0 else self.prompts
+        starts = range(self.rank * share, self.prompts * self.world_size, share * self.world_size)
+        return [start + index for start in starts for index in range(share)]
+
     def local(self, indices: list[int], rollout: int) -> list[int]:
         """This process' prompts of a rollout, from the epoch's order."""
-        start = (rollout * self.world_size + self.rank) * self.prompts
-        return indices[start : start + self.prompts]
+        start = rollout * self.world_size * self.prompts
+        return [indices[start + place] for place in self.places()]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -161,8 +174,7 @@ def plan_stream(schedule: Schedule, epoch: int, rows: Iterator[Any]) -> Iterator
         chunk.append(row)
         if len(chunk) < per_rollout:
             continue
-        start = schedule.rank * schedule.prompts
-        window[rollout], chunk = chunk[start : start + schedule.prompts], []
+        window[rollout], chunk = [chunk[place] for place in schedule.places()], []
         for _ in range(schedule.passes):
             pending += [PartRef(rollout=rollout, part=p, parts=schedule.parts) for p in range(schedule.parts)]
         rollout += 1

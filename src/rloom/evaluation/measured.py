@@ -72,6 +72,16 @@ class Measured:
                 self.tokens += len(kl)
         self.kl += per_group.values()
 
+    def join(self, several: Sequence[Measured]) -> None:
+        """Take in what other processes have measured, or this one earlier."""
+        for one in several:
+            self.prompts += one.prompts
+            self.firsts += one.firsts
+            for name, groups in one.values.items():
+                self._extend(name, groups)
+            self.kl += one.kl
+            self.tokens += one.tokens
+
     def estimates(self) -> dict[str, Estimate]:
         """All numbers by name, but the win rate."""
         found = {name: over_prompts(groups) for name, groups in self.values.items()}

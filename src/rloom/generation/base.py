@@ -32,7 +32,12 @@ class Sampling:
 
 @runtime_checkable
 class Engine(Protocol):
-    """Generates groups of completions with the policy's current weights."""
+    """Generates groups of completions with the policy's current weights.
+
+    With several processes, an engine that draws a completion's noise from `seed` and its prompt's `number` says so by
+    `keyed_by_prompt = True`, and all are given the same seed: they draw what one process would. Others get a seed of
+    their own in each process.
+    """
 
     def generate(self, prompts: Sequence[Prompt], num_generations: int, *, seed: int) -> Iterator[Group]:
         """Yield each prompt's group as it finishes, in any order; equal `seed` and weights, equal tokens."""

@@ -56,6 +56,8 @@ class _Fork:
 class ForkedEngine:
     """Samples from the trained model, all groups in one batch, each prompt run once."""
 
+    keyed_by_prompt = True
+
     def __init__(self, get_model: Callable[[], Any], sampling: Sampling, *, tokenizer: Any = None) -> None:
         self.get_model, self.sampling, self.tokenizer = get_model, sampling, tokenizer
         self.sampler = Sampler(sampling)
@@ -76,7 +78,8 @@ class ForkedEngine:
         with _evaluating(model):
             fork = _Fork(model, [prompt.token_ids for prompt in prompts], k)
             device = fork.logits.device
-            keys = torch.tensor([key_of(seed, i, j) for i in range(len(prompts)) for j in range(k)], device=device)
+            numbers = [index if p.number is None else p.number for index, p in enumerate(prompts)]
+            keys = torch.tensor([key_of(seed, number, j) for number in numbers for j in range(k)], device=device)
             rows = [
                 Completion(token_ids=[], stop_reason="", logprobs=[], drawn_logprobs=[], entropies=[]) for _ in keys
             ]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import pickle
 from collections import defaultdict, deque
 from collections.abc import Sequence
 from typing import Any
@@ -50,9 +51,18 @@ class CompletionLog:
 
     def settle(self, numbers: Sequence[int], advantages: Sequence[float]) -> None:
         """Say the advantages of completions, which makes them the table's latest."""
-        for number, advantage in zip(numbers, advantages, strict=True):
-            self._append({**self._waiting.pop(number), "advantages": advantage})
-        self.count += len(numbers)
+        self.extend(self.take(numbers, advantages))
+
+    def take(self, numbers: Sequence[int], advantages: Sequence[float]) -> list[dict[str, Any]]:
+        """Completions with their advantages, which then wait no more."""
+        pairs = zip(numbers, advantages, strict=True)
+        return [{**self._waiting.pop(number), "advantages": advantage} for number, advantage in pairs]
+
+    def extend(self, rows: Sequence[dict[str, Any]]) -> None:
+        """Completions that were taken, here or in another process, are the table's latest."""
+        for row in rows:
+            self._append(row)
+        self.count += len(rows)
         extra = self.columns["extra"]
         for name in [name for name, column in extra.items() if all(value is None for value in column)]:
             del extra[name]  # its rows have left the table
@@ -162,6 +172,15 @@ class CompletionLog:
                     self.columns[name][key] = deque(values, maxlen=self.size)
             else:
                 self.columns[name] = deque(value, maxlen=self.size)
+
+
+def sendable(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Rows of the table as another process can be sent them: what a reward function added may be anything."""
+    try:
+        pickle.dumps(rows)
+        return list(rows)
+    except Exception:  # of the user's own objects
+        return [json.loads(json.dumps({**row, "images": []}, default=str)) for row in rows]
 
 
 def _first_of_each(prompts: list[Any]) -> list[int]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -53,6 +54,14 @@ class Metrics:
             result[name] = sum(known) / len(known) if known else None
         self.values[mode].clear()
         return result
+
+    def join(self, mode: str, several: Sequence[dict[str, list[float]]], *, summed: str) -> None:
+        """Take the values of several processes, this one's among them, in place of one's own. Totals, whose names begin
+        with `summed`, are those of a process, and are summed."""
+        self.values[mode].clear()
+        for name in dict.fromkeys(name for one in several for name in one):
+            found = [value for one in several for value in one.get(name, [])]
+            self.values[mode][name] = [sum(found)] if name.startswith(summed) else found
 
     def state_dict(self) -> dict[str, dict[str, list[float]]]:
         """What has not been logged yet."""

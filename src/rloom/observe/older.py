@@ -5,6 +5,9 @@ Formulas are in docs/metrics.md. Nothing is run for them: they are sums over wha
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
 
@@ -17,10 +20,45 @@ NAMES = {
 }  # fmt: skip
 
 
-def rollout_metrics(rollout: Rollout, beta: float) -> dict[str, float | Tensor]:
+@dataclass(slots=True, kw_only=True)
+class RolloutFacts:
+    """What these metrics need to know of a rollout's completions."""
+
+    score: Tensor  # (N,)
+    groups: Tensor  # (N,)
+    ended: list[bool] | None
+    kl: list[float | None]  # of whole completions
+    logprobs: list[float | None]  # the policy's, of whole completions
+
+    @classmethod
+    def of(cls, rollout: Rollout) -> RolloutFacts:
+        """Of one rollout."""
+        return cls(
+            score=rollout.score,
+            groups=rollout.groups,
+            ended=rollout.ended,
+            kl=[None if kl is None else float(kl.sum()) for kl in rollout.kl],
+            logprobs=[None if one is None else float(one.sum()) for one in rollout.policy_logprobs],
+        )
+
+    @classmethod
+    def joined(cls, several: Sequence[RolloutFacts]) -> RolloutFacts:
+        """Of the parts of a rollout that several processes have."""
+        before = [sum(len(one.score) for one in several[:rank]) for rank in range(len(several))]
+        ended = [one.ended for one in several]
+        return cls(
+            score=torch.cat([one.score for one in several]),
+            groups=torch.cat([one.groups + first for one, first in zip(several, before, strict=True)]),
+            ended=None if None in ended else [flag for one in ended for flag in one or []],
+            kl=[value for one in several for value in one.kl],
+            logprobs=[value for one in several for value in one.logprobs],
+        )
+
+
+def rollout_metrics(rollout: RolloutFacts, beta: float) -> dict[str, float | Tensor]:
     """What a rollout is measured by, at its own weights; completions without a score do not count."""
     score = rollout.score
-    charged = torch.tensor([0.0 if kl is None else beta * float(kl.sum()) for kl in rollout.kl])
+    charged = torch.tensor([0.0 if kl is None else beta * kl for kl in rollout.kl])
     reward = score - charged
     known = ~score.isnan()
     result: dict[str, float | Tensor] = {
@@ -30,10 +68,10 @@ def rollout_metrics(rollout: Rollout, beta: float) -> dict[str, float | Tensor]:
         "rlhf_reward_var_per_prompt": _mean(_variances(reward[known], rollout.groups[known])),
         "val/num_eos_tokens": float(sum(rollout.ended)) if rollout.ended is not None else float("nan"),
     }
-    sums = [float(kl.sum()) for kl in rollout.kl if kl is not None]
+    sums = [kl for kl in rollout.kl if kl is not None]
     if sums:
         result["objective/kl"] = sum(sums) / len(sums)
-    surprises = [-float(logprobs.sum()) for logprobs in rollout.policy_logprobs if logprobs is not None]
+    surprises = [-logprobs for logprobs in rollout.logprobs if logprobs is not None]
     if surprises:
         result["objective/entropy"] = sum(surprises) / len(surprises)
     return result

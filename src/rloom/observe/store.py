@@ -118,10 +118,18 @@ class RunStore:
         """Let go of what waits, but for some: its update failed, and will be made again or not at all."""
         self._waiting = {number: row for number, row in self._waiting.items() if number in but}
 
-    def write(self, step: int, mode: str = "train") -> None:
-        """Write all that waits, as of a step, of training or of an evaluation's name. A full disk costs these rows and
-        not the run."""
+    def take(self, *, plain: bool = False) -> list[dict[str, Any]]:
+        """All that waits, which then waits no more. `plain`: as JSON has it, to be sent to another process."""
         rows, self._waiting = list(self._waiting.values()), {}
+        return [json.loads(_line(self._kept(row))) for row in rows] if plain else rows
+
+    def write(self, step: int, mode: str = "train") -> None:
+        """Write all that waits, as of a step, of training or of an evaluation's name."""
+        self.write_rows(self.take(), step, mode)
+
+    def write_rows(self, rows: Sequence[dict[str, Any]], step: int, mode: str = "train") -> None:
+        """The same for rows that were taken, here or in another process; their groups are counted on from those that
+        the step has already. A full disk costs these rows and not the run."""
         if not rows or self._off:
             return
         before = self._count_on(rows, step, mode)

@@ -20,16 +20,20 @@ from rloom.data.transfer import flat_numbers, upload
 from rloom.models.head import exact_kl_chunks
 from rloom.models.logprobs import TokenStats
 from rloom.observe.metrics import Metrics
-from rloom.observe.older import rollout_metrics
+from rloom.observe.older import RolloutFacts, rollout_metrics
 from rloom.training.credit import Credit
 from rloom.training.passes import Passes, evaluating, gather, keep, trained_rows
+from rloom.training.processes import ALONE, Processes
 from rloom.types import MicroBatch, Rollout
 
 
 class Appraiser:
     """Fills a rollout's `policy_logprobs`, `reference_logprobs`, `kl` and `advantages`."""
 
-    def __init__(self, config: Any, *, passes: Passes, credit: Credit, metrics: Metrics) -> None:
+    def __init__(
+        self, config: Any, *, passes: Passes, credit: Credit, metrics: Metrics, processes: Processes = ALONE
+    ) -> None:
+        self.processes = processes
         self.config, self.passes, self.credit, self.metrics = config, passes, credit, metrics
         self.estimator = config.choices.kl_estimator
 
@@ -149,26 +153,29 @@ class Appraiser:
     # -- after the first update
 
     def record(self, rollout: Rollout, mode: str) -> None:
-        """Metrics of a rollout, once all about it is known."""
+        """Metrics of a rollout, once all about it is known; in training, of all processes' parts of it."""
+        processes = self.processes if mode == "train" else ALONE
         known = [kl for kl in rollout.kl if kl is not None]
-        if known:
-            self.metrics.add(mode, "kl", torch.cat(known).mean())
+        if processes.any(bool(known)):
+            self.metrics.add(mode, "kl", processes.mean(torch.cat(known or [torch.zeros(0)])))
         if self.config.log_older_metrics:
-            for name, value in rollout_metrics(rollout, self.config.beta).items():
+            facts = RolloutFacts.joined(processes.gather(RolloutFacts.of(rollout)))
+            for name, value in rollout_metrics(facts, self.config.beta).items():
                 self.metrics.add(mode, name, value)
-        self._record_mismatch(rollout, mode)
+        self._record_mismatch(rollout, mode, processes)
 
-    def _record_mismatch(self, rollout: Rollout, mode: str) -> None:
+    def _record_mismatch(self, rollout: Rollout, mode: str, processes: Processes) -> None:
         """How far the engine's log-probabilities are from the trainer's, at equal weights: rounding, or a fault."""
         sampled = rollout.sampling_logprobs
         rows = [row for row, policy in enumerate(rollout.policy_logprobs) if policy is not None]
-        if sampled is None or not rows:
-            return
-        policy = torch.cat([rollout.policy_logprobs[row] for row in rows]).float()  # type: ignore[misc]
-        engine = upload(flat_numbers([sampled[row] for row in rows]), policy.device)
-        difference = (policy - engine).abs()
-        self.metrics.add(mode, "mismatch/mean", difference.mean())
-        self.metrics.add(mode, "mismatch/max", difference.max())
+        difference = torch.zeros(0)
+        if sampled is not None and rows:
+            policy = torch.cat([rollout.policy_logprobs[row] for row in rows]).float()  # type: ignore[misc]
+            engine = upload(flat_numbers([sampled[row] for row in rows]), policy.device)
+            difference = (policy - engine).abs()
+        if processes.any(difference.numel() > 0):
+            self.metrics.add(mode, "mismatch/mean", processes.mean(difference))
+            self.metrics.add(mode, "mismatch/max", processes.max(difference))
 
 
 def _whole_groups(rollout: Rollout, rows: Sequence[int]) -> list[int]:

@@ -15,7 +15,7 @@ from rloom import rewards as ready_made
 from rloom.config import RLOOConfig
 from rloom.data import datasets
 from rloom.data.batching import Batcher
-from rloom.data.images import IMAGE_COLUMNS
+from rloom.data.images import IMAGE_COLUMNS, without_images
 from rloom.data.model_inputs import placeholder_ids
 from rloom.data.plan import PlanSampler
 from rloom.data.prompts import PromptEncoder
@@ -42,6 +42,7 @@ from rloom.training.budget import TokenBudget
 from rloom.training.credit import Credit, Shaper
 from rloom.training.learner import Learner
 from rloom.training.passes import Passes
+from rloom.training.processes import Processes
 from rloom.training.rollouts import Collector
 from rloom.types import Rollout
 
@@ -228,6 +229,73 @@ def check_images(policy: Policy, column: str | None, args: Any) -> None:
         )
 
 
+def check_launch(joined: int) -> None:
+    """Refuse processes that do not know of each other: `joined` is how many this one trains with, itself included."""
+    launched = int(os.environ.get("WORLD_SIZE", "1"))
+    on_a_cpu = "On a CPU: RLOOConfig(use_cpu=True) and `torchrun --nproc_per_node 2 script.py`"
+    if launched > 1 and joined == 1:
+        raise ConfigError(
+            f"{launched} processes were launched (WORLD_SIZE) and have not found each other, since torch sees no GPU "
+            f"for them: each would train alone. {on_a_cpu}; on GPUs, launch one process for each"
+        )
+    # With --cpu, accelerate's launcher says where several processes would meet, and starts one.
+    by_accelerate = os.environ.get("ACCELERATE_USE_CPU", "").lower() == "true" and "MASTER_ADDR" in os.environ
+    if joined == 1 and by_accelerate and "WORLD_SIZE" not in os.environ:
+        raise ConfigError(
+            "`accelerate launch` was told to start several processes, and has started one, as it does on a CPU. "
+            f"{on_a_cpu}. If one is what you want: --num_processes 1, and no MASTER_ADDR in the environment"
+        )
+
+
+SAME_EVERYWHERE = (
+    "seed", "data_seed", "max_steps", "num_train_epochs", "generation_batch_size", "steps_per_generation",
+    "gradient_accumulation_steps", "num_iterations", "num_generations", "learning_rate", "beta", "objective",
+    "shuffle_dataset", "dynamic_sampling", "logging_strategy", "logging_steps", "eval_strategy", "eval_steps",
+    "save_strategy", "save_steps", "per_device_eval_batch_size", "log_older_metrics",
+)  # fmt: skip
+"""Options by which processes find out, each by itself, what they do when."""
+
+
+def check_same_everywhere(processes: Processes, args: Any, data: Any) -> None:
+    """Refuse processes of which each was told something else."""
+    if processes.alone:
+        return
+    values = {name: str(getattr(args, name)) for name in SAME_EVERYWHERE}
+    if not datasets.is_iterable(data):
+        some = [str(without_images(data[index]["prompt"]))[:80] for index in (0, len(data) // 2, len(data) - 1)]
+        values |= {"len(train_dataset)": str(len(data)), "train_dataset (its first, middle and last prompt)": str(some)}
+    processes.check_same(values)
+
+
+WITHOUT_EFFECT = ("ddp_find_unused_parameters", "ddp_broadcast_buffers", "ddp_static_graph")
+
+
+def check_parallelism(trainer: Any) -> None:
+    """Of the ways in which several processes can train, refuse those that shard a model: each has all of it here."""
+    kind = str(trainer.accelerator.distributed_type).rsplit(".", 1)[-1]
+    if not kind.startswith("MULTI_") or trainer.args.fsdp or trainer.is_deepspeed_enabled:
+        kind = "FSDP" if trainer.args.fsdp else kind  # on a CPU, accelerate would run without it and say nothing
+        raise ConfigError(
+            f"{kind} with {trainer.accelerator.num_processes} processes is not supported: each process holds the whole "
+            "model here, and gradients are added up (DDP). Leave `fsdp` and `deepspeed` out, and save memory with "
+            "LoRA (peft_config), 4-bit weights, offload_reference=True or optim='adamw_8bit'; DeepSpeed's ZeRO-2 runs "
+            "in one process"
+        )
+    parallelism = trainer.args.parallelism_config
+    sharded = [name for name in ("tp_size", "dp_shard_size") if getattr(parallelism, name, 1) not in (1, None)]
+    if sharded or getattr(trainer.model, "_tp_size", None) not in (1, None):
+        raise ConfigError(
+            f"{sharded[0] if sharded else 'tp_plan'}: weights that are spread over processes are not supported; leave "
+            "it out, so that each process holds the whole model"
+        )
+    for name in WITHOUT_EFFECT:
+        if getattr(trainer.args, name, None) is not None and trainer.is_world_process_zero():
+            logger.warning(
+                "%s has no effect: gradients are added up when an update's last backward is done, those that there are",
+                name,
+            )
+
+
 def check_devices(trainer: Any) -> None:
     """Refuse the ways of running that this version does not know."""
     if trainer.args.n_gpu > 1:
@@ -235,8 +303,9 @@ def check_devices(trainer: Any) -> None:
             "several GPUs are visible to one process, which Trainer would use through nn.DataParallel: make one "
             "visible with CUDA_VISIBLE_DEVICES=0"
         )
-    if trainer.accelerator.num_processes > 1 or int(os.environ.get("WORLD_SIZE", "1")) > 1:
-        raise ConfigError("this version of rloom trains in one process; launch the script with plain `python`")
+    check_launch(trainer.accelerator.num_processes)
+    if trainer.accelerator.num_processes > 1:
+        check_parallelism(trainer)
     stage = getattr(getattr(trainer.accelerator.state, "deepspeed_plugin", None), "zero_stage", 2)
     if stage != 2:  # 3 shards weights, which one process cannot; 1 counts some micro-batches twice
         raise ConfigError(
@@ -261,9 +330,9 @@ def build(
     args = trainer.args
     rewards, classes, composition = _rewards(trainer, functions, terms, reward_classes, args)
     reference = _reference(trainer, policy, reference_path, args) if args.beta != 0.0 else None
-    metrics, log = Metrics(), CompletionLog(args.generation_batch_size)
+    metrics, log, processes = Metrics(), CompletionLog(args.generation_batch_size), trainer.processes
     store = RunStore(args.output_dir, texts=args.store_completions)
-    credit, shaper = Credit(args), Shaper(args, rewards.weights, composition)
+    credit, shaper = Credit(args, processes), Shaper(args, rewards.weights, composition)
     passes = Passes(
         args,
         policy=trainer.model,
@@ -271,7 +340,7 @@ def build(
         batcher=_batcher(trainer, policy, args),
         budget=TokenBudget(args.max_tokens_per_micro_batch or DEFAULT_TOKENS),
     )
-    appraiser = Appraiser(args, passes=passes, credit=credit, metrics=metrics)
+    appraiser = Appraiser(args, passes=passes, credit=credit, metrics=metrics, processes=processes)
     learner = Learner(
         args,
         passes=passes,
@@ -279,6 +348,7 @@ def build(
         metrics=metrics,
         aux_loss_weight=_aux_loss_weight(trainer.model, args.router_aux_loss_coef),
         keeps_gradients=not trainer.is_deepspeed_enabled,
+        processes=processes,
     )
     collector = Collector(
         encoder=_encoder(policy, args),
@@ -296,6 +366,7 @@ def build(
         log_images=policy.vision and args.log_multimodal,
         # Of groups that may be replaced, it would be work for nothing.
         meanwhile=appraiser.begin if reference is not None and not args.dynamic_sampling else None,
+        processes=processes,
     )
     _hint_dropout(trainer.model, args)
     if not datasets.is_iterable(trainer.train_dataset):

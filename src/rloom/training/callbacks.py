@@ -106,6 +106,10 @@ def one_progress(trainer: Any) -> None:
     """A single view of the run. A [`LiveProgress`] takes the place of transformers' bar and of its printed logs; in a
     notebook there always is one, since transformers shows nothing but the loss there, which says nothing in RLOO."""
     present = trainer.callback_handler.callbacks
+    if not trainer.is_world_process_zero():  # of several processes, the main one alone shows something
+        for callback in [callback for callback in present if isinstance(callback, LiveProgress)]:
+            trainer.remove_callback(callback)
+        return
     for_notebooks = [callback for callback in present if type(callback).__name__ == "NotebookProgressCallback"]
     live = any(isinstance(callback, LiveProgress) for callback in present)
     if for_notebooks and not live:

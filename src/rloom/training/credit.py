@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -26,6 +26,7 @@ from rloom.algo import (
 )
 from rloom.config import RLOOConfig
 from rloom.rewards.compose import Composition
+from rloom.training.processes import ALONE, Processes
 
 
 class Shaper:
@@ -62,6 +63,23 @@ class Shaper:
             score = self.moments.normalize(score)
         return clip(score, self.limits)
 
+    def together(self, processes: Processes, scores: Tensor, lengths: Tensor, ended: Tensor) -> Tensor:
+        """The same for a rollout that several processes have parts of, and each for its own: what is normalised by, and
+        the running moments, are those of all."""
+        if processes.alone:
+            return self(scores, lengths, ended, update=True)
+        own = self.composition.failed if self.composition is not None else None
+        failed = own if own is not None and own.shape == scores.shape else torch.zeros_like(scores, dtype=torch.bool)
+        several = processes.gather((scores, lengths, ended, failed))
+        counts = [len(lengths) for _, lengths, _, _ in several]
+        *whole, failed = (torch.cat(column) for column in zip(*several, strict=True))
+        if self.composition is not None:  # whose gates are shut where a call has failed
+            self.composition.note_failures(failed)
+        shaped = self(*whole, update=True)
+        if self.composition is not None:
+            self.composition.note_failures(own)
+        return shaped.split(counts)[processes.rank]
+
     def total(self, scores: Tensor) -> Tensor:
         """The weighted sum of gated scores, as they came otherwise: what `reward` in the log is. (N, F) → (N,)"""
         return weighted_sum(scores if self.composition is None else self.composition.gated(scores), self.weights)
@@ -70,7 +88,8 @@ class Shaper:
 class Credit:
     """Rewards and advantages from shaped scores and, when the KL is part of the reward, token KLs."""
 
-    def __init__(self, config: RLOOConfig) -> None:
+    def __init__(self, config: RLOOConfig, processes: Processes = ALONE) -> None:
+        self.processes = processes
         self.beta = config.beta
         self.placement = config.choices.kl_placement
         self.estimator = config.choices.advantage_estimator
@@ -91,7 +110,28 @@ class Credit:
     def advantages(
         self, score: Tensor, groups: Tensor, kl: Tensor | None, mask: Tensor | None, *, update: bool = True
     ) -> Tensor:
-        """(N,), or (N, T) when the KL is credited per token. `kl` and `mask` are (N, T), None when not needed."""
+        """(N,), or (N, T) when the KL is credited per token. `kl` and `mask` are (N, T), None when not needed.
+
+        `update=False` leaves the moving average alone, and compares within this process (evaluation).
+        """
+        if self.processes.alone or not (self.needs_batch and update):
+            return self._advantages(score, groups, kl, mask, update=update)
+        return self._together(score, groups, kl, mask)
+
+    def _together(self, score: Tensor, groups: Tensor, kl: Tensor | None, mask: Tensor | None) -> Tensor:
+        """Of a rollout that several processes have parts of: compared over all, and each has its own."""
+        own = [None if x is None else x.cpu() for x in (score, groups, kl, mask)]
+        scores, numbers, kls, masks = zip(*self.processes.gather(own), strict=True)
+        counts = [len(one) for one in scores]
+        numbers = tuple(one + sum(counts[:rank]) for rank, one in enumerate(numbers))
+        tables = [None if kl is None else torch.cat(_padded(several)) for several in (kls, masks)]
+        whole = self._advantages(torch.cat(scores), torch.cat(numbers), *tables, update=True)
+        mine = whole.split(counts)[self.processes.rank].to(score.device)
+        return mine if kl is None or mine.dim() == 1 else mine[:, : kl.shape[1]]
+
+    def _advantages(
+        self, score: Tensor, groups: Tensor, kl: Tensor | None, mask: Tensor | None, *, update: bool
+    ) -> Tensor:
         in_reward = kl is not None and self.placement in ("reward", "reward_tokens")
         reward = score - self.beta * (kl * mask).sum(-1) if in_reward else score  # type: ignore[operator]
         result = clip_advantages(self._estimate(reward, groups, update), self.advantage_clip)
@@ -133,3 +173,9 @@ class Credit:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on where a checkpoint stopped."""
         self.average.value = state["value"]
+
+
+def _padded(tables: Sequence[Tensor]) -> list[Tensor]:
+    """Tables (N, T) of different widths, all as wide as the widest."""
+    width = max(table.shape[1] for table in tables)
+    return [torch.nn.functional.pad(table, (0, width - table.shape[1])) for table in tables]

@@ -17,6 +17,7 @@ from rloom.models.precision import added_as_they_come
 from rloom.observe.metrics import Metrics
 from rloom.training.appraiser import Appraiser
 from rloom.training.passes import Passes, gather, keep, laid_out, trained_rows
+from rloom.training.processes import ALONE, Processes
 from rloom.training.tally import Tally
 from rloom.types import MicroBatch, Prompt, Rollout, Share
 
@@ -33,7 +34,9 @@ class Learner:
         metrics: Metrics,
         aux_loss_weight: float,
         keeps_gradients: bool = True,
+        processes: Processes = ALONE,
     ) -> None:
+        self.processes = processes
         self.config, self.passes, self.appraiser = config, passes, appraiser
         self.policy, self.batcher, self.budget = passes.policy, passes.batcher, passes.budget
         self.metrics, self.aux_loss_weight = metrics, aux_loss_weight
@@ -64,17 +67,23 @@ class Learner:
         backward: Callable[[Tensor, bool], None],
         skip: bool = True,
     ) -> Tensor:
-        """Gradients of the update's loss, summed into the parameters; returns the loss.
+        """Gradients of the update's loss, summed into the parameters; returns the loss. Of several processes each runs
+        its own micro-batches, as many as there are, and then all have the gradients and the loss of the whole.
 
-        `backward(loss, last)` runs one micro-batch backward; `last` marks the one at which processes may synchronise.
+        `backward(loss, last)` runs one micro-batch backward; `last` marks the last one.
         `skip`: leave rows out in which our loss has no gradient; where `compute_loss` adds to it, they may have one.
         Out of memory, the update is redone from its start in smaller micro-batches, where gradients are kept here.
         """
         shares = merge(shares)
         for share in shares:  # of a checkpoint, it was not prepared here
             self.batcher.settle(share.rollout)
-        self._count(shares)
-        work = lambda: self._accumulate(model, shares, compute_loss, backward, skip)  # noqa: E731
+        self._count(shares, self.processes)
+        loss = self._in_pieces_that_fit(shares, lambda: self._accumulate(model, shares, compute_loss, backward, skip))
+        # Processes meet here, when nothing of the update can fail and be done again any more.
+        self.tally.record(self.metrics, "train", self.processes)
+        return self.processes.add_up(self.policy.parameters(), loss)
+
+    def _in_pieces_that_fit(self, shares: Sequence[Share], work: Callable[[], Tensor]) -> Tensor:
         if self.keeps_gradients:
             known = [columns for share in shares for columns in _known(share.rollout)]
 
@@ -123,7 +132,6 @@ class Learner:
             backward(sum((p.sum() * 0.0 for p in self.policy.parameters() if p.requires_grad), total), True)
         for share in shares:
             total += self._untrained_loss(share)
-        self.tally.record(self.metrics, "train")
         return total
 
     def loss(self, model: Any, batch: MicroBatch) -> Tensor:
@@ -158,7 +166,7 @@ class Learner:
         """
         self.appraiser.prepare(model, rollout, whole=True, mode="eval")
         share = Share(rollout=rollout, rows=range(len(rollout)))
-        self._count([share])
+        self._count([share], ALONE)
         known = _known(rollout)
         total = self.budget.retrying(lambda: self._evaluated(model, share), undo=lambda: _put_back(known))
         total += self._untrained_loss(share)
@@ -228,8 +236,8 @@ class Learner:
         self.tally.skipped += len(rows) - len(kept)
         return kept
 
-    def _count(self, shares: Sequence[Share]) -> None:
-        """The update's denominator: completions (excluded ones aside), or trained tokens for a token mean."""
+    def _count(self, shares: Sequence[Share], processes: Processes) -> None:
+        """The update's denominator, over all processes: completions (excluded ones aside), or trained tokens."""
         tokens = forward = completions = 0
         for share in shares:
             rollout = share.rollout
@@ -238,7 +246,9 @@ class Learner:
                 tokens += trained * len(rollout.completion_ids[row])
                 forward += trained * (len(rollout.prompt_ids[row]) + len(rollout.completion_ids[row]))
                 completions += trained or self.config.truncation != "exclude"
-        self.tokens_in_update, self.tokens_forward = tokens, forward
+        self.tokens_forward = forward  # of this process: transformers sums them itself
+        tokens, completions = processes.total(tokens, completions)
+        self.tokens_in_update = tokens
         self.denominator = float(max(1, tokens if self.aggregation == "token_mean" else completions))
 
     def _untrained_loss(self, share: Share) -> Tensor | float:

@@ -8,7 +8,7 @@ from typing import Any
 from torch.utils.data import DataLoader
 
 from rloom.data import datasets
-from rloom.data.loader import Stream, as_is, map_style_loader, stream_loader
+from rloom.data.loader import Stream, Turns, as_is, dealt_loader, map_style_loader, stream_loader
 from rloom.data.plan import PlanSampler, Schedule
 
 logger = logging.getLogger(__name__)
@@ -35,7 +35,7 @@ def train_loader(dataset: Any, args: Any, plan: Schedule) -> DataLoader:
         return stream_loader(dataset, plan)
     seed = args.seed if args.data_seed is None else args.data_seed
     sampler = PlanSampler(plan, len(dataset), shuffle=bool(args.shuffle_dataset), seed=seed)
-    if sampler.num_left_out:
+    if sampler.num_left_out and not args.process_index:
         logger.warning(
             "%d of the %d prompts do not fill a rollout and sit out each epoch%s",
             sampler.num_left_out,
@@ -49,6 +49,9 @@ def eval_loader(dataset: Any, args: Any) -> DataLoader:
     """Loader whose batches are lists of rows."""
     prompts = max(1, args.eval_batch_size // (args.num_generations_eval or args.num_generations))
     options = _loader_options(args)
+    if args.world_size > 1:  # whole batches are dealt out, so that each is the one that a single process would have
+        turns = Turns(prompts, rank=args.process_index, count=args.world_size)
+        return dealt_loader(dataset, turns, stream=datasets.is_iterable(dataset), **options)
     if datasets.is_iterable(dataset):
         dataset, options = Stream(dataset), {}
     return DataLoader(dataset, batch_size=prompts, collate_fn=as_is, **options)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import logging
 import os
 import time
@@ -25,6 +26,7 @@ from rloom.training import checkpoint, weights
 from rloom.training.card import model_card
 from rloom.training.credit import Credit, Shaper
 from rloom.training.learner import Learner
+from rloom.training.processes import Processes
 from rloom.training.rollouts import RolloutBuffer
 
 logger = logging.getLogger(__name__)
@@ -36,6 +38,7 @@ class UpdateLoop(Trainer):
     The parts below are set by the constructor of [`RLOOTrainer`].
     """
 
+    processes: Processes
     schedule: Schedule
     buffer: RolloutBuffer
     learner: Learner
@@ -79,7 +82,21 @@ class UpdateLoop(Trainer):
         self.buffer.rollouts.clear()
         self._elapsed, self._train_began = 0.0, time.time()
         with self._one_batch_per_update():
-            return super()._inner_training_loop(*args, **kwargs)
+            result = super()._inner_training_loop(*args, **kwargs)
+        self.processes.check_same_weights(self.model)
+        return result
+
+    def _prepare_for_training(self, *args: Any, **kwargs: Any) -> Any:
+        """Without DistributedDataParallel around the model: gradients are added up by [`Processes`], once an update."""
+        accelerator = self.accelerator
+        if self.processes.alone:
+            return super()._prepare_for_training(*args, **kwargs)
+        prepare = accelerator.prepare_model
+        accelerator.prepare_model = functools.partial(prepare, evaluation_mode=True)  # which wraps nothing
+        try:
+            return super()._prepare_for_training(*args, **kwargs)
+        finally:
+            del accelerator.prepare_model
 
     def _get_num_items_in_batch(self, batch_samples: list[Any], device: Any) -> None:
         """Nothing to count: the learner divides by the update's own denominator."""
@@ -119,19 +136,23 @@ class UpdateLoop(Trainer):
         starts anew where there is none, so that one script serves the first run and every restart."""
         if isinstance(resume_from_checkpoint, os.PathLike):
             resume_from_checkpoint = os.fspath(resume_from_checkpoint)
-        if resume_from_checkpoint == "auto":
-            resume_from_checkpoint = checkpoint.newest_whole(self.args.output_dir) is not None
-        if resume_from_checkpoint is True:
-            found = checkpoint.newest_whole(self.args.output_dir)
-            if found is None:
-                raise ValueError(
-                    f"No valid checkpoint found in output directory ({self.args.output_dir}): nothing to resume. "
-                    'On a first run leave it out, or pass resume_from_checkpoint="auto"'
-                )
-            resume_from_checkpoint = str(found)
-        self._open_store(resume_from_checkpoint)
+        if resume_from_checkpoint == "auto" or resume_from_checkpoint is True:
+            resume_from_checkpoint = self._newest_checkpoint(must_be=resume_from_checkpoint is True)
+        if self.processes.is_main:
+            self._open_store(resume_from_checkpoint)
         with self._rewards_open():
             return super().train(resume_from_checkpoint, *args, **kwargs)
+
+    def _newest_checkpoint(self, *, must_be: bool) -> str | bool:
+        """Its path, which all processes have from the main one: its disk decides; False where there is none."""
+        found = checkpoint.newest_whole(self.args.output_dir) if self.processes.is_main else None
+        path = self.processes.from_main(None if found is None else str(found))
+        if path is None and must_be:
+            raise ValueError(
+                f"No valid checkpoint found in output directory ({self.args.output_dir}): nothing to resume. "
+                'On a first run leave it out, or pass resume_from_checkpoint="auto"'
+            )
+        return path or False
 
     def _open_store(self, resume_from: str | bool | None) -> None:
         """A run that goes on in its own folder keeps its rows up to there; any other begins with none."""
@@ -158,8 +179,14 @@ class UpdateLoop(Trainer):
         self.create_model_card(model_name=name.split("/")[-1])
         if not self.args.save_only_model:
             moved = self.reference.state_dict() if self.reference and self.args.sync_ref_model else None
-            checkpoint.save(folder, self._state(), moved)
+            checkpoint.save(folder, self._state(), moved, rank=self.processes.rank)
+        self.processes.check_same_weights(self.model)
         super()._save_checkpoint(model, trial)
+        self.processes.wait()  # nobody looks for it before it is there
+
+    def _save_rng_state(self, output_dir: str) -> None:
+        super()._save_rng_state(output_dir)
+        self.processes.wait()  # the file that marks a checkpoint as whole comes next, and all have written theirs
 
     def _state(self) -> dict[str, Any]:
         """What the next update depends on, and transformers does not keep."""
@@ -201,7 +228,8 @@ class UpdateLoop(Trainer):
         super()._load_optimizer_and_scheduler(folder)
         if folder is None:
             return
-        state, reference = checkpoint.load(folder)
+        state, reference = checkpoint.load(folder, rank=self.processes.rank)
+        self._note_other_processes(state)
         if reference is not None and self.reference is not None:
             self.reference.load_state_dict(reference)
         if state is None:
@@ -229,6 +257,17 @@ class UpdateLoop(Trainer):
             self.shaper.composition.load_state_dict(state.get("composition", {}))
         self._elapsed = state["elapsed"]
         self._resumed = state
+
+    def _note_other_processes(self, state: dict[str, Any] | None) -> None:
+        """A checkpoint of more or fewer processes has rollouts and random states that these cannot share out."""
+        then = 1 if state is None else state["plan"].get("world_size", 1)
+        if then != self.processes.count and state is not None and self.processes.is_main:
+            logger.warning(
+                "the checkpoint is of %d process(es), and this run has %d: it goes on with its weights, optimizer, "
+                "schedule and statistics; rollouts in use are sampled anew, and dropout draws other noise",
+                then,
+                self.processes.count,
+            )
 
     def _run_epoch(self, *args: Any, **kwargs: Any) -> None:
         """The Trainer zeroes its running loss when it resumes: put back what the checkpoint had. A run that had reached

@@ -10,7 +10,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rloom.algo import masked_std
 from rloom.data.images import without_images
 from rloom.data.plan import UpdatePlan
 from rloom.data.prompts import PromptEncoder
@@ -22,7 +21,10 @@ from rloom.observe.metrics import Metrics
 from rloom.observe.store import RunStore
 from rloom.rewards.base import RewardBatch
 from rloom.rewards.collection import RewardSet
+from rloom.seeds import derive_seed
 from rloom.training.credit import Shaper
+from rloom.training.outcome import Outcome
+from rloom.training.processes import ALONE, Processes
 from rloom.types import EOS, Group, Prompt, Rollout, Share
 
 logger = logging.getLogger(__name__)
@@ -50,7 +52,9 @@ class Collector:
         count_tokens: Callable[[int], int],
         log_images: bool = False,
         meanwhile: Callable[[Rollout], None] | None = None,
+        processes: Processes = ALONE,
     ) -> None:
+        self.processes = processes
         self.encoder, self.engine, self.score, self.shaper = encoder, engine, score, shaper
         self.batch, self.rewards, self.reward_names = batch, rewards, rewards.names
         self.decode, self.truncated = decode, truncated
@@ -58,11 +62,27 @@ class Collector:
         self.store = store
         self.meanwhile = meanwhile  # what can be computed of a rollout without its scores, while they are awaited
         self.extra: dict[str, list[Any]] = {}  # what reward functions add to each completion of a rollout
+        self.logged: list[tuple[str, float]] = []  # what they log beside
         self.measured: Measured | None = None  # while evaluating
 
-    def collect(self, rows: Sequence[dict[str, Any]], num_generations: int, *, seed: int, mode: str) -> Rollout:
-        """One rollout: K completions for each row's prompt, scored."""
+    def collect(
+        self,
+        rows: Sequence[dict[str, Any]],
+        num_generations: int,
+        *,
+        seed: int,
+        mode: str,
+        places: Sequence[int] | None = None,
+    ) -> Rollout:
+        """One rollout: K completions for each row's prompt, scored.
+
+        In training all processes collect together, each rows of its own, which stand at `places` among those of all. A
+        batch of an evaluation is one process' own.
+        """
         prompts = self.encoder.encode(rows)
+        if mode == "train":
+            seed = self._share_noise(prompts, seed, places)
+        self.logged = []
         try:
             groups = self._in_order(prompts, self._generate(prompts, num_generations, seed))
             if not any(group.completions for group in groups):
@@ -76,13 +96,32 @@ class Collector:
         finally:
             self.rewards.forget()
         self._set_scores(rollout, groups, scores, mode)
-        self._record(groups, scores, num_generations, mode)
+        total = self.shaper.total(scores)
+        outcome = Outcome.of(groups, scores, total, num_generations, self.rewards.report)
+        self._record(outcome, mode, self.processes if mode == "train" else ALONE)
         if self.measured is not None:
-            self.measured.add(groups, scores, self.shaper.total(scores), texts)
+            self.measured.add(groups, scores, total, texts)
         stored = self._stored(groups, rollout)
         rollout.records = self.store.add(stored)
         self.log.add(rollout.records, self._shown(groups, texts, stored))
         return rollout
+
+    def sit_out(self) -> None:
+        """Take part in what processes find out together about a rollout, with no completions of one's own."""
+        nothing, self.logged = Outcome.nothing(len(self.reward_names)), []
+        self.shaper.together(self.processes, nothing.scores, nothing.lengths, nothing.ended)
+        self._record(nothing, "train", self.processes)
+
+    def _share_noise(self, prompts: list[Prompt], seed: int, places: Sequence[int] | None) -> int:
+        """Say which prompts these are among those of all processes, so that each draws what it would in one process.
+        An engine that does not look at that gets a seed of this process' own instead."""
+        if self.processes.alone:
+            return seed
+        if not getattr(self.engine, "keyed_by_prompt", False):
+            return derive_seed(seed, "process", self.processes.rank) if self.processes.rank else seed
+        for prompt, place in zip(prompts, places or range(len(prompts)), strict=True):
+            prompt.number = place
+        return seed
 
     def _generate(self, prompts: list[Prompt], num_generations: int, seed: int) -> list[Group]:
         """All groups, as they come; rewards that are marked for it begin with each, while the next is generated."""
@@ -158,44 +197,22 @@ class Collector:
         if self.truncated == "exclude":  # neither in a baseline nor in a normaliser
             counted = torch.where(truncated.unsqueeze(-1), torch.full_like(scores, torch.nan), scores)
         rollout.scores = scores
-        rollout.score = self.shaper(counted, lengths, ~truncated, update=mode == "train")
+        if mode == "train":
+            rollout.score = self.shaper.together(self.processes, counted, lengths, ~truncated)
+        else:
+            rollout.score = self.shaper(counted, lengths, ~truncated, update=False)
 
     # -- what is written down
 
-    def _record(self, groups: list[Group], scores: Tensor, asked: int, mode: str) -> None:
-        completions = [c for group in groups for c in group.completions]
-        lengths = torch.tensor([float(len(c.token_ids)) for c in completions])
-        ended = torch.tensor([not c.truncated for c in completions])
-        prompt_tokens = sum(len(group.prompt.token_ids) * len(group.completions) for group in groups)
-        new_tokens = prompt_tokens + int(lengths.sum()) if mode == "train" else 0
-        self.metrics.set(mode, "num_tokens", self.count_tokens(new_tokens))
-        add = lambda name, value: self.metrics.add(mode, name, value)  # noqa: E731
-        add("completions/mean_length", lengths.mean())
-        add("completions/min_length", lengths.min())
-        add("completions/max_length", lengths.max())
-        add("completions/clipped_ratio", (~ended).float().mean())
-        finished = lengths[ended] if ended.any() else torch.zeros(1)
-        add("completions/mean_terminated_length", finished.mean())
-        add("completions/min_terminated_length", finished.min())
-        add("completions/max_terminated_length", finished.max())
-        self._record_scores(groups, scores, asked, add)
-
-    def _record_scores(self, groups: list[Group], scores: Tensor, asked: int, add: Callable[[str, Any], None]) -> None:
-        for index, name in enumerate(self.reward_names):
-            add(f"rewards/{name}/mean", scores[:, index].nanmean())
-            add(f"rewards/{name}/std", masked_std(scores[:, index]))
-        for name, value in self.rewards.report:
-            add(name, value)
-        total = self.shaper.total(scores)
-        add("reward", total.nanmean())
-        add("reward_std", masked_std(total))
-        spreads = [masked_std(part) for part in total.split([len(group.completions) for group in groups])]
-        equal = [bool(torch.isclose(s, torch.zeros(()))) for s in spreads]
-        add("frac_reward_zero_std", sum(equal) / len(equal))
-        missing = sum(asked - len(group.completions) for group in groups)
-        unscored = int(total.isnan().sum())
-        if missing or unscored:
-            add("completions/unscored_ratio", (missing + unscored) / (asked * len(groups)))
+    def _record(self, outcome: Outcome, mode: str, processes: Processes) -> None:
+        outcome.take_logged(self.logged)
+        whole = Outcome.joined(processes.gather(outcome))
+        for name, value in whole.logged:
+            self.metrics.add(mode, name, value)
+        for name, value in whole.totals.items():  # calls come in the order of prompts, not of time: the largest counts
+            self.metrics.set(mode, name, max([value, *map(float, self.metrics.values[mode].get(name, []))]))
+        self.metrics.set(mode, "num_tokens", self.count_tokens(whole.num_tokens if mode == "train" else 0))
+        whole.record(self.reward_names, lambda name, value: self.metrics.add(mode, name, value))
 
     def _stored(self, groups: list[Group], rollout: Rollout) -> list[dict[str, Any]]:
         """The rollout as the run's store keeps it; the advantages follow when they are known."""
@@ -257,17 +274,19 @@ def _as_reply(conversational: bool, text: str) -> Any:
     return [{"role": "assistant", "content": text}] if conversational else text
 
 
-def replace_degenerate(rollout: Rollout, draw: Callable[[int, int], Rollout], rounds: int) -> tuple[Rollout, int]:
+def replace_degenerate(
+    rollout: Rollout, draw: Callable[[int, int], Rollout], rounds: int, processes: Processes = ALONE
+) -> tuple[Rollout, int]:
     """Replace groups without signal by groups with some, drawn in at most `rounds` rounds; says how many were replaced.
 
     `draw(count, round)` collects `count` groups of other prompts. What still is without signal at the end stays, so
-    that the rollout keeps its size.
+    that the rollout keeps its size. All processes draw in a round, also one that lacks nothing: `draw` is told so.
     """
     replaced = 0
     for number in range(rounds):
         equal = rollout.degenerate()
         missing = [group for group, without in enumerate(equal) if without]
-        if not missing:
+        if not processes.any(bool(missing)):
             break
         try:
             other = draw(len(missing), number)

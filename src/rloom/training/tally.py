@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass, field, fields
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -11,6 +13,7 @@ from rloom.algo import LossTerms
 from rloom.models.logprobs import TokenStats
 from rloom.observe.metrics import Metrics, scalar_mean
 from rloom.observe.older import ratio_metrics
+from rloom.training.processes import ALONE, Processes
 
 
 @dataclass(slots=True)
@@ -37,8 +40,37 @@ class Tally:
         if self.older:
             self.ratios.append(terms.ratio if terms.ratio.dim() == 1 else terms.ratio[mask > 0])
 
-    def record(self, metrics: Metrics, mode: str) -> None:
-        """Hand the means over."""
+    def record(self, metrics: Metrics, mode: str, processes: Processes = ALONE) -> None:
+        """Hand the means over, of what all processes have seen."""
+        if processes.alone:
+            self._record(metrics, mode)
+        else:
+            Tally.joined(processes.gather(self._on_host())).record(metrics, mode)
+
+    def _on_host(self) -> Tally:
+        def moved(value: Any) -> Any:
+            if isinstance(value, list):
+                return [torch.cat(value).detach().cpu()] if value else []
+            return value.detach().cpu() if isinstance(value, Tensor) else value
+
+        return Tally(**{one.name: moved(getattr(self, one.name)) for one in fields(self)})
+
+    @staticmethod
+    def joined(several: Sequence[Tally]) -> Tally:
+        """Of several processes, as if one had run all of their micro-batches: sums are summed, lists joined."""
+        return Tally(
+            entropy=sum(one.entropy for one in several),
+            aux_loss=sum(one.aux_loss for one in several),
+            tokens=sum(one.tokens for one in several),
+            skipped=sum(one.skipped for one in several),
+            low=[part for one in several for part in one.low],
+            high=[part for one in several for part in one.high],
+            older=several[0].older,
+            ratios=[part for one in several for part in one.ratios],
+            policy_loss=sum(one.policy_loss for one in several),
+        )
+
+    def _record(self, metrics: Metrics, mode: str) -> None:
         if self.skipped:
             metrics.add(mode, "completions/skipped", float(self.skipped))
         if not self.low:  # nothing was trained on

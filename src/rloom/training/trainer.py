@@ -24,9 +24,9 @@ from transformers.trainer_utils import EvalLoopOutput, PredictionOutput
 from rloom.config import RLOOConfig
 from rloom.data.datasets import check_dataset, image_column, is_chat
 from rloom.data.images import without_images
-from rloom.data.loader import as_is
+from rloom.data.loader import DealtStream, as_is
 from rloom.data.plan import UpdatePlan
-from rloom.errors import RewardError
+from rloom.errors import NoCompletionError, RewardError
 from rloom.evaluation.measured import Measured
 from rloom.evaluation.statistics import Estimate
 from rloom.generation.base import Engine
@@ -42,6 +42,8 @@ from rloom.training import assemble, contest, loaders
 from rloom.training.advice import advise
 from rloom.training.callbacks import Diagnose, FitBudget, SampleTable, SyncReference, one_progress
 from rloom.training.loop import UpdateLoop
+from rloom.training.noted import Noted, in_turns
+from rloom.training.processes import Processes
 from rloom.training.rollouts import RolloutBuffer, column_names, replace_degenerate
 from rloom.types import MicroBatch, Rollout
 
@@ -136,6 +138,9 @@ class RLOOTrainer(UpdateLoop):
             # The Trainer turns it off for good, in what it saves too. The learner says so at each forward instead.
             self.model.config.use_cache = use_cache
         assemble.check_devices(self)
+        self.processes = Processes.of(args)
+        assemble.check_same_everywhere(self.processes, args, train_dataset)
+        self.processes.share_weights(self.model)  # before the reference is made of them
         if optimizers[0] is not None:
             warn_of_lost_bits(self.model)
         parts = assemble.build(self, policy, functions, terms, reward_classes, reference_path, engine)
@@ -146,8 +151,9 @@ class RLOOTrainer(UpdateLoop):
         self.schedule = loaders.schedule(args)
         self.buffer = RolloutBuffer(self._make_rollout, self.schedule.parts * self.schedule.passes)
         self._eval_prefix: str | None = None  # while evaluating: what metric names begin with
+        self._noted: list[Noted] = []  # batches of an evaluation, until all processes are through with theirs
         self._publish(policy, functions, parts)
-        # Each process draws its own dropout.
+        # Each process draws its own dropout. (Its completions are drawn by the engine, from other seeds.)
         set_seed(args.seed, device_specific=True)
         self._add_own_callbacks(args)
 
@@ -161,7 +167,8 @@ class RLOOTrainer(UpdateLoop):
         one_progress(self)
         if args.diagnosis:
             self.add_callback(Diagnose())
-        advise(args, adapter=is_peft_model(self.model))
+        if self.processes.is_main:
+            advise(args, adapter=is_peft_model(self.model))
         if args.num_sample_generations:
             self.add_callback(
                 SampleTable(self.completion_log, args.num_sample_generations, self.callback_handler.callbacks)
@@ -203,22 +210,31 @@ class RLOOTrainer(UpdateLoop):
 
     def _make_rollout(self, plan: UpdatePlan, number: int) -> Rollout:
         """Collect a rollout and compute what cannot wait for the training forward."""
-        seed = derive_seed(self.args.seed, "train", *plan.key(number), self.args.process_index)
-        rows = plan.prompts[number]
-        rollout = self.collector.collect(rows, self.args.num_generations, seed=seed, mode="train")
+        seed = derive_seed(self.args.seed, "train", *plan.key(number), 0)  # of all processes
+        rows, places = plan.prompts[number], self.schedule.places()
+        rollout = self.collector.collect(rows, self.args.num_generations, seed=seed, mode="train", places=places)
         if self.args.dynamic_sampling:
             draw = functools.partial(self._draw_others, seed)
-            rollout, replaced = replace_degenerate(rollout, draw, self.args.dynamic_sampling)
-            self.metrics.add("train", "completions/replaced_groups", float(replaced))
+            rollout, replaced = replace_degenerate(rollout, draw, self.args.dynamic_sampling, self.processes)
+            self.metrics.add("train", "completions/replaced_groups", float(*self.processes.total(replaced)))
         self.appraiser.prepare(self.model_wrapped, rollout, whole=plan.whole[number])
         return rollout
 
     def _draw_others(self, seed: int, count: int, number: int) -> Rollout:
-        """Groups of prompts drawn anew, in place of groups without signal."""
+        """Groups of prompts drawn anew, in place of groups without signal; of those of all processes, our own."""
         seed = derive_seed(seed, "others", number)
-        order = torch.randint(len(self.train_dataset), (count,), generator=torch.Generator().manual_seed(seed))
-        rows = [self.train_dataset[index] for index in order.tolist()]
-        return self.collector.collect(rows, self.args.num_generations, seed=seed, mode="train")
+        counts = self.processes.gather(count)
+        before = sum(counts[: self.processes.rank])
+        order = torch.randint(len(self.train_dataset), (sum(counts),), generator=torch.Generator().manual_seed(seed))
+        places = range(before, before + count)
+        try:
+            if not places:
+                raise NoCompletionError("nothing is to be replaced here")
+            rows = [self.train_dataset[index] for index in order[places.start : places.stop].tolist()]
+            return self.collector.collect(rows, self.args.num_generations, seed=seed, mode="train", places=places)
+        except NoCompletionError:
+            self.collector.sit_out()
+            raise
 
     def compute_loss(
         self,
@@ -235,7 +251,7 @@ class RLOOTrainer(UpdateLoop):
             return self.learner.loss(model, inputs)
 
     def _backward(self, loss: Tensor, last: bool) -> None:
-        """Gradients of one micro-batch; processes synchronise at the last one only."""
+        """Gradients of one micro-batch. Of several processes each has its own, until the update is through."""
         if self.is_deepspeed_enabled:  # it steps by itself, where it is told that the gradients are complete
             self.accelerator.sync_gradients = last
             self.accelerator.backward(loss, scale_wrt_gas=False)
@@ -286,12 +302,7 @@ class RLOOTrainer(UpdateLoop):
         taken[column] = list(values)
 
     def _log_metric(self, name: str, value: float) -> None:
-        if not name.startswith(TOTALS):
-            self.metrics.add(self._mode, name, float(value))
-            return
-        # Calls of a rollout come in the order of its prompts, not of time: the largest total is the latest.
-        so_far = self.metrics.values[self._mode].get(name, [])
-        self.metrics.set(self._mode, name, max([float(value), *map(float, so_far)]))
+        self.collector.logged.append((name, float(value)))
 
     def _check_metric(self, name: str, value: float) -> None:
         if name in BUILT_IN or name.startswith(BUILT_IN_PREFIXES):
@@ -346,24 +357,52 @@ class RLOOTrainer(UpdateLoop):
         """One of several sets may be evaluated inside of an evaluation of them all: what was before comes back."""
         before = self._eval_prefix, self.collector.measured
         self._eval_prefix = prefix
-        self.collector.measured = Measured(reward_names=self.rewards.names, contest=self.contest)
+        self.collector.measured = self._nothing_measured()
         try:
             with self._rewards_open():
                 yield
         finally:
             self._eval_prefix, self.collector.measured = before
 
+    def _nothing_measured(self) -> Measured:
+        return Measured(reward_names=self.rewards.names, contest=self.contest)
+
     def evaluation_loop(self, *args: Any, **kwargs: Any) -> EvalLoopOutput:
         """All batches, and then what they come to: means over prompts, with their intervals."""
+        self._noted = []
+        if not self.processes.alone:  # which have batches of their own, some perhaps one less: each keeps its losses
+            self.gather_function = as_is
         output = super().evaluation_loop(*args, **kwargs)
-        assert self.collector.measured is not None
-        found = self.collector.measured.estimates()
-        if (rate := self._win_rate(self.collector.measured)) is not None:
-            found["win_rate"] = rate
+        if not self.processes.alone:
+            output = self._join_evaluation(output)
+        found = self.processes.from_main(self._estimates() if self.processes.is_main else None)
         for name, value in found.items():
             for end, number in (("", value.value), ("_low", value.low), ("_high", value.high)):
                 self.metrics.set("eval", f"{name}{end}", number)
         return output
+
+    def _estimates(self) -> dict[str, Estimate]:
+        measured = self.collector.measured
+        assert measured is not None
+        found = measured.estimates()
+        if (rate := self._win_rate(measured)) is not None:
+            found["win_rate"] = rate
+        return found
+
+    def _join_evaluation(self, output: EvalLoopOutput) -> EvalLoopOutput:
+        """One evaluation of what several processes have evaluated: as if one had run all batches."""
+        batches, self._noted = self._noted, []
+        self.metrics.join("eval", self.processes.gather(self.metrics.state_dict()["eval"]), summed=TOTALS)
+        noted = in_turns(self._write_down(batches))
+        if self.processes.is_main and self.collector.measured is not None:
+            self.collector.measured.join([batch.measured for batch in noted if batch.measured is not None])
+        name = f"{self._eval_prefix}_loss"
+        loss = float(output.metrics.get(name, 0.0)) * len(batches)
+        total, count, seen = self.processes.total(loss, len(batches), output.num_samples)
+        if count:
+            output.metrics[name] = total / count
+        dealt = isinstance(self.callback_handler.eval_dataloader.dataset, DealtStream)  # which knows no length
+        return output._replace(num_samples=seen) if dealt else output
 
     def _win_rate(self, measured: Measured) -> Estimate | None:
         """A judge that cannot be reached costs a run its win rate, and ends it only where a failed reward would."""
@@ -381,7 +420,7 @@ class RLOOTrainer(UpdateLoop):
         """Generate and score a batch of prompts; the same prompts get the same noise in every evaluation."""
         count = self.args.num_generations_eval or self.args.num_generations
         texts = [str(without_images(row["prompt"])) for row in inputs]
-        seed = derive_seed(self.args.seed, "eval", self.args.process_index, texts)
+        seed = derive_seed(self.args.seed, "eval", 0, texts)
         self.store.forget(but=self.buffer.records())
         rollout = self.collector.collect(inputs, count, seed=seed, mode="eval")
         loss = self.learner.evaluate(model, rollout)
@@ -405,6 +444,7 @@ class RLOOTrainer(UpdateLoop):
 
     def _note_first_use(self, rollouts: list[Rollout]) -> None:
         """KL and advantages are known with the first update of a rollout: they join log and store then."""
+        shown: list[dict[str, Any]] = []
         for rollout in {id(r): r for r in rollouts}.values():
             if not rollout.logged:
                 rollout.logged = True
@@ -413,13 +453,31 @@ class RLOOTrainer(UpdateLoop):
                 ]
                 device = max((a.device for a in known), key=lambda device: device.type != "cpu")
                 advantages = torch.stack([a.to(device) for a in known]).tolist()
-                self.completion_log.settle(rollout.records, advantages)
+                shown += self.completion_log.take(rollout.records, advantages)
                 self.store.settle(rollout.records, advantages)
                 rollout.records = []
                 self.appraiser.record(rollout, self._mode)
-        done = self.state.global_step  # the update under way is counted when it is over
-        self.store.write(done + 1 if self._mode == "train" else done, self._eval_prefix or "train")
         self.completion_log.forget()  # groups that were replaced
+        noted = Noted(shown=shown, stored=self.store.take(plain=not self.processes.is_main))
+        if self._mode == "eval" and not self.processes.alone:
+            noted.measured, self.collector.measured = self.collector.measured, self._nothing_measured()
+            self._noted.append(noted)
+        else:
+            self._write_down([noted])
+
+    def _write_down(self, batches: list[Noted]) -> list[list[Noted]]:
+        """What all processes have to say of an update, or of their batches of an evaluation: the main one writes it to
+        table and store, and is the one that it is returned to."""
+        if not self.processes.is_main:
+            wanted = self.args.log_completions or self.args.num_sample_generations
+            batches = [batch.sendable(table=bool(wanted)) for batch in batches]
+        done = self.state.global_step  # the update under way is counted when it is over
+        step = done + 1 if self._mode == "train" else done
+        several = self.processes.to_main(batches)
+        for batch in in_turns(several):
+            self.completion_log.extend(batch.shown)
+            self.store.write_rows(batch.stored, step, self._eval_prefix or "train")
+        return several
 
     def _count_tokens(self, new: int) -> int:
         self.state.num_input_tokens_seen += new

@@ -41,6 +41,7 @@ class NativeEngine:
     [`EngineError`] if the model does not decode here as it does on its own.
     """
 
+    keyed_by_prompt = True
     takes_images = True
     """Where the model proves to decode after them as it does on its own, which is tried on the first that come."""
 
@@ -280,7 +281,8 @@ def _share(
         inputs = prompt.inputs or None  # equal tokens may stand for other images
         key = (*prompt.token_ids, -1, id(inputs)) if inputs else tuple(prompt.token_ids)
         one = shared.setdefault(key, SharedPrompt(list(prompt.token_ids), inputs=inputs))
-        group = [Sequence(one, index, sample, key_of(seed, index, sample)) for sample in range(num_generations)]
+        number = index if prompt.number is None else prompt.number
+        group = [Sequence(one, index, sample, key_of(seed, number, sample)) for sample in range(num_generations)]
         one.sequences += group
         groups.append(group)
     return list(shared.values()), groups

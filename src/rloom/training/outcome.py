@@ -1,0 +1,134 @@
+"""What a rollout came to, in numbers for the log. With several processes, what all of theirs came to together."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rloom.algo import masked_std
+from rloom.rewards.judging import TOTALS
+from rloom.types import Group
+
+Report = list[tuple[str, float]]
+"""Metrics by name, in the order in which they were noted."""
+
+
+@dataclass(slots=True, kw_only=True)
+class Outcome:
+    """The facts about a rollout's completions that its metrics are made of."""
+
+    lengths: Tensor  # (N,)
+    ended: Tensor  # (N,) whether by themselves
+    scores: Tensor  # (N, F)
+    total: Tensor  # (N,)
+    sizes: list[int]  # completions of each group
+    asked: int  # completions that were asked for
+    prompt_tokens: int
+    report: Report = field(default_factory=list)  # what calling the rewards cost
+    logged: Report = field(default_factory=list)  # what they logged themselves
+    totals: dict[str, float] = field(default_factory=dict)  # of what they logged: totals of the run so far
+
+    @classmethod
+    def of(cls, groups: Sequence[Group], scores: Tensor, total: Tensor, asked: int, report: Report) -> Outcome:
+        """Of some groups; `asked` is for each."""
+        completions = [c for group in groups for c in group.completions]
+        return cls(
+            lengths=torch.tensor([float(len(c.token_ids)) for c in completions]),
+            ended=torch.tensor([not c.truncated for c in completions]),
+            scores=scores,
+            total=total,
+            sizes=[len(group.completions) for group in groups],
+            asked=asked * len(groups),
+            prompt_tokens=sum(len(group.prompt.token_ids) * len(group.completions) for group in groups),
+            report=list(report),
+        )
+
+    @classmethod
+    def nothing(cls, num_rewards: int) -> Outcome:
+        """Of no completions."""
+        empty = torch.zeros(0)
+        scores = torch.zeros(0, num_rewards)
+        return cls(lengths=empty, ended=empty.bool(), scores=scores, total=empty, sizes=[], asked=0, prompt_tokens=0)
+
+    @classmethod
+    def joined(cls, several: Sequence[Outcome]) -> Outcome:
+        """Of several processes, as if one had had all of their completions."""
+        return cls(
+            lengths=torch.cat([one.lengths for one in several]),
+            ended=torch.cat([one.ended for one in several]),
+            scores=torch.cat([one.scores for one in several]),
+            total=torch.cat([one.total for one in several]),
+            sizes=[size for one in several for size in one.sizes],
+            asked=sum(one.asked for one in several),
+            prompt_tokens=sum(one.prompt_tokens for one in several),
+            report=joined_reports([(one.report, len(one.lengths)) for one in several]),
+            logged=[entry for one in several for entry in one.logged],
+            totals=_summed([one.totals for one in several]),
+        )
+
+    def take_logged(self, entries: Report) -> None:
+        """What reward functions logged by `log_metric`."""
+        self.logged = [(name, value) for name, value in entries if not name.startswith(TOTALS)]
+        for name, value in entries:
+            if name.startswith(TOTALS):
+                self.totals[name] = max(value, self.totals.get(name, value))
+
+    @property
+    def num_tokens(self) -> int:
+        """Of prompts and completions."""
+        return self.prompt_tokens + int(self.lengths.sum())
+
+    def record(self, names: Sequence[str], add: Callable[[str, Any], None]) -> None:
+        """Hand over the metrics; `names` are those of the rewards."""
+        if not len(self.lengths):
+            return
+        add("completions/mean_length", self.lengths.mean())
+        add("completions/min_length", self.lengths.min())
+        add("completions/max_length", self.lengths.max())
+        add("completions/clipped_ratio", (~self.ended).float().mean())
+        finished = self.lengths[self.ended] if self.ended.any() else torch.zeros(1)
+        add("completions/mean_terminated_length", finished.mean())
+        add("completions/min_terminated_length", finished.min())
+        add("completions/max_terminated_length", finished.max())
+        self._record_scores(names, add)
+
+    def _record_scores(self, names: Sequence[str], add: Callable[[str, Any], None]) -> None:
+        for index, name in enumerate(names):
+            add(f"rewards/{name}/mean", self.scores[:, index].nanmean())
+            add(f"rewards/{name}/std", masked_std(self.scores[:, index]))
+        for name, value in self.report:
+            add(name, value)
+        add("reward", self.total.nanmean())
+        add("reward_std", masked_std(self.total))
+        spreads = [masked_std(part) for part in self.total.split(self.sizes)]
+        equal = [bool(torch.isclose(s, torch.zeros(()))) for s in spreads]
+        add("frac_reward_zero_std", sum(equal) / len(equal))
+        missing = self.asked - sum(self.sizes)
+        unscored = int(self.total.isnan().sum())
+        if missing or unscored:
+            add("completions/unscored_ratio", (missing + unscored) / self.asked)
+
+
+def _summed(several: Sequence[dict[str, float]]) -> dict[str, float]:
+    names = dict.fromkeys(name for one in several for name in one)
+    return {name: sum(one.get(name, 0.0) for one in several) for name in names}
+
+
+def joined_reports(several: Sequence[tuple[Report, int]]) -> Report:
+    """What rewards cost in several processes, each with the number of its completions: seconds and failures are summed,
+    shares of completions weighed by their number. What a process did not report did not happen there.
+
+    >>> joined_reports([([("time", 1.0), ("none_ratio", 0.5)], 4), ([("time", 2.0)], 12)])
+    [('time', 3.0), ('none_ratio', 0.125)]
+    """
+    found: dict[str, float] = {}
+    completions = max(1, sum(count for _, count in several))
+    for report, count in several:
+        for name, value in report:
+            part = value * count / completions if name.endswith("_ratio") else value
+            found[name] = found.get(name, 0.0) + part
+    return list(found.items())

@@ -1,0 +1,262 @@
+"""Several processes that train one policy: what they tell each other, and how their gradients become one.
+
+Each process samples, scores and learns from groups of its own. What they have to agree on is small (counts, scores,
+numbers for the log) and travels as plain objects over a group on the host, so that no GPU waits for it. Gradients are
+added up once, when the update's last backward is done. DistributedDataParallel, which would do so during it, wants as
+many backwards in every process and the same again after running out of memory; packed micro-batches give neither.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+from collections.abc import Iterable, Iterator
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from rloom.errors import ProcessError
+
+BUCKET_MEGABYTES = 25
+"""Small gradients travel together, up to so much; DistributedDataParallel's own number."""
+
+
+class Processes:
+    """This process among those that train together. Made without arguments: one that is alone, and asks nobody.
+
+    Every method but the properties is for all processes to call, in the same order.
+
+    >>> alone = Processes()
+    >>> alone.gather("mine"), alone.total(3, 4), alone.any(False), alone.is_main
+    (['mine'], [3, 4], False, True)
+    """
+
+    def __init__(
+        self,
+        rank: int = 0,
+        count: int = 1,
+        *,
+        group: Any = None,
+        device: torch.device | None = None,
+        bucket_megabytes: int | None = None,
+    ) -> None:
+        self.rank, self.count, self._group, self._device = rank, count, group, device
+        self._bucket = (bucket_megabytes or BUCKET_MEGABYTES) * 2**20
+
+    @classmethod
+    def of(cls, args: Any) -> Processes:
+        """Those that were launched, as the options know them."""
+        if args.world_size == 1:
+            return cls()
+        return cls(
+            args.process_index,
+            args.world_size,
+            group=_host_group(args.ddp_timeout),
+            device=args.device,
+            bucket_megabytes=args.ddp_bucket_cap_mb,
+        )
+
+    @property
+    def alone(self) -> bool:
+        """Whether there is only one."""
+        return self.count == 1
+
+    @property
+    def is_main(self) -> bool:
+        """Whether this is the one that logs and writes."""
+        return self.rank == 0
+
+    # -- plain objects
+
+    def gather(self, value: Any) -> list[Any]:
+        """Everybody's value, in the order of the processes."""
+        if self.alone:
+            return [value]
+        values: list[Any] = [None] * self.count
+        with _together():
+            dist.all_gather_object(values, value, group=self._group)
+        return values
+
+    def to_main(self, value: Any) -> list[Any]:
+        """Everybody's value, at the main process; nothing at the others."""
+        if self.alone:
+            return [value]
+        values: list[Any] | None = [None] * self.count if self.is_main else None
+        with _together():
+            dist.gather_object(None if self.is_main else value, values, dst=0, group=self._group)
+        return [value, *values[1:]] if values else []
+
+    def from_main(self, value: Any) -> Any:
+        """The main process' value, at all."""
+        if self.alone:
+            return value
+        values = [value if self.is_main else None]
+        with _together():
+            dist.broadcast_object_list(values, src=0, group=self._group)
+        return values[0]
+
+    def total(self, *numbers: float) -> list[Any]:
+        """The sums of everybody's numbers."""
+        return [sum(column) for column in zip(*self.gather(numbers), strict=True)]
+
+    def any(self, flag: bool) -> bool:
+        """Whether it is true anywhere."""
+        return any(self.gather(bool(flag)))
+
+    def wait(self) -> None:
+        """Until all are here: before a file that another has written is read, or counts as there."""
+        if not self.alone:
+            with _together():
+                dist.barrier(group=self._group)
+
+    def check_same(self, values: dict[str, Any]) -> None:
+        """Raise where processes were given different options or data: they would wait for each other for ever, or train
+        on the same prompts."""
+        several = self.gather(values)
+        for name in values:
+            found = [one[name] for one in several]
+            if any(value != found[0] for value in found):
+                raise ProcessError(
+                    f"processes must be given the same options and data, and have other values of {name}: "
+                    f"{', '.join(map(repr, found))}. Does the script shuffle without a seed, or look at its rank?"
+                )
+
+    # -- numbers
+
+    def mean(self, values: Tensor) -> Tensor:
+        """The mean over everybody's values, each counting once however many a process has."""
+        if self.alone:
+            return values.mean()
+        total, count = self.total(float(values.double().sum()), values.numel())
+        return torch.tensor(total / count if count else torch.nan)
+
+    def max(self, values: Tensor) -> Tensor:
+        """The largest of everybody's values."""
+        if self.alone:
+            return values.max()
+        known = [value for value in self.gather(float(values.max()) if values.numel() else None) if value is not None]
+        return torch.tensor(max(known, default=torch.nan))
+
+    # -- tensors on the device
+
+    def add_up(self, parameters: Iterable[nn.Parameter], loss: Tensor) -> Tensor:
+        """Everybody's gradients summed in place, so that all hold those of the whole update; returns the whole loss.
+
+        Losses were divided by denominators that cover all processes: sums are what one process would have computed. A
+        parameter that has a gradient anywhere has one everywhere afterwards.
+        """
+        if self.alone:
+            return loss
+        trained = [p for p in parameters if p.requires_grad]
+        has_one = torch.tensor([p.grad is not None for p in trained])
+        anywhere = torch.stack(self.gather(has_one)).any(0).tolist()
+        gradients = []
+        for p, needed in zip(trained, anywhere, strict=True):
+            if needed and p.grad is None:
+                p.grad = torch.zeros_like(p, dtype=_gradient_dtype(p))
+            if needed:
+                gradients.append(p.grad)
+        loss = loss.clone()
+        with _together():
+            for bucket in _buckets([g for g in gradients if g is not None], self._bucket):
+                _sum(bucket)
+            dist.all_reduce(loss)
+        return loss
+
+    def share_weights(self, model: nn.Module) -> None:
+        """The main process' weights, at all: a script that draws its own may have drawn others in each process."""
+        if self.alone:
+            return
+        with _together(), torch.no_grad():
+            for value in (*model.parameters(), *model.buffers()):
+                if value.is_floating_point() and value.numel():
+                    sent = value.detach().to(self._device).contiguous()  # itself, mostly
+                    dist.broadcast(sent, src=0)
+                    value.copy_(sent)
+
+    def check_same_weights(self, model: nn.Module) -> None:
+        """Raise where processes do not hold the same trained weights, bit by bit: then they train apart."""
+        if self.alone:
+            return
+        found = self.gather(fingerprint(p for p in model.parameters() if p.requires_grad))
+        if len(set(found)) > 1:
+            others = [rank for rank, one in enumerate(found) if one != found[0]]
+            raise ProcessError(
+                f"the weights of process {', '.join(map(str, others))} are not those of process 0: they have trained "
+                "apart. Does a callback, a hook or an overridden method change weights in one process alone?"
+            )
+
+
+ALONE = Processes()
+"""For what a process does by itself, such as its batches of an evaluation."""
+
+
+class _together:
+    """A broken connection means that another process has ended, and its message is the one to read."""
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
+        if isinstance(error, (dist.DistBackendError, dist.DistNetworkError)) or (
+            isinstance(error, RuntimeError) and "gloo" in str(error).lower()
+        ):
+            raise ProcessError(
+                "another process has ended, or did not answer within ddp_timeout: the reason is in its own messages"
+            ) from error
+
+
+@functools.lru_cache
+def _host_group(timeout_seconds: int) -> Any:
+    """All processes once more, over the host's network: what is asked there waits for no GPU."""
+    return dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_seconds))
+
+
+def _gradient_dtype(p: nn.Parameter) -> torch.dtype:
+    return getattr(p, "grad_dtype", None) or p.dtype
+
+
+def _buckets(tensors: list[Tensor], size: int) -> Iterator[list[Tensor]]:
+    """Neighbours of one type that together stay within `size` bytes; what is larger goes alone.
+
+    >>> [len(bucket) for bucket in _buckets([torch.zeros(2), torch.zeros(2), torch.zeros(9), torch.zeros(1)], 16)]
+    [2, 1, 1]
+    """
+    bucket: list[Tensor] = []
+    filled = 0
+    for tensor in tensors:
+        if bucket and (filled + tensor.nbytes > size or tensor.dtype != bucket[0].dtype):
+            yield bucket
+            bucket, filled = [], 0
+        bucket.append(tensor)
+        filled += tensor.nbytes
+    if bucket:
+        yield bucket
+
+
+def _sum(bucket: list[Tensor]) -> None:
+    """Sum over processes, in place."""
+    if len(bucket) == 1 and bucket[0].is_contiguous():
+        dist.all_reduce(bucket[0])
+        return
+    flat = torch.cat([tensor.flatten() for tensor in bucket])
+    dist.all_reduce(flat)
+    for tensor, part in zip(bucket, flat.split([tensor.numel() for tensor in bucket]), strict=True):
+        tensor.copy_(part.view_as(tensor))
+
+
+@torch.no_grad()
+def fingerprint(tensors: Iterable[Tensor]) -> str:
+    """A short text that changes with any bit of them: words are summed where they are, and the sums hashed.
+
+    >>> weights = torch.ones(3)
+    >>> fingerprint([weights]) == fingerprint([weights.clone()]) != fingerprint([weights * (1 + 1e-7)])
+    True
+    """
+    words = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+    sums = [t.detach().contiguous().view(words[t.element_size()]).sum(dtype=torch.int64) for t in tensors]
+    numbers = torch.stack(sums).tolist() if sums else []
+    return hashlib.sha256(repr(numbers).encode()).hexdigest()[:16]

@@ -1,0 +1,280 @@
+"""Small runs for test_processes: the same function in one process, and in each of several under torchrun.
+
+    torchrun --nproc_per_node 2 processes_run.py OUTPUT KIND …
+
+Runs of one launch come one after the other, so that the imports are paid for once. Each process leaves what it saw in
+OUTPUT/KIND/result_RANK.pt.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sys
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parents[2]))
+
+import torch
+
+from rloom import RLOOConfig, RLOOTrainer, term
+from tests import vision_models
+from tests.conftest import make_model, make_tokenizer
+
+TEXTS = ["ab", "hello there", "1+1=", "a long prompt, much longer.", "x", "sort 3 1 2>", "why.", "0"]
+ROWS = [{"prompt": text, "summary": "a text."} for text in TEXTS]
+
+COMPLETIONS = 16  # per rollout, over all processes
+KINDS: dict[str, dict[str, Any]] = {
+    # whole completions, the KL in the reward, the training forward's own log-probabilities
+    "sequence": {"beta": 0.1},
+    # tokens as denominator; a KL in the loss; micro-batches of a prompt or two, unequally many in each process
+    "token": {"beta": 0.1, "kl_placement": "loss", "kl_estimator": "k3", "loss_aggregation": "token_mean",
+              "ratio_level": "token", "max_tokens_per_micro_batch": 40},
+    # statistics over the batch and over the run, at every place where there are some
+    "whitened": {"beta": 0.05, "normalize_advantages": True, "normalize_rewards": "running",
+                 "advantage_estimator": "moving_average", "truncated_completions": "exclude"},
+    "batch": {"beta": 0.05, "normalize_rewards": "batch", "advantage_estimator": "batch_mean",
+              "kl_placement": "reward_tokens", "ratio_level": "token", "normalize_advantages": True},
+    # several updates on a rollout, each with its share of every process; a reference that moves; older metrics
+    "several": {"beta": 0.1, "steps": 2, "num_iterations": 2, "sync_ref_model": True, "ref_model_sync_steps": 2,
+                "max_steps": 6, "log_older_metrics": True},
+    "lora": {"beta": 0.1, "learning_rate": 1e-2},
+    "images": {"beta": 0.1, "max_completion_length": 4, "log_completions": True, "num_completions_to_print": 1},
+    "bfloat16": {"beta": 0.1},
+    "transformers": {"beta": 0.1, "engine": "transformers"},
+    # groups without signal: skipped, replaced; one process may have nothing to learn from
+    "degenerate": {"beta": 0.0, "max_tokens_per_micro_batch": 30},
+    "replaced": {"beta": 0.0, "dynamic_sampling": 2},
+    "evaluated": {"beta": 0.1, "eval_strategy": "steps", "eval_steps": 2, "per_device_eval_batch_size": 4,
+                  "num_generations_eval": 2, "eval_reference_column": "summary"},
+    "dropout": {"beta": 0.1, "steps": 2, "num_iterations": 2, "max_steps": 6, "save_steps": 1, "logging_steps": 3,
+                "sync_ref_model": True, "ref_model_sync_steps": 3, "normalize_rewards": "running"},
+    "out of memory": {"beta": 0.1, "max_tokens_per_micro_batch": 200},
+    "failing": {"beta": 0.1},
+    "corners": {"beta": 0.1, "engine": "forked", "log_completions": True, "num_completions_to_print": 1,
+                "per_device_eval_batch_size": 4},
+}  # fmt: skip
+
+
+def rank() -> int:
+    return int(os.environ.get("RANK", "0"))
+
+
+def count() -> int:
+    return int(os.environ.get("WORLD_SIZE", "1"))
+
+
+def by_length(completions, log_extra, log_metric, **kwargs):
+    """Longer is better, and an `a` is; writes to table and log too."""
+    completions = [_text(one) for one in completions]
+    log_extra("length", [len(text) for text in completions])
+    log_metric("share", sum("a" in text for text in completions) / len(completions))
+    return [len(text) / 2 + text.count("a") for text in completions]
+
+
+def second(completions, **kwargs):
+    """Has no opinion on some."""
+    return [None if "b" in text else float(text.count("e")) for text in map(_text, completions)]
+
+
+def seldom(prompts, completions, **kwargs):
+    """Only two of the prompts are ever rewarded."""
+    return [float(len(text)) if prompt in TEXTS[:2] else 1.0 for prompt, text in zip(prompts, completions, strict=True)]
+
+
+def failing(completions, **kwargs):
+    """Fails in one process alone."""
+    if rank() == count() - 1:
+        raise ValueError("the reward of the last process has failed")
+    return [1.0] * len(completions)
+
+
+JUDGED: list[str] = []
+
+
+def longer(prompts, completions, **kwargs):
+    """A judge: the share of a pair that each wins."""
+    JUDGED.append(prompts[0])
+    first, other = (len(text) for text in completions)
+    return [float(first > other), float(first <= other)]
+
+
+REWARDS: dict[str, Any] = {
+    "degenerate": [seldom],
+    "replaced": [seldom],
+    "failing": [failing],
+    "dropout": [by_length],  # without scores that are NaN, which is equal to nothing
+    "whitened": [term(by_length, normalize=True), term(second, weight=0.5, only_if=by_length, at_least=0.5)],
+}
+
+
+def make_trainer(output: Path, kind: str, *, engine: Any = None, rows: Any = ROWS, **changes: Any) -> RLOOTrainer:
+    options = dict(KINDS[kind])
+    steps = options.pop("steps", 1)
+    config = RLOOConfig(
+        str(output),
+        **{
+            "per_device_train_batch_size": COMPLETIONS // count() // steps,
+            "steps_per_generation": steps,
+            "num_generations": 4,
+            "max_completion_length": 8,
+            "learning_rate": 3e-3,
+            "max_steps": 3,
+            "logging_steps": 1,
+            "save_strategy": "steps" if kind == "dropout" else "no",
+            "report_to": "none",
+            "use_cpu": True,
+            "disable_tqdm": True,
+            "gradient_checkpointing": False,
+            "engine": "native",
+            "seed": 7,
+            **options,
+            **changes,
+        },
+    )
+    model, processing_class = (
+        make_model(seed=rank() + 1 if kind == "sequence" else 1, **_dropout(kind)),
+        make_tokenizer(),
+    )
+    if kind == "images":
+        (model, processing_class), rows = vision_models.make("qwen3-vl"), _with_images()
+    lora = None
+    if kind == "lora":
+        from peft import LoraConfig
+
+        lora = LoraConfig(r=4, target_modules=["q_proj", "v_proj"])
+    judge = {"eval_judge": longer} if "eval_reference_column" in options else {}
+    return RLOOTrainer(
+        model.bfloat16() if kind == "bfloat16" else model,
+        REWARDS.get(kind, [by_length, second]),
+        config,
+        rows,
+        ROWS[:7] if config.eval_strategy != "no" else None,
+        processing_class=processing_class,
+        peft_config=lora,
+        engine=engine,
+        **judge,
+    )
+
+
+def _with_images() -> list[dict[str, Any]]:
+    sizes = [(28, 28), (56, 28), (28, 56), (56, 56)]
+    chats = [[{"role": "user", "content": f"what is it{'?' * number}"}] for number in range(8)]
+    return [
+        {"prompt": chat, "images": [vision_models.picture(n, *sizes[n % 4])] if n % 3 else []}
+        for n, chat in enumerate(chats)
+    ]
+
+
+def _text(completion: Any) -> str:
+    return completion if isinstance(completion, str) else completion[0]["content"]
+
+
+def _dropout(kind: str) -> dict[str, float]:
+    return {"attention_dropout": 0.1} if kind == "dropout" else {}
+
+
+def run(output: Path, kind: str, *, resume: bool = False, **changes: Any) -> dict[str, Any]:
+    """One run, and what this process saw of it."""
+    trainer = make_trainer(output, kind, **changes)
+    assert trainer.args.world_size == trainer.accelerator.num_processes == count()
+    apart: list[str] = []
+    judged = len(JUDGED)
+    if kind == "out of memory":
+        _run_out_once(trainer)
+    _look_after_updates(trainer, apart)
+    trainer.train(resume_from_checkpoint=resume or None)
+    return {
+        "world": trainer.accelerator.num_processes,
+        "weights": {name: p.detach().clone() for name, p in trainer.model.named_parameters()},
+        "history": [{k: v for k, v in e.items() if "time" not in k and "per_second" not in k}
+                    for e in trainer.state.log_history],
+        "fingerprints": apart,
+        "drawn": trainer.drawn,
+        "judged": JUDGED[judged:],
+        "wrapped": type(trainer.model_wrapped).__name__,
+        "state": trainer._state(),
+    }  # fmt: skip
+
+
+def corners(output: Path) -> dict[str, Any]:
+    """Data that comes in streams, fewer batches than processes, several sets to evaluate on, predictions."""
+    from datasets import Dataset
+
+    stream = Dataset.from_list(ROWS).to_iterable_dataset()
+    trainer = make_trainer(output, "corners", rows=stream)
+    found = [trainer.evaluate(ROWS[:1]), trainer.evaluate({"a": ROWS[:5], "b": ROWS[5:]}), trainer.evaluate(stream)]
+    trainer.train()
+    predicted = trainer.predict(ROWS[:5]).metrics
+    return {
+        "world": trainer.accelerator.num_processes,
+        "weights": {name: p.detach().clone() for name, p in trainer.model.named_parameters()},
+        "history": [{k: v for k, v in entry.items() if "time" not in k and "per_second" not in k}
+                    for entry in [*found, predicted]],
+        "table": trainer.completion_log.table(step=3),
+    }  # fmt: skip
+
+
+def _look_after_updates(trainer: Any, fingerprints: list[str]) -> None:
+    """Note the weights after each update, and what was generated."""
+    from transformers import TrainerCallback
+
+    from rloom.training.processes import fingerprint
+
+    class Look(TrainerCallback):
+        def on_step_end(self, args, state, control, **kwargs):
+            fingerprints.append(fingerprint(kwargs["model"].parameters()))
+
+    trainer.add_callback(Look())
+    trainer.drawn = []
+    generate = trainer.collector._generate
+
+    def noting(*args: Any) -> Any:
+        groups = generate(*args)
+        trainer.drawn += [(g.prompt.content, [c.token_ids for c in g.completions]) for g in groups]
+        return groups
+
+    trainer.collector._generate = noting
+
+
+def _run_out_once(trainer: Any) -> None:
+    """The last process runs out of memory once, in the middle of an update."""
+    loss, left = trainer.learner.loss, [rank() == count() - 1]
+
+    def scarce(model: Any, batch: Any) -> Any:
+        result = loss(model, batch)
+        if left[0]:
+            left[0] = False
+            raise torch.OutOfMemoryError("as good as none left")
+        return result
+
+    trainer.learner.loss = scarce
+
+
+def main() -> None:
+    output, *kinds = sys.argv[1:]
+    for kind in kinds:
+        folder = Path(output) / kind
+        if kind == "corners":
+            result = corners(folder)
+        elif kind == "resumed":  # the middle of an earlier run goes on in a folder of its own
+            if rank() == 0:
+                cut_off_after(Path(output) / "dropout", folder, step=3)
+            torch.distributed.barrier()
+            result = run(folder, "dropout", resume=True)
+        else:
+            result = run(folder, kind)
+        folder.mkdir(parents=True, exist_ok=True)
+        torch.save(result, folder / f"result_{rank()}.pt")
+
+
+def cut_off_after(whole: Path, folder: Path, step: int) -> None:
+    """A run as it would have been left by a kill."""
+    shutil.copytree(whole / f"checkpoint-{step}", folder / f"checkpoint-{step}")
+    shutil.copytree(whole / "_rollouts", folder / "_rollouts")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,340 @@
+"""What several processes find out together is what one would find out about all of it.
+
+Processes are threads here, which hand each other their values; real ones are in integration/test_processes.
+"""
+
+from __future__ import annotations
+
+import copy
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import nn
+
+from rloom import FakeEngine, RLOOConfig, term
+from rloom.data.loader import DealtIndices, Turns
+from rloom.data.plan import Schedule
+from rloom.errors import NoCompletionError, ProcessError
+from rloom.rewards.compose import Composition
+from rloom.training import checkpoint
+from rloom.training.assemble import check_same_everywhere
+from rloom.training.credit import Credit, Shaper
+from rloom.training.outcome import Outcome
+from rloom.training.processes import ALONE, Processes, fingerprint
+from rloom.training.rollouts import Collector, replace_degenerate
+from rloom.training.tally import Tally
+from rloom.types import Completion, Group, Prompt, Rollout
+
+
+class Threads(Processes):
+    """One of several."""
+
+    def __init__(self, rank: int, boxes: list, meeting: threading.Barrier) -> None:
+        super().__init__(rank, len(boxes))
+        self.boxes, self.meeting = boxes, meeting
+
+    def gather(self, value):
+        self.boxes[self.rank] = value
+        self.meeting.wait(5)
+        values = list(self.boxes)
+        self.meeting.wait(5)
+        return values
+
+
+def together(work, count: int = 2) -> list:
+    """The results of `work(processes)` in each."""
+    boxes, meeting = [None] * count, threading.Barrier(count)
+    with ThreadPoolExecutor(count) as pool:
+        return list(pool.map(lambda rank: work(Threads(rank, boxes, meeting)), range(count)))
+
+
+# -- numbers
+
+
+def test_means_and_maxima_count_every_value_once():
+    values = [torch.tensor([1.0, 2.0, 6.0]), torch.zeros(0), torch.tensor([7.0])]
+    assert together(lambda p: float(p.mean(values[p.rank])), 3) == [4.0] * 3
+    assert together(lambda p: float(p.max(values[p.rank])), 3) == [7.0] * 3
+    assert together(lambda p: p.total(p.rank, 1), 3) == [[3, 3]] * 3
+    assert together(lambda p: p.any(p.rank == 2), 3) == [True] * 3
+
+
+def test_nothing_anywhere_is_nan():
+    assert all(torch.isnan(value) for value in together(lambda p: p.mean(torch.zeros(0))))
+    assert all(torch.isnan(value) for value in together(lambda p: p.max(torch.zeros(0))))
+
+
+def test_weights_that_differ_are_named():
+    models = [nn.Linear(3, 2), nn.Linear(3, 2)]
+    models[1].load_state_dict(models[0].state_dict())
+    together(lambda p: p.check_same_weights(models[p.rank]))
+    with torch.no_grad():
+        models[1].bias[0] += 1e-7
+
+    def check(processes):
+        with pytest.raises(ProcessError, match="the weights of process 1 are not those of process 0"):
+            processes.check_same_weights(models[processes.rank])
+        return True
+
+    assert all(together(check))
+
+
+def test_processes_that_were_told_different_things():
+    config = RLOOConfig("out", report_to="none", use_cpu=True)
+    rows = [{"prompt": text} for text in "abc"]
+
+    def check(processes, *data):
+        own = copy.copy(config)
+        own.seed = processes.rank if not data else 0
+        with pytest.raises(ProcessError) as caught:
+            check_same_everywhere(processes, own, data[processes.rank] if data else rows)
+        return str(caught.value)
+
+    assert all("have other values of seed: '0', '1'" in message for message in together(check))
+    for other in (rows[::-1], rows[:2]):
+        assert all("train_dataset" in m for m in together(lambda p, other=other: check(p, rows, other)))
+    together(lambda processes: check_same_everywhere(processes, config, rows))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64, torch.uint8])
+def test_a_fingerprint_sees_every_bit(dtype):
+    weights = torch.arange(6).to(dtype)
+    other = weights.clone()
+    assert fingerprint([weights]) == fingerprint([other])
+    other.view(torch.uint8)[0] += 1
+    assert fingerprint([weights]) != fingerprint([other])
+    assert fingerprint([weights.view(2, 3).T]) == fingerprint([weights])  # whatever its layout
+
+
+# -- scores and advantages
+
+SCORES = torch.tensor([[1.0, 0.2], [2.0, torch.nan], [0.5, 0.9], [3.0, 0.1], [torch.nan, torch.nan], [9.0, 0.4]])
+LENGTHS = torch.tensor([3, 9, 2, 5, 4, 7])
+ENDED = torch.tensor([True, False, True, True, False, True])
+CUTS = [slice(0, 4), slice(4, 6)]
+
+
+def shaper_of(**changes) -> Shaper:
+    choices = SimpleNamespace(normalize_rewards=changes.pop("normalize_rewards", None), reward_clip_range=None)
+    options = {"missing_eos_penalty": 0.5, "length_regularization": "linear", "length_coefficient": 1.0}
+    config = SimpleNamespace(**options, max_completion_length=10, length_margin=None, choices=choices)
+
+    def right(completions): ...
+    def form(completions): ...
+
+    terms = [term(right, normalize=True, only_if=form, at_least=0.15), term(form)]
+    return Shaper(config, torch.tensor([1.0, 0.5]), Composition(terms, ["right", "form"]))
+
+
+@pytest.mark.parametrize("normalize", [None, "batch", "running"])
+def test_scores_are_shaped_by_the_statistics_of_all(normalize):
+    """Twice, since running moments go on; with a call that failed, which shuts a gate."""
+    failed = torch.zeros_like(SCORES, dtype=torch.bool)
+    failed[1, 1] = True
+    whole = shaper_of(normalize_rewards=normalize)
+    whole.composition.note_failures(failed)
+    expected = [whole(SCORES * factor, LENGTHS, ENDED, update=True) for factor in (1.0, 2.0)]
+
+    def shape(processes):
+        own, cut = shaper_of(normalize_rewards=normalize), CUTS[processes.rank]
+        own.composition.note_failures(failed[cut])
+        parts = [own.together(processes, SCORES[cut] * factor, LENGTHS[cut], ENDED[cut]) for factor in (1.0, 2.0)]
+        assert own.moments == whole.moments
+        assert own.composition.state_dict() == whole.composition.state_dict()
+        assert torch.equal(own.composition.failed, failed[cut])
+        return parts
+
+    found = [torch.cat(parts) for parts in zip(*together(shape), strict=True)]
+    torch.testing.assert_close(found, expected, rtol=0, atol=0, equal_nan=True)
+
+
+def credit_of(processes: Processes = ALONE, **changes) -> Credit:
+    options = {"kl_placement": "reward", "advantage_estimator": "leave_one_out", "advantage_clip": None,
+               "normalize_advantages": False} | changes  # fmt: skip
+    return Credit(SimpleNamespace(beta=0.1, choices=SimpleNamespace(**options), baseline_momentum=0.5), processes)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"normalize_advantages": True},
+        {"normalize_advantages": True, "kl_placement": "reward_tokens"},
+        {"advantage_estimator": "batch_mean"},
+        {"advantage_estimator": "moving_average", "kl_placement": "reward_tokens"},
+    ],
+    ids=str,
+)
+def test_advantages_compare_over_all(changes):
+    torch.manual_seed(0)
+    score, groups = torch.randn(6), torch.tensor([0, 0, 1, 1, 2, 2])
+    mask = (torch.arange(5) < torch.tensor([5, 2, 3, 1, 2, 3]).unsqueeze(1)).float()
+    kl = torch.randn(6, 5) * mask
+    score[4] = torch.nan
+    whole = credit_of(**changes)
+    expected = [whole.advantages(score * factor, groups, kl, mask) for factor in (1.0, 3.0)]
+
+    def compare(processes):
+        own, cut = credit_of(processes, **changes), CUTS[processes.rank]
+        width = int(mask[cut].sum(-1).max())  # tables are as wide as a process' longest completion
+        numbers = groups[cut] - groups[cut][0]
+        tables = kl[cut][:, :width], mask[cut][:, :width]
+        found = [own.advantages(score[cut] * factor, numbers, *tables) for factor in (1.0, 3.0)]
+        assert own.state_dict() == whole.state_dict()
+        return [nn.functional.pad(one, (0, 5 - width)) if one.dim() == 2 else one for one in found]
+
+    found = [torch.cat(parts) for parts in zip(*together(compare), strict=True)]
+    torch.testing.assert_close(found, expected, rtol=0, atol=0)
+
+
+def test_groups_are_nobody_elses_business():
+    """Leave-one-out asks nobody: a process may do it when the others do not."""
+    credit = credit_of(Processes(rank=1, count=2))
+    found = credit.advantages(torch.tensor([1.0, 3.0]), torch.tensor([0, 0]), torch.zeros(2, 1), torch.ones(2, 1))
+    assert found.tolist() == [-2.0, 2.0]
+
+
+# -- metrics
+
+
+def outcome_of(lengths, scores, sizes, report=(), asked=2) -> Outcome:
+    groups = []
+    left = iter(lengths)
+    for size in sizes:
+        completions = [Completion(token_ids=[1] * next(left), stop_reason="eos") for _ in range(size)]
+        groups.append(Group(prompt=Prompt(content="p", token_ids=[1, 2]), completions=completions))
+    columns = torch.tensor(scores).unsqueeze(-1)
+    return Outcome.of(groups, columns, columns[:, 0], asked, list(report))
+
+
+def test_metrics_of_rollouts_are_those_of_all_completions():
+    whole = outcome_of([3, 5, 2, 2, 9], [1.0, 2.0, 4.0, 4.0, torch.nan], [2, 2, 1])
+    parts = [outcome_of([3, 5], [1.0, 2.0], [2]), outcome_of([2, 2, 9], [4.0, 4.0, torch.nan], [2, 1])]
+    found, expected = {}, {}
+    Outcome.joined(parts).record(["r"], found.__setitem__)
+    whole.record(["r"], expected.__setitem__)
+    assert found.keys() == expected.keys()
+    assert {name: float(value) for name, value in found.items()} == {n: float(v) for n, v in expected.items()}
+    assert found["completions/unscored_ratio"] == 2 / 6  # one without a score, one that there is not
+    assert Outcome.joined(parts).num_tokens == whole.num_tokens == 5 * 2 + 21
+
+
+def test_who_sits_out_changes_nothing():
+    some = outcome_of([3, 5], [1.0, 2.0], [2], report=[("rewards/r/time", 1.0), ("rewards/r/none_ratio", 0.5)])
+    found, expected = {}, {}
+    Outcome.joined([Outcome.nothing(1), some]).record(["r"], found.__setitem__)
+    some.record(["r"], expected.__setitem__)
+    assert found == expected
+    Outcome.joined([Outcome.nothing(1)] * 2).record(["r"], lambda name, value: pytest.fail(name))
+
+
+def test_totals_of_processes_are_summed_and_other_numbers_averaged():
+    parts = [outcome_of([1], [0.0], [1]) for _ in range(2)]
+    parts[0].take_logged([("share", 0.5), ("judge/calls", 3.0), ("judge/calls", 2.0)])
+    parts[1].take_logged([("share", 1.0), ("judge/calls", 4.0)])
+    joined = Outcome.joined(parts)
+    assert joined.logged == [("share", 0.5), ("share", 1.0)]
+    assert joined.totals == {"judge/calls": 7.0}
+
+
+def test_tallies_are_summed_and_shares_of_clipped_ones_counted_by_completion():
+    metrics = SimpleNamespace(found={}, add=lambda mode, name, value: metrics.found.__setitem__(name, float(value)))
+    parts = [
+        Tally(entropy=torch.tensor(6.0), tokens=torch.tensor(3.0), low=[torch.tensor([1.0])], high=[torch.zeros(1)]),
+        Tally(entropy=torch.tensor(2.0), tokens=torch.tensor(5.0), skipped=2,
+              low=[torch.zeros(2), torch.zeros(1)], high=[torch.zeros(2), torch.ones(1)]),
+        Tally(),  # nothing to learn from
+    ]  # fmt: skip
+    together(lambda p: parts[p.rank].record(metrics, "train", p), 3)
+    found = metrics.found
+    assert found["entropy"] == 1.0
+    assert found["completions/skipped"] == 2
+    assert (found["clip_ratio/low_mean"], found["clip_ratio/high_mean"]) == (0.25, 0.25)
+    assert (found["clip_ratio/low_min"], found["clip_ratio/high_max"]) == (0.0, 1.0)
+    assert "aux_loss" not in found
+
+
+# -- who does what
+
+
+@pytest.mark.parametrize(("prompts", "parts", "count"), [(4, 2, 2), (6, 3, 3), (3, 2, 2), (2, 1, 4), (1, 4, 2)])
+def test_places_are_everybodys_and_an_update_has_the_groups_of_one_process(prompts, parts, count):
+    each = [
+        Schedule(prompts=prompts, parts=parts, passes=1, parts_per_update=1, world_size=count, rank=rank).places()
+        for rank in range(count)
+    ]
+    assert sorted(place for places in each for place in places) == list(range(prompts * count))
+    if prompts % parts == 0:
+        share = prompts // parts
+        for part in range(parts):
+            taken = {place for places in each for place in places[part * share : (part + 1) * share]}
+            assert taken == set(range(part * share * count, (part + 1) * share * count))
+
+
+def test_batches_are_dealt_in_turns():
+    whole = [[0, 1], [2, 3], [4, 5], [6]]
+    each = [list(DealtIndices(7, Turns(2, rank=rank, count=3))) for rank in range(3)]
+    assert each == [[whole[0], whole[3]], [whole[1]], [whole[2]]]
+    assert [len(DealtIndices(7, Turns(2, rank=rank, count=3))) for rank in range(3)] == [2, 1, 1]
+    assert list(DealtIndices(1, Turns(2, rank=1, count=2))) == []
+
+
+@pytest.mark.parametrize("keyed", [True, False])
+def test_processes_never_draw_the_same_noise_for_different_prompts(keyed):
+    engine = FakeEngine(lambda prompt, sample, seed: [2], eos_token_ids=[2])
+    engine.keyed_by_prompt = keyed
+
+    def noise(processes):
+        prompts = [Prompt(content="a", token_ids=[1]) for _ in range(2)]
+        places = [2 * processes.rank, 2 * processes.rank + 1]
+        seed = Collector._share_noise(SimpleNamespace(processes=processes, engine=engine), prompts, 7, places)
+        return [(seed, index if prompt.number is None else prompt.number) for index, prompt in enumerate(prompts)]
+
+    drawn = [one for own in together(noise) for one in own]
+    assert len(set(drawn)) == 4
+    if keyed:  # as one process
+        assert drawn == [(7, 0), (7, 1), (7, 2), (7, 3)]
+
+
+def test_all_take_part_in_rounds_of_replacement():
+    """One has nothing to replace, and draws in as many rounds all the same."""
+
+    def rollout(*scores):
+        score, count = torch.tensor(scores), len(scores)
+        return Rollout(
+            prompt_ids=[[1]] * count,
+            completion_ids=[[1]] * count,
+            groups=torch.arange(count) // 2,
+            num_groups=count // 2,
+            scores=score.unsqueeze(-1),
+            score=score,
+            trained=[True] * count,
+            records=[0] * count,
+        )
+
+    def replace(processes):
+        own = rollout(1.0, 1.0, 0.0, 1.0) if processes.rank else rollout(0.0, 1.0, 1.0, 0.0)
+        counts = []
+
+        def draw(count, number):
+            counts.append(processes.gather(count))  # as the trainer does: all are asked in every round
+            if not count:
+                raise NoCompletionError("nothing is to be replaced here")
+            return rollout(1.0, 1.0) if number == 0 else rollout(2.0, 3.0)
+
+        changed, replaced = replace_degenerate(own, draw, 3, processes)
+        return replaced, counts, changed.score.tolist()
+
+    assert together(replace) == [
+        (0, [[0, 1], [0, 1]], [0.0, 1.0, 1.0, 0.0]),
+        (1, [[0, 1], [0, 1]], [2.0, 3.0, 0.0, 1.0]),
+    ]
+
+
+def test_each_process_has_its_own_state_and_a_new_one_the_first_ones(tmp_path):
+    for rank in range(2):
+        checkpoint.save(tmp_path, {"rank": rank}, {"w": torch.ones(1) * rank} if not rank else None, rank=rank)
+    assert [checkpoint.load(tmp_path, rank=rank)[0] for rank in range(3)] == [{"rank": 0}, {"rank": 1}, {"rank": 0}]
+    assert checkpoint.load(tmp_path, rank=2)[1] == {"w": torch.zeros(1)}
