@@ -142,3 +142,13 @@ def test_rows_advance():
     for name in ("tokens", "positions", "cached", "counts", "remaining", "alive", "step", "out_tokens"):
         assert torch.equal(getattr(pair[0], name), getattr(pair[1], name)), name
     assert pair[0].out_tokens[:, :3].tolist() == [[5, 7, -1], [7, -1, -1], [6, 6, 5], [8, -1, -1], [-1, -1, -1]]
+
+
+@pytest.mark.parametrize(
+    ("rows", "longest_prompt", "longest_completion", "whole"),
+    [(128, 128, 1024, True), (128, 256, 256, False), (96, 128, 1024, False), (512, 64, 256, True)],
+)
+def test_rows_in_one_program_each(rows, longest_prompt, longest_completion, whole):
+    """Where they fill a GPU, and reading a prompt once for each of them costs little beside their own tokens."""
+    geometry = Geometry((Layer(2, 16, 16, 4, torch.float32),))
+    assert make_tables(geometry, rows, 4, 4, longest_prompt, longest_completion, CPU).whole is whole
