@@ -98,6 +98,14 @@ def test_processes_that_were_told_different_things():
         assert all("train_dataset" in m for m in together(lambda p, other=other: check(p, rows, other)))
     together(lambda processes: check_same_everywhere(processes, config, rows))
 
+    def dated(processes):  # a folder named after the second in which each has started
+        own = copy.copy(config)
+        own.output_dir = f"out-{processes.rank}"
+        with pytest.raises(ProcessError, match="other values of output_dir"):
+            check_same_everywhere(processes, own, rows)
+
+    together(dated)
+
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64, torch.uint8])
 def test_a_fingerprint_sees_every_bit(dtype):

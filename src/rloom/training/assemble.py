@@ -249,7 +249,7 @@ SAME_EVERYWHERE = (
     "seed", "data_seed", "max_steps", "num_train_epochs", "generation_batch_size", "steps_per_generation",
     "gradient_accumulation_steps", "num_iterations", "num_generations", "learning_rate", "beta", "objective",
     "shuffle_dataset", "dynamic_sampling", "logging_strategy", "logging_steps", "eval_strategy", "eval_steps",
-    "save_strategy", "save_steps", "per_device_eval_batch_size", "log_older_metrics",
+    "save_strategy", "save_steps", "per_device_eval_batch_size", "log_older_metrics", "output_dir",
 )  # fmt: skip
 """Options by which processes find out, each by itself, what they do when."""
 

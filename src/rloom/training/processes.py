@@ -121,7 +121,8 @@ class Processes:
             if any(value != found[0] for value in found):
                 raise ProcessError(
                     f"processes must be given the same options and data, and have other values of {name}: "
-                    f"{', '.join(map(repr, found))}. Does the script shuffle without a seed, or look at its rank?"
+                    f"{', '.join(map(repr, found))}. Does the script shuffle without a seed, or look at the clock or "
+                    "at its rank?"
                 )
 
     # -- numbers
