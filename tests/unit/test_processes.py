@@ -18,6 +18,7 @@ from rloom import FakeEngine, RLOOConfig, term
 from rloom.data.loader import DealtIndices, Turns
 from rloom.data.plan import Schedule
 from rloom.errors import NoCompletionError, ProcessError
+from rloom.generation.images import ImageRouter
 from rloom.rewards.compose import Composition
 from rloom.training import checkpoint
 from rloom.training.assemble import check_same_everywhere
@@ -304,6 +305,25 @@ def test_processes_never_draw_the_same_noise_for_different_prompts(keyed):
     assert len(set(drawn)) == 4
     if keyed:  # as one process
         assert drawn == [(7, 0), (7, 1), (7, 2), (7, 3)]
+
+
+def test_images_draw_other_noise_in_each_process():
+    """Where prompts with images go to an engine that does not look at a prompt's number."""
+    seeds = []
+
+    def script(prompt, sample, seed):
+        seeds.append(seed)
+        return [2]
+
+    text, pictures = (FakeEngine(script, eos_token_ids=[2]) for _ in range(2))
+    text.keyed_by_prompt, text.takes_images = True, False
+    router = ImageRouter(lambda: text, pictures)
+    assert router.keyed_by_prompt
+    for number in (None, 0, 2):
+        prompt = Prompt(content="a", token_ids=[1], inputs={"pixels": torch.zeros(1)}, number=number)
+        list(router.generate([prompt], 1, seed=7))
+    assert seeds[0] == 7
+    assert len(set(seeds)) == 3
 
 
 def test_all_take_part_in_rounds_of_replacement():
