@@ -41,11 +41,12 @@ KINDS: dict[str, dict[str, Any]] = {
     "several": {"beta": 0.1, "steps": 2, "num_iterations": 2, "sync_ref_model": True, "ref_model_sync_steps": 2,
                 "max_steps": 6, "log_older_metrics": True},
     "lora": {"beta": 0.1, "learning_rate": 1e-2},
-    "images": {"beta": 0.1, "max_completion_length": 4, "log_completions": True, "num_completions_to_print": 1},
+    "images": {"beta": 0.1, "engine": None, "max_completion_length": 4, "log_completions": True,
+               "num_completions_to_print": 1},
     "bfloat16": {"beta": 0.1},
     "transformers": {"beta": 0.1, "engine": "transformers"},
     # groups without signal: skipped, replaced; one process may have nothing to learn from
-    "degenerate": {"beta": 0.0, "max_tokens_per_micro_batch": 30},
+    "degenerate": {"beta": 0.0, "max_tokens_per_micro_batch": 30, "weight_decay": 0.5},
     "replaced": {"beta": 0.0, "dynamic_sampling": 2},
     "evaluated": {"beta": 0.1, "eval_strategy": "steps", "eval_steps": 2, "per_device_eval_batch_size": 4,
                   "num_generations_eval": 2, "eval_reference_column": "summary"},
@@ -139,6 +140,8 @@ def make_trainer(output: Path, kind: str, *, engine: Any = None, rows: Any = ROW
         make_model(seed=rank() + 1 if kind == "sequence" else 1, **_dropout(kind)),
         make_tokenizer(),
     )
+    if kind == "degenerate":  # a weight that no forward uses: it has no gradient, and does not decay
+        model.register_parameter("spare", torch.nn.Parameter(torch.ones(2)))
     if kind == "images":
         (model, processing_class), rows = vision_models.make("qwen3-vl"), _with_images()
     lora = None

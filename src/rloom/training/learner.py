@@ -128,7 +128,7 @@ class Learner:
                     backward(loss, index == len(plans) - 1)
                 widen()
                 total += loss.detach()
-        if not plans:  # nothing to learn from; the optimizer still wants to see gradients
+        if not plans and self.processes.alone:  # nothing to learn from; the optimizer still wants to see gradients
             backward(sum((p.sum() * 0.0 for p in self.policy.parameters() if p.requires_grad), total), True)
         for share in shares:
             total += self._untrained_loss(share)

@@ -147,22 +147,21 @@ class Processes:
         """Everybody's gradients summed in place, so that all hold those of the whole update; returns the whole loss.
 
         Losses were divided by denominators that cover all processes: sums are what one process would have computed. A
-        parameter that has a gradient anywhere has one everywhere afterwards.
+        parameter that has a gradient anywhere has one everywhere afterwards. Where none has, each has one of zeros: the
+        optimizer wants to see gradients.
         """
         if self.alone:
             return loss
         trained = [p for p in parameters if p.requires_grad]
         has_one = torch.tensor([p.grad is not None for p in trained])
         anywhere = torch.stack(self.gather(has_one)).any(0).tolist()
-        gradients = []
-        for p, needed in zip(trained, anywhere, strict=True):
-            if needed and p.grad is None:
+        summed = [p for p, somewhere in zip(trained, anywhere, strict=True) if somewhere or not any(anywhere)]
+        for p in summed:
+            if p.grad is None:
                 p.grad = torch.zeros_like(p, dtype=_gradient_dtype(p))
-            if needed:
-                gradients.append(p.grad)
         loss = loss.clone()
         with _together():
-            for bucket in _buckets([g for g in gradients if g is not None], self._bucket):
+            for bucket in _buckets([p.grad for p in summed if p.grad is not None], self._bucket):
                 _sum(bucket)
             dist.all_reduce(loss)
         return loss
