@@ -19,7 +19,10 @@ from rloom.data.loader import DealtIndices, Turns
 from rloom.data.plan import Schedule
 from rloom.errors import NoCompletionError, ProcessError
 from rloom.generation.images import ImageRouter
+from rloom.observe.completions import sendable
+from rloom.rewards.collection import RewardSet
 from rloom.rewards.compose import Composition
+from rloom.rewards.functions import FunctionReward
 from rloom.training import checkpoint
 from rloom.training.assemble import check_same_everywhere
 from rloom.training.credit import Credit, Shaper
@@ -324,6 +327,36 @@ def test_images_draw_other_noise_in_each_process():
         list(router.generate([prompt], 1, seed=7))
     assert seeds[0] == 7
     assert len(set(seeds)) == 3
+
+
+def test_what_a_reward_function_shows_never_keeps_rows_from_travelling():
+    class Silent:
+        def __str__(self):
+            raise ValueError("no text")
+
+        def __reduce__(self):
+            raise ValueError("no pickle")
+
+    within_itself = [lambda: 1]
+    within_itself.append(within_itself)
+    extra = {"n": 1, "t": torch.ones(2), "nested": [1, {"a": 2}], "function": within_itself, "silent": Silent()}
+    image = object()
+    (row,) = sendable([{"prompt": "a", "extra": extra, "images": [image]}])
+    assert row["images"] == [image]
+    found = row["extra"]
+    assert (found["n"], found["t"].tolist(), found["nested"]) == (1, [1.0, 1.0], [1, {"a": 2}])
+    assert "function" in found["function"]
+    assert found["silent"] == "a Silent"
+
+
+def test_processes_of_a_machine_share_its_cores(monkeypatch):
+    monkeypatch.setattr("os.sched_getaffinity", lambda _: set(range(12)), raising=False)
+    workers = {}
+    for count in ("1", "4", "64"):
+        monkeypatch.setenv("LOCAL_WORLD_SIZE", count)
+        rewards = RewardSet([FunctionReward(lambda completions, **_: [0.0] * len(completions))], None)
+        workers[count] = rewards.callers[0].options.workers
+    assert workers == {"1": 8, "4": 3, "64": 1}
 
 
 def test_all_take_part_in_rounds_of_replacement():
