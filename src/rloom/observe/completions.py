@@ -50,10 +50,6 @@ class CompletionLog:
         those of `rewards` and `extra` by name once more."""
         self._waiting.update(zip(numbers, rows, strict=True))
 
-    def settle(self, numbers: Sequence[int], advantages: Sequence[float]) -> None:
-        """Say the advantages of completions, which makes them the table's latest."""
-        self.extend(self.take(numbers, advantages))
-
     def take(self, numbers: Sequence[int], advantages: Sequence[float]) -> list[dict[str, Any]]:
         """Completions with their advantages, which then wait no more."""
         pairs = zip(numbers, advantages, strict=True)
