@@ -12,6 +12,8 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from datasets import Dataset
+from datasets.distributed import split_dataset_by_node
 from torch import nn
 
 from rloom import FakeEngine, RLOOConfig, term
@@ -97,10 +99,23 @@ def test_processes_that_were_told_different_things():
             check_same_everywhere(processes, own, data[processes.rank] if data else rows)
         return str(caught.value)
 
+    def check_evaluation(processes, data):
+        with pytest.raises(ProcessError) as caught:
+            check_same_everywhere(processes, config, rows, data)
+        return str(caught.value)
+
     assert all("have other values of seed: '0', '1'" in message for message in together(check))
     for other in (rows[::-1], rows[:2]):
         assert all("train_dataset" in m for m in together(lambda p, other=other: check(p, rows, other)))
     together(lambda processes: check_same_everywhere(processes, config, rows))
+
+    assert all("eval_dataset['a']" in m for m in together(lambda p: check_evaluation(p, {"a": rows[p.rank :]})))
+    missing = together(lambda p: check_evaluation(p, rows if p.rank else None))  # both say so
+    assert all("len(eval_dataset): None, '3'" in message for message in missing)
+    streams = [Dataset.from_list(rows).to_iterable_dataset() for _ in range(2)]
+    apart = [split_dataset_by_node(one, rank=rank, world_size=2) for rank, one in enumerate(streams)]
+    assert all("(its first prompt): 'a', 'b'" in m for m in together(lambda p: check(p, *apart)))
+    together(lambda processes: check_same_everywhere(processes, config, streams[processes.rank], iter(rows)))
 
     def dated(processes):  # a folder named after the second in which each has started
         own = copy.copy(config)

@@ -116,8 +116,8 @@ class Processes:
         """Raise where processes were given different options or data: they would wait for each other for ever, or train
         on the same prompts."""
         several = self.gather(values)
-        for name in values:
-            found = [one[name] for one in several]
+        for name in dict.fromkeys(name for one in several for name in one):
+            found = [one.get(name) for one in several]
             if any(value != found[0] for value in found):
                 raise ProcessError(
                     f"processes must be given the same options and data, and have other values of {name}: "
