@@ -6,6 +6,7 @@ Processes are threads here, which hand each other their values; real ones are in
 from __future__ import annotations
 
 import copy
+import pickle
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
@@ -20,6 +21,7 @@ from rloom import FakeEngine, RLOOConfig, term
 from rloom.data.loader import DealtIndices, Turns
 from rloom.data.plan import Schedule
 from rloom.errors import NoCompletionError, ProcessError
+from rloom.evaluation.measured import Measured
 from rloom.generation.images import ImageRouter
 from rloom.observe.completions import sendable
 from rloom.rewards.collection import RewardSet
@@ -28,6 +30,7 @@ from rloom.rewards.functions import FunctionReward
 from rloom.training import checkpoint
 from rloom.training.assemble import check_same_everywhere
 from rloom.training.credit import Credit, Shaper
+from rloom.training.noted import Noted
 from rloom.training.outcome import Outcome
 from rloom.training.processes import ALONE, Processes, fingerprint
 from rloom.training.rollouts import Collector, replace_degenerate
@@ -362,6 +365,16 @@ def test_what_a_reward_function_shows_never_keeps_rows_from_travelling():
     assert (found["n"], found["t"].tolist(), found["nested"]) == (1, [1.0, 1.0], [1, {"a": 2}])
     assert "function" in found["function"]
     assert found["silent"] == "a Silent"
+
+
+def test_what_an_evaluation_has_measured_travels_whatever_rows_hold():
+    columns = {"check": lambda text: True, "summary": "a text."}
+    prompt = Prompt(content="a", token_ids=[1], columns=columns, images=[lambda: 1])
+    noted = Noted(shown=[], stored=[], measured=Measured(reward_names=["r"], prompts=[prompt], firsts=["b"]))
+    sent = pickle.loads(pickle.dumps(noted.sendable(table=False)))
+    assert sent.measured.firsts == ["b"]
+    assert sent.measured.prompts[0].columns["summary"] == "a text."
+    assert prompt.columns is columns
 
 
 def test_processes_of_a_machine_share_its_cores(monkeypatch):

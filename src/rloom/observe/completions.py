@@ -173,7 +173,12 @@ class CompletionLog:
 
 def sendable(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     """Rows of the table as another process can be sent them: what a reward function added may be anything."""
-    return [{**row, "extra": {name: _sendable(value) for name, value in row["extra"].items()}} for row in rows]
+    return [{**row, "extra": sendable_values(row["extra"])} for row in rows]
+
+
+def sendable_values(columns: dict[str, Any]) -> dict[str, Any]:
+    """Columns of a user's own as another process can be sent them."""
+    return {name: _sendable(value) for name, value in columns.items()}
 
 
 def _sendable(value: Any) -> Any:
