@@ -273,7 +273,9 @@ class RLOOConfig(OlderNames, TrainingArguments, metaclass=_Remembering):
     )
     reward_time_limit: float = _option(60.0, "Seconds per sample for isolated reward functions that do not say.")
     reward_workers: int | None = _option(
-        None, "Worker processes of isolated reward functions, and threads of others. Unset: one per core, at most 8."
+        None,
+        "Worker processes of isolated reward functions, and threads of others. Unset: one per core, at most 8; of "
+        "several training processes on a machine each has its share of the cores.",
     )
     reward_concurrency: int = _option(64, "Calls of an async reward function at a time, where it does not say.")
 

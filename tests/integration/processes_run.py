@@ -41,17 +41,19 @@ KINDS: dict[str, dict[str, Any]] = {
     "several": {"beta": 0.1, "steps": 2, "num_iterations": 2, "sync_ref_model": True, "ref_model_sync_steps": 2,
                 "max_steps": 6, "log_older_metrics": True},
     "lora": {"beta": 0.1, "learning_rate": 1e-2},
-    "images": {"beta": 0.1, "max_completion_length": 4, "log_completions": True, "num_completions_to_print": 1},
+    "images": {"beta": 0.1, "engine": None, "max_completion_length": 4, "log_completions": True,
+               "num_completions_to_print": 1},
     "bfloat16": {"beta": 0.1},
     "transformers": {"beta": 0.1, "engine": "transformers"},
     # groups without signal: skipped, replaced; one process may have nothing to learn from
-    "degenerate": {"beta": 0.0, "max_tokens_per_micro_batch": 30},
+    "degenerate": {"beta": 0.0, "max_tokens_per_micro_batch": 30, "weight_decay": 0.5},
     "replaced": {"beta": 0.0, "dynamic_sampling": 2},
     "evaluated": {"beta": 0.1, "eval_strategy": "steps", "eval_steps": 2, "per_device_eval_batch_size": 4,
                   "num_generations_eval": 2, "eval_reference_column": "summary"},
     "dropout": {"beta": 0.1, "steps": 2, "num_iterations": 2, "max_steps": 6, "save_steps": 1, "logging_steps": 3,
                 "sync_ref_model": True, "ref_model_sync_steps": 3, "normalize_rewards": "running"},
     "out of memory": {"beta": 0.1, "max_tokens_per_micro_batch": 200},
+    "stopped": {"beta": 0.1, "max_steps": 5, "logging_steps": 2},
     "failing": {"beta": 0.1},
     "corners": {"beta": 0.1, "engine": "forked", "log_completions": True, "num_completions_to_print": 1,
                 "per_device_eval_batch_size": 4},
@@ -138,6 +140,8 @@ def make_trainer(output: Path, kind: str, *, engine: Any = None, rows: Any = ROW
         make_model(seed=rank() + 1 if kind == "sequence" else 1, **_dropout(kind)),
         make_tokenizer(),
     )
+    if kind == "degenerate":  # a weight that no forward uses: it has no gradient, and does not decay
+        model.register_parameter("spare", torch.nn.Parameter(torch.ones(2)))
     if kind == "images":
         (model, processing_class), rows = vision_models.make("qwen3-vl"), _with_images()
     lora = None
@@ -184,6 +188,8 @@ def run(output: Path, kind: str, *, resume: bool = False, **changes: Any) -> dic
     judged = len(JUDGED)
     if kind == "out of memory":
         _run_out_once(trainer)
+    if kind == "stopped":
+        _ask_for_the_end(trainer)
     _look_after_updates(trainer, apart)
     trainer.train(resume_from_checkpoint=resume or None)
     return {
@@ -239,6 +245,19 @@ def _look_after_updates(trainer: Any, fingerprints: list[str]) -> None:
     trainer.collector._generate = noting
 
 
+def _ask_for_the_end(trainer: Any) -> None:
+    """A callback of the last process alone wants a log after the first update, and no update after the third."""
+    from transformers import TrainerCallback
+
+    class Enough(TrainerCallback):
+        def on_step_end(self, args, state, control, **kwargs):
+            control.should_log |= state.global_step == 1
+            control.should_training_stop |= state.global_step == 3
+
+    if rank() == count() - 1:
+        trainer.add_callback(Enough())
+
+
 def _run_out_once(trainer: Any) -> None:
     """The last process runs out of memory once, in the middle of an update."""
     loss, left = trainer.learner.loss, [rank() == count() - 1]
@@ -262,6 +281,12 @@ def main() -> None:
         elif kind == "resumed":  # the middle of an earlier run goes on in a folder of its own
             if rank() == 0:
                 cut_off_after(Path(output) / "dropout", folder, step=3)
+            torch.distributed.barrier()
+            result = run(folder, "dropout", resume=True)
+        elif kind == "half resumed":  # what the second process had kept is lost
+            if rank() == 0:
+                cut_off_after(Path(output) / "dropout", folder, step=3)
+                (folder / "checkpoint-3" / "rloom_state_1.pt").unlink()
             torch.distributed.barrier()
             result = run(folder, "dropout", resume=True)
         else:

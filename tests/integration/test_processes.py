@@ -35,6 +35,7 @@ AS_ONE = [
     "degenerate",
     "evaluated",
     "out of memory",
+    "stopped",
 ]
 TIMES = ("eps", "total_flos")
 
@@ -50,7 +51,9 @@ def launch(*arguments: str, processes: int = 2) -> subprocess.CompletedProcess:
 def two(tmp_path_factory) -> Path:
     """The folder of a launch of two processes that has run all kinds."""
     folder = tmp_path_factory.mktemp("two")
-    done = launch(str(folder), *AS_ONE, "replaced", "bfloat16", "transformers", "dropout", "resumed", "corners")
+    done = launch(
+        str(folder), *AS_ONE, "replaced", "bfloat16", "transformers", "dropout", "resumed", "half resumed", "corners"
+    )
     assert done.returncode == 0, done.stderr[-4000:]
     return folder
 
@@ -200,6 +203,14 @@ def test_resumed_is_as_never_stopped(two):
     whole, resumed = results(two, "dropout"), results(two, "resumed")
     for rank in (0, 1):
         assert_equal(whole[rank]["history"], resumed[rank]["history"], "log history")
+
+
+def test_rollouts_that_one_process_has_lost_are_sampled_anew_by_all(two):
+    whole, found = results(two, "dropout"), results(two, "half resumed")
+    assert found[0]["fingerprints"] == found[1]["fingerprints"]
+    assert found[0]["history"][-1]["step"] == 6
+    scored = [result["state"]["moments"][0] for result in (*whole, *found)]
+    assert scored[2] == scored[3] == scored[0] + 16  # one rollout more than without a stop
 
 
 def _plain(value):

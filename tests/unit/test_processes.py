@@ -6,22 +6,31 @@ Processes are threads here, which hand each other their values; real ones are in
 from __future__ import annotations
 
 import copy
+import pickle
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 
 import pytest
 import torch
+from datasets import Dataset
+from datasets.distributed import split_dataset_by_node
 from torch import nn
 
 from rloom import FakeEngine, RLOOConfig, term
 from rloom.data.loader import DealtIndices, Turns
 from rloom.data.plan import Schedule
 from rloom.errors import NoCompletionError, ProcessError
+from rloom.evaluation.measured import Measured
+from rloom.generation.images import ImageRouter
+from rloom.observe.completions import sendable
+from rloom.rewards.collection import RewardSet
 from rloom.rewards.compose import Composition
+from rloom.rewards.functions import FunctionReward
 from rloom.training import checkpoint
 from rloom.training.assemble import check_same_everywhere
 from rloom.training.credit import Credit, Shaper
+from rloom.training.noted import Noted
 from rloom.training.outcome import Outcome
 from rloom.training.processes import ALONE, Processes, fingerprint
 from rloom.training.rollouts import Collector, replace_degenerate
@@ -93,10 +102,31 @@ def test_processes_that_were_told_different_things():
             check_same_everywhere(processes, own, data[processes.rank] if data else rows)
         return str(caught.value)
 
+    def check_evaluation(processes, data):
+        with pytest.raises(ProcessError) as caught:
+            check_same_everywhere(processes, config, rows, data)
+        return str(caught.value)
+
     assert all("have other values of seed: '0', '1'" in message for message in together(check))
     for other in (rows[::-1], rows[:2]):
         assert all("train_dataset" in m for m in together(lambda p, other=other: check(p, rows, other)))
     together(lambda processes: check_same_everywhere(processes, config, rows))
+
+    assert all("eval_dataset['a']" in m for m in together(lambda p: check_evaluation(p, {"a": rows[p.rank :]})))
+    missing = together(lambda p: check_evaluation(p, rows if p.rank else None))  # both say so
+    assert all("len(eval_dataset): None, '3'" in message for message in missing)
+    streams = [Dataset.from_list(rows).to_iterable_dataset() for _ in range(2)]
+    apart = [split_dataset_by_node(one, rank=rank, world_size=2) for rank, one in enumerate(streams)]
+    assert all("(its first prompt): 'a', 'b'" in m for m in together(lambda p: check(p, *apart)))
+    together(lambda processes: check_same_everywhere(processes, config, streams[processes.rank], iter(rows)))
+
+    def dated(processes):  # a folder named after the second in which each has started
+        own = copy.copy(config)
+        own.output_dir = f"out-{processes.rank}"
+        with pytest.raises(ProcessError, match="other values of output_dir"):
+            check_same_everywhere(processes, own, rows)
+
+    together(dated)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64, torch.uint8])
@@ -296,6 +326,65 @@ def test_processes_never_draw_the_same_noise_for_different_prompts(keyed):
     assert len(set(drawn)) == 4
     if keyed:  # as one process
         assert drawn == [(7, 0), (7, 1), (7, 2), (7, 3)]
+
+
+def test_images_draw_other_noise_in_each_process():
+    """Where prompts with images go to an engine that does not look at a prompt's number."""
+    seeds = []
+
+    def script(prompt, sample, seed):
+        seeds.append(seed)
+        return [2]
+
+    text, pictures = (FakeEngine(script, eos_token_ids=[2]) for _ in range(2))
+    text.keyed_by_prompt, text.takes_images = True, False
+    router = ImageRouter(lambda: text, pictures)
+    assert router.keyed_by_prompt
+    for number in (None, 0, 2):
+        prompt = Prompt(content="a", token_ids=[1], inputs={"pixels": torch.zeros(1)}, number=number)
+        list(router.generate([prompt], 1, seed=7))
+    assert seeds[0] == 7
+    assert len(set(seeds)) == 3
+
+
+def test_what_a_reward_function_shows_never_keeps_rows_from_travelling():
+    class Silent:
+        def __str__(self):
+            raise ValueError("no text")
+
+        def __reduce__(self):
+            raise ValueError("no pickle")
+
+    within_itself = [lambda: 1]
+    within_itself.append(within_itself)
+    extra = {"n": 1, "t": torch.ones(2), "nested": [1, {"a": 2}], "function": within_itself, "silent": Silent()}
+    image = object()
+    (row,) = sendable([{"prompt": "a", "extra": extra, "images": [image]}])
+    assert row["images"] == [image]
+    found = row["extra"]
+    assert (found["n"], found["t"].tolist(), found["nested"]) == (1, [1.0, 1.0], [1, {"a": 2}])
+    assert "function" in found["function"]
+    assert found["silent"] == "a Silent"
+
+
+def test_what_an_evaluation_has_measured_travels_whatever_rows_hold():
+    columns = {"check": lambda text: True, "summary": "a text."}
+    prompt = Prompt(content="a", token_ids=[1], columns=columns, images=[lambda: 1])
+    noted = Noted(shown=[], stored=[], measured=Measured(reward_names=["r"], prompts=[prompt], firsts=["b"]))
+    sent = pickle.loads(pickle.dumps(noted.sendable(table=False)))
+    assert sent.measured.firsts == ["b"]
+    assert sent.measured.prompts[0].columns["summary"] == "a text."
+    assert prompt.columns is columns
+
+
+def test_processes_of_a_machine_share_its_cores(monkeypatch):
+    monkeypatch.setattr("os.sched_getaffinity", lambda _: set(range(12)), raising=False)
+    workers = {}
+    for count in ("1", "4", "64"):
+        monkeypatch.setenv("LOCAL_WORLD_SIZE", count)
+        rewards = RewardSet([FunctionReward(lambda completions, **_: [0.0] * len(completions))], None)
+        workers[count] = rewards.callers[0].options.workers
+    assert workers == {"1": 8, "4": 3, "64": 1}
 
 
 def test_all_take_part_in_rounds_of_replacement():

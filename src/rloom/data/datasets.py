@@ -118,10 +118,15 @@ def image_column(*given: Any) -> str | None:
 
 def is_chat(dataset: Any) -> bool:
     """Whether the prompts are lists of messages; a stream is asked for its first row."""
-    if iter(dataset) is dataset:  # can be read once only: looking would lose the first row
-        return False
-    first = next(iter(dataset), None) if is_iterable(dataset) else dataset[0]
+    first = first_row(dataset)
     return first is not None and not isinstance(first.get("prompt"), str)
+
+
+def first_row(dataset: Any) -> Any:
+    """None where there is none, or where looking would lose it: in a stream that can be read once only."""
+    if not is_iterable(dataset):
+        return dataset[0] if len(dataset) else None
+    return None if iter(dataset) is dataset else next(iter(dataset), None)
 
 
 def _check_formats(rows: RowList, name: str) -> None:

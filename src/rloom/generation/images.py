@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import cached_property
 
 from rloom.generation.base import Engine
+from rloom.seeds import derive_seed
 from rloom.types import Group, Prompt
 
 logger = logging.getLogger(__name__)
@@ -27,13 +28,20 @@ class ImageRouter:
         """The engine for prompts without images, and for others where it can."""
         return self.choose_text_engine()
 
+    @property
+    def keyed_by_prompt(self) -> bool:
+        """As the engine for text; the other is given a seed of its prompts' own."""
+        return getattr(self.text, "keyed_by_prompt", False)
+
     def generate(self, prompts: Sequence[Prompt], num_generations: int, *, seed: int) -> Iterator[Group]:
         """Yield groups as either engine has them."""
         pictured = [prompt for prompt in prompts if prompt.inputs]
         if not pictured or self._text_takes(pictured):
             yield from self.text.generate(prompts, num_generations, seed=seed)
             return
-        yield from self.pictures.generate(pictured, num_generations, seed=seed)
+        first = pictured[0].number  # where other processes have other prompts, which must not draw the same
+        own_seed = seed if first is None else derive_seed(seed, "images", first)
+        yield from self.pictures.generate(pictured, num_generations, seed=own_seed)
         plain = [prompt for prompt in prompts if not prompt.inputs]
         if plain:
             yield from self.text.generate(plain, num_generations, seed=seed)

@@ -12,6 +12,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
+from torch import Tensor
 
 from rloom.data.images import without_images
 from rloom.observe import trackers
@@ -48,10 +49,6 @@ class CompletionLog:
         """Take in completions whose advantages are not known yet, each by its number: entries by the columns' names,
         those of `rewards` and `extra` by name once more."""
         self._waiting.update(zip(numbers, rows, strict=True))
-
-    def settle(self, numbers: Sequence[int], advantages: Sequence[float]) -> None:
-        """Say the advantages of completions, which makes them the table's latest."""
-        self.extend(self.take(numbers, advantages))
 
     def take(self, numbers: Sequence[int], advantages: Sequence[float]) -> list[dict[str, Any]]:
         """Completions with their advantages, which then wait no more."""
@@ -176,11 +173,27 @@ class CompletionLog:
 
 def sendable(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     """Rows of the table as another process can be sent them: what a reward function added may be anything."""
+    return [{**row, "extra": sendable_values(row["extra"])} for row in rows]
+
+
+def sendable_values(columns: dict[str, Any]) -> dict[str, Any]:
+    """Columns of a user's own as another process can be sent them."""
+    return {name: _sendable(value) for name, value in columns.items()}
+
+
+def _sendable(value: Any) -> Any:
+    """The value, not on a GPU, which is this process' own; as text where it cannot travel."""
+    if value is None or isinstance(value, (str, int, float)):
+        return value
     try:
-        pickle.dumps(rows)
-        return list(rows)
-    except Exception:  # of the user's own objects
-        return [json.loads(json.dumps({**row, "images": []}, default=str)) for row in rows]
+        value = value.cpu() if isinstance(value, Tensor) else value
+        pickle.dumps(value)
+        return value
+    except Exception:  # of the user's own objects, which may not even have a text
+        try:
+            return str(value)
+        except Exception:
+            return f"a {type(value).__name__}"
 
 
 def _first_of_each(prompts: list[Any]) -> list[int]:

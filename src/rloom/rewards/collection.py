@@ -277,8 +277,10 @@ def _message(error: BaseException) -> str:
 
 
 def _cores() -> int:
-    """The cores that this process may use, where the system tells."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    """The cores that this process may use, where the system tells; its share of them, where a launcher has started
+    several on this machine."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return max(1, cores // max(1, int(os.environ.get("LOCAL_WORLD_SIZE") or 1)))
 
 
 def _noted(error: BaseException, name: str, batch: RewardBatch) -> BaseException:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -251,20 +252,32 @@ SAME_EVERYWHERE = (
     "seed", "data_seed", "max_steps", "num_train_epochs", "generation_batch_size", "steps_per_generation",
     "gradient_accumulation_steps", "num_iterations", "num_generations", "learning_rate", "beta", "objective",
     "shuffle_dataset", "dynamic_sampling", "logging_strategy", "logging_steps", "eval_strategy", "eval_steps",
-    "save_strategy", "save_steps", "per_device_eval_batch_size", "log_older_metrics",
+    "save_strategy", "save_steps", "per_device_eval_batch_size", "log_older_metrics", "output_dir",
 )  # fmt: skip
 """Options by which processes find out, each by itself, what they do when."""
 
 
-def check_same_everywhere(processes: Processes, args: Any, data: Any) -> None:
+def check_same_everywhere(processes: Processes, args: Any, train: Any, evaluation: Any = None) -> None:
     """Refuse processes of which each was told something else."""
     if processes.alone:
         return
-    values = {name: str(getattr(args, name)) for name in SAME_EVERYWHERE}
-    if not datasets.is_iterable(data):
-        some = [str(without_images(data[index]["prompt"]))[:80] for index in (0, len(data) // 2, len(data) - 1)]
-        values |= {"len(train_dataset)": str(len(data)), "train_dataset (its first, middle and last prompt)": str(some)}
+    values = {name: str(getattr(args, name)) for name in SAME_EVERYWHERE} | _told_of("train_dataset", train)
+    for name, data in evaluation.items() if isinstance(evaluation, Mapping) else [(None, evaluation)]:
+        if data is not None:
+            values |= _told_of(f"eval_dataset[{name!r}]" if name else "eval_dataset", data)
     processes.check_same(values)
+
+
+def _told_of(name: str, data: Any) -> dict[str, str]:
+    """What a data set is known by; of a stream its first prompt, where it can be read again."""
+    if datasets.is_iterable(data):
+        return {f"{name} (its first prompt)": _beginning(datasets.first_row(data) or {})}
+    some = [_beginning(data[index]) for index in (0, len(data) // 2, len(data) - 1)] if len(data) else []
+    return {f"len({name})": str(len(data)), f"{name} (its first, middle and last prompt)": str(some)}
+
+
+def _beginning(row: dict[str, Any]) -> str:
+    return str(without_images(row.get("prompt") or ""))[:80]
 
 
 WITHOUT_EFFECT = ("ddp_find_unused_parameters", "ddp_broadcast_buffers", "ddp_static_graph")

@@ -128,8 +128,10 @@ class Learner:
                     backward(loss, index == len(plans) - 1)
                 widen()
                 total += loss.detach()
-        if not plans:  # nothing to learn from; the optimizer still wants to see gradients
+        if not plans:  # nothing to learn from; optimizer and scaler still want to see a backward
             backward(sum((p.sum() * 0.0 for p in self.policy.parameters() if p.requires_grad), total), True)
+            if not self.processes.alone:  # whose gradients say which weights have one
+                self._undo()
         for share in shares:
             total += self._untrained_loss(share)
         return total

@@ -98,6 +98,18 @@ class UpdateLoop(Trainer):
         finally:
             del accelerator.prepare_model
 
+    def _maybe_log_save_evaluate(self, *args: Any, **kwargs: Any) -> None:
+        """What a callback asks for in one process, all do: they would wait for each other otherwise."""
+        self._agree()
+        super()._maybe_log_save_evaluate(*args, **kwargs)
+        self._agree()  # callbacks were called after the log, the evaluation and the checkpoint, too
+
+    def _agree(self) -> None:
+        names = ("should_training_stop", "should_epoch_stop", "should_log", "should_evaluate", "should_save")
+        several = self.processes.gather([getattr(self.control, name) for name in names])
+        for name, asked in zip(names, zip(*several, strict=True), strict=True):
+            setattr(self.control, name, any(asked))
+
     def _get_num_items_in_batch(self, batch_samples: list[Any], device: Any) -> None:
         """Nothing to count: the learner divides by the update's own denominator."""
 
@@ -230,6 +242,8 @@ class UpdateLoop(Trainer):
             return
         state, reference = checkpoint.load(folder, rank=self.processes.rank)
         self._note_other_processes(state)
+        # Of a rollout that one process has to sample anew the others sample their parts with it.
+        all_have_theirs = not self.processes.any(state is None or state["plan"] != self._plan())
         if reference is not None and self.reference is not None:
             self.reference.load_state_dict(reference)
         if state is None:
@@ -237,12 +251,12 @@ class UpdateLoop(Trainer):
             if self.args.sync_ref_model and reference is None:
                 logger.warning("the reference, which had moved, starts anew as well")
             return
-        if state["plan"] == self._plan():
+        if all_have_theirs:
             self.buffer.load_state_dict(state["rollouts"])
         elif state["rollouts"]:
             logger.warning(
                 "%d rollouts of the checkpoint are let go and sampled anew: the options that shape a rollout have "
-                "changed (%s, now %s)",
+                "changed (%s, now %s), or the rloom_state of a process is not there",
                 len(state["rollouts"]),
                 state["plan"],
                 self._plan(),

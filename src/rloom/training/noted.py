@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from rloom.evaluation.measured import Measured
-from rloom.observe.completions import sendable
+from rloom.observe.completions import sendable, sendable_values
 
 
 @dataclass(slots=True, kw_only=True)
@@ -24,7 +24,8 @@ class Noted:
         """As the main process can be sent it; rows of the table where there will be one."""
         measured = self.measured
         if measured is not None:  # it has a contest of its own, whose judge may be anything
-            measured = dataclasses.replace(measured, contest=None)
+            prompts = [dataclasses.replace(p, columns=sendable_values(p.columns), images=[]) for p in measured.prompts]
+            measured = dataclasses.replace(measured, contest=None, prompts=prompts)
         return Noted(shown=sendable(self.shown) if table else [], stored=self.stored, measured=measured)
 
 

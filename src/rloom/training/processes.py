@@ -116,12 +116,13 @@ class Processes:
         """Raise where processes were given different options or data: they would wait for each other for ever, or train
         on the same prompts."""
         several = self.gather(values)
-        for name in values:
-            found = [one[name] for one in several]
+        for name in dict.fromkeys(name for one in several for name in one):
+            found = [one.get(name) for one in several]
             if any(value != found[0] for value in found):
                 raise ProcessError(
                     f"processes must be given the same options and data, and have other values of {name}: "
-                    f"{', '.join(map(repr, found))}. Does the script shuffle without a seed, or look at its rank?"
+                    f"{', '.join(map(repr, found))}. Does the script shuffle without a seed, or look at the clock or "
+                    "at its rank?"
                 )
 
     # -- numbers
@@ -146,22 +147,21 @@ class Processes:
         """Everybody's gradients summed in place, so that all hold those of the whole update; returns the whole loss.
 
         Losses were divided by denominators that cover all processes: sums are what one process would have computed. A
-        parameter that has a gradient anywhere has one everywhere afterwards.
+        parameter that has a gradient anywhere has one everywhere afterwards. Where none has, each has one of zeros: the
+        optimizer wants to see gradients.
         """
         if self.alone:
             return loss
         trained = [p for p in parameters if p.requires_grad]
         has_one = torch.tensor([p.grad is not None for p in trained])
         anywhere = torch.stack(self.gather(has_one)).any(0).tolist()
-        gradients = []
-        for p, needed in zip(trained, anywhere, strict=True):
-            if needed and p.grad is None:
+        summed = [p for p, somewhere in zip(trained, anywhere, strict=True) if somewhere or not any(anywhere)]
+        for p in summed:
+            if p.grad is None:
                 p.grad = torch.zeros_like(p, dtype=_gradient_dtype(p))
-            if needed:
-                gradients.append(p.grad)
         loss = loss.clone()
         with _together():
-            for bucket in _buckets([g for g in gradients if g is not None], self._bucket):
+            for bucket in _buckets([p.grad for p in summed if p.grad is not None], self._bucket):
                 _sum(bucket)
             dist.all_reduce(loss)
         return loss

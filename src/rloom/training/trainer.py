@@ -139,7 +139,7 @@ class RLOOTrainer(UpdateLoop):
             self.model.config.use_cache = use_cache
         assemble.check_devices(self)
         self.processes = Processes.of(args)
-        assemble.check_same_everywhere(self.processes, args, train_dataset)
+        assemble.check_same_everywhere(self.processes, args, train_dataset, eval_dataset)
         self.processes.share_weights(self.model)  # before the reference is made of them
         if optimizers[0] is not None:
             warn_of_lost_bits(self.model)
