@@ -194,6 +194,39 @@ def test_adapters_are_folded_in_and_stay_as_they_are(changes):
     assert all(torch.equal(before[name], tensor) for name, tensor in model.state_dict().items())
 
 
+def test_which_adapters_are_used_and_how_much_is_seen():
+    from peft import LoraConfig, get_peft_model
+
+    options = LoraConfig(r=2, target_modules=["q_proj", "up_proj"], modules_to_save=["lm_head"])
+    model = get_peft_model(make_model(), options).eval()
+    model.add_adapter("other", options)
+    for name, parameter in model.named_parameters():
+        if "lora" in name or "modules_to_save" in name:
+            parameter.data += 0.1 * torch.randn_like(parameter)
+    ids, seen = torch.tensor([[5, 6, 7, 8]]), []
+
+    def is_sent():
+        seen.append(fingerprint(model))
+        plain = make_model(1)
+        plain.load_state_dict(dict(checkpoint_weights(model, ["lm_head.weight"])))
+        with torch.no_grad():
+            assert torch.allclose(plain(input_ids=ids).logits, model(input_ids=ids).logits, atol=1e-5)
+
+    is_sent()
+    with model.disable_adapter():
+        is_sent()
+    model.set_adapter("other")
+    is_sent()
+    for module in model.modules():
+        if hasattr(module, "set_scale"):
+            module.set_scale("other", 0.3)
+    is_sent()
+    model.merge_adapter()
+    with model.disable_adapter():
+        is_sent()
+    assert len(set(seen)) == 5
+
+
 def test_weights_that_cannot_be_sent_are_refused():
     from peft import PromptTuningConfig, get_peft_model
 

@@ -226,6 +226,8 @@ def test_adapters(adapter):
     with model.disable_adapter():
         bare = plain_logprobs(model, some[0], in_order(engine, some)[0][0])
     assert in_order(engine, some)[0][0].logprobs != pytest.approx(bare, abs=1e-2)
+    with model.disable_adapter():
+        assert_drawn_from(model, some, in_order(engine, some))
     after = model.state_dict()
     assert all(torch.equal(before[name], after[name]) for name in before)
 

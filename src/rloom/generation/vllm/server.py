@@ -65,7 +65,7 @@ class VllmServerEngine:
         hint_rounding(get_model(), self.dtype)
         self.folder = Path(options.weights_dir or temporary_folder(self)).absolute()
         self.syncs = 0
-        self._sent: tuple[int, ...] | None = None
+        self._sent: tuple[Any, ...] | None = None
         self._version = ""
         self._names: list[str] = []  # the server's own, of its weights
         self._probe: proof.Probe | None = None
