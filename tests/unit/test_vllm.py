@@ -89,6 +89,7 @@ def test_several_processes_are_refused(monkeypatch):
         ({"num_beams": 3}, "no option `num_beams`; there are allowed_token_ids, bad_words"),
         ({"max_tokens": 3}, r"set RLOOConfig\(max_completion_length=…\)"),
         ({"structured_outputs": {}}, "vllm_structured_outputs_regex"),
+        ({"temperature": 0.5}, r"set RLOOConfig\(temperature=…\)"),
     ],
 )
 def test_options_of_generation_are_known_or_refused(extra, message):
@@ -102,6 +103,10 @@ def test_what_is_asked():
     expected = {"n": 4, "top_k": 5, "stop": ["x", "y"], "min_tokens": 2, "stop_token_ids": [2], "ignore_eos": True}
     assert {name: options[name] for name in expected} == expected
     assert "bos_token_id" not in options
+    as_json = Asking(sampling(extra={"logit_bias": {"5": 2.0}}))
+    assert as_json.options(4, seed=1, number=0)["logit_bias"] == {5: 2.0}
+    with pytest.raises(ConfigError, match=r"temperature=0.005: vLLM draws at 0.01 instead"):
+        Asking(sampling(temperature=0.005))
     seeds = {Asking(sampling()).options(4, seed=s, number=n)["seed"] for s in (1, 2) for n in (0, 1)}
     assert len(seeds) == 4
     assert Asking(sampling(temperature=0.0)).options(4, seed=1, number=0)["n"] == 1
