@@ -5,6 +5,7 @@ It really samples, from a transformers model of its own that gets weights only a
 
 from __future__ import annotations
 
+import gc
 import json
 import sys
 import threading
@@ -60,14 +61,18 @@ class LLM:
     made: ClassVar[list[LLM]] = []
     deaf_to: ClassVar[tuple[str, ...]] = ()
     can_reset: ClassVar[bool] = True
+    ended: ClassVar[int] = 0
 
     def __init__(self, model, **options):
         config = AutoConfig.from_pretrained(model)
         self.options, self.model, self.waiting, self.asleep, self.resets = options, Model(config), {}, False, 0
         self.model.deaf_to = LLM.deaf_to
         torch.rand(5)  # vLLM moves the process' random state
+        torch.set_float32_matmul_precision("highest")
+        gc.freeze()
+        sys.excepthook = lambda *_: None
         limit = options["max_model_len"] or config.max_position_embeddings
-        core = SimpleNamespace(shutdown=lambda: None)
+        core = SimpleNamespace(shutdown=self._shut_down)
         self.llm_engine = SimpleNamespace(
             model_config=SimpleNamespace(max_model_len=limit), engine_core=core, add_request=self._add,
             step=self._step, abort_request=self._abort, has_unfinished_requests=lambda: bool(self.waiting),
@@ -81,9 +86,14 @@ class LLM:
         )
         return [function(worker, *args)]
 
+    def _shut_down(self):
+        LLM.ended += 1
+        if torch.distributed.is_initialized():
+            torch.distributed.destroy_process_group()
+
     def reset_prefix_cache(self):
         self.resets += 1
-        return LLM.can_reset
+        return LLM.can_reset and not self.waiting
 
     def sleep(self, level):
         self.asleep = True
@@ -114,7 +124,7 @@ class LLM:
 
 def install(monkeypatch, *, version=(0, 32, 0), deaf_to=(), can_reset=True):
     """Put the stand-in where `import vllm` finds it."""
-    LLM.made, LLM.deaf_to, LLM.can_reset = [], deaf_to, can_reset
+    LLM.made, LLM.deaf_to, LLM.can_reset, LLM.ended = [], deaf_to, can_reset, 0
     module, params = ModuleType("vllm"), ModuleType("vllm.sampling_params")
     module.LLM, module.SamplingParams = LLM, lambda **options: SimpleNamespace(**options)
     module.__version_tuple__, module.__version__ = version, ".".join(map(str, version))

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import sys
 import threading
+import weakref
 
 import pytest
 import torch
@@ -312,6 +314,81 @@ def test_a_rollout_and_its_weights(monkeypatch):
     assert engine._llm is None  # one at a time
     assert_drawn_from(model, engine.generate(prompts(4), 1, seed=0))
     assert second._llm is None
+
+
+def test_a_rollout_that_nobody_finished_does_not_reach_into_the_next(monkeypatch):
+    install(monkeypatch)
+    model = make_model()
+    engine = VllmEngine(lambda: model, sampling(), tokenizer=make_tokenizer())
+    for change in (0.0, 0.5):
+        left = engine.generate(prompts(3, 5, 4), 2, seed=0)
+        next(left)  # and is held on to, as a traceback does after an error in a reward
+        model.model.norm.weight.data[0] += change
+        groups = list(engine.generate(prompts(4, 6), 2, seed=0))
+        assert sorted(len(group.prompt.token_ids) for group in groups) == [4, 6]
+        assert_drawn_from(model, groups)
+        with pytest.raises(EngineError, match=r"another rollout began while 2 of 3 prompts .* one at a time"):
+            next(left)
+    left = engine.generate(prompts(3, 5, 4), 2, seed=0)
+    next(left)
+    later = engine.generate(prompts(3, 5, 4), 2, seed=0)
+    next(later)
+    left.close()  # takes nothing from the one that is under way
+    assert len(list(later)) == 2
+
+
+def test_the_process_is_left_as_it_was(monkeypatch):
+    install(monkeypatch)
+    model, precision = make_model(), torch.get_float32_matmul_precision()
+    monkeypatch.setattr(sys, "excepthook", sys.excepthook)  # which torch replaces too
+    group = {"store": torch.distributed.HashStore(), "world_size": 1, "rank": 0}
+    torch.distributed.init_process_group("gloo", **group)  # as DeepSpeed's
+    hook = sys.excepthook
+    try:
+        torch.set_float32_matmul_precision("high")
+        engine = VllmEngine(lambda: model, sampling(), tokenizer=make_tokenizer())
+        assert torch.get_float32_matmul_precision() == "high"
+        torch.set_float32_matmul_precision("highest")
+        monkeypatch.setattr(torch.backends, "fp32_precision", "tf32")  # as tf32=True does
+        torch.backends.cuda.matmul.fp32_precision = "tf32"
+        second = VllmEngine(lambda: model, sampling(), tokenizer=make_tokenizer())
+        assert torch.backends.cuda.matmul.fp32_precision == "tf32"
+        assert sys.excepthook is hook
+        assert gc.get_freeze_count() == 0
+        engine.close(), second.close()
+        assert torch.distributed.is_initialized()
+    finally:
+        torch.distributed.destroy_process_group()
+        torch.backends.cuda.matmul.fp32_precision = torch.backends.fp32_precision = "none"
+        torch.set_float32_matmul_precision(precision)
+
+
+def test_vllm_ends_with_its_engine(monkeypatch):
+    install(monkeypatch)
+    model = make_model()
+    engine = VllmEngine(lambda: model, sampling(), tokenizer=make_tokenizer())
+    gone, ended = weakref.ref(engine), LLM.ended
+    del engine
+    gc.collect()
+    assert gone() is None
+    assert LLM.ended == ended + 1
+    with pytest.raises(EngineError, match=r"prompt of 24 tokens .* context length of 20: .* vllm_max_model_length"):
+        VllmEngine(lambda: model, sampling(), tokenizer=make_tokenizer(), options=VllmOptions(max_model_length=20))
+    assert LLM.ended == ended + 2  # what a start has failed on is let go of too
+    monkeypatch.setattr(sys.modules["vllm"], "SamplingParams", lambda **_: 1 / 0)
+    with pytest.raises(EngineError, match="vLLM refuses what it is asked: division by zero"):
+        VllmEngine(lambda: model, sampling(), tokenizer=make_tokenizer())
+
+
+def test_what_vllm_says_at_its_start_is_told_with_our_names(monkeypatch):
+    def refuse(**_):
+        raise ValueError("try increasing `gpu_memory_utilization` or decreasing `max_model_len`")
+
+    install(monkeypatch)
+    monkeypatch.setattr(sys.modules["vllm"], "LLM", refuse)
+    model = make_model()
+    with pytest.raises(EngineError, match=r"The options here: vllm_gpu_memory_utilization, vllm_max_model_length\."):
+        VllmEngine(lambda: model, sampling(), tokenizer=make_tokenizer())
 
 
 def test_weights_that_do_not_arrive_are_an_error(monkeypatch):

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import random
+import weakref
 
 import numpy as np
 import pytest
@@ -177,6 +179,48 @@ def test_the_process_is_left_as_it_was(engine):
     assert first == (random.random(), np.random.rand(), torch.rand(()).item())
     assert "LD_PRELOAD" not in os.environ
     assert torch.set_num_threads.__module__ != "vllm.v1.worker.cpu_worker"
+    assert gc.get_freeze_count() == 0
+
+
+def test_what_it_switches_off_is_switched_on_again_and_nothing_is_left():
+    models = [tiny()]
+    torch.set_float32_matmul_precision("high")
+    try:
+        engine = VllmEngine(lambda: models[0], sampling(), tokenizer=make_tokenizer())
+        assert torch.get_float32_matmul_precision() == "high"
+    finally:
+        torch.set_float32_matmul_precision("highest")
+    gone = weakref.ref(models.pop())
+    del engine
+    gc.collect()
+    assert gone() is None
+    assert not torch.distributed.is_initialized()
+
+
+def test_a_process_group_that_was_there_stays(one):
+    one[0].close()
+    group = {"store": torch.distributed.HashStore(), "world_size": 1, "rank": 0}
+    model, some = tiny(), prompts("ab", "x")
+    torch.distributed.init_process_group("gloo", **group)
+    try:
+        engine = VllmEngine(lambda: model, sampling(), tokenizer=make_tokenizer())
+        engine.close()
+        assert torch.distributed.is_initialized()
+        assert_drawn_from(model, some, in_order(engine, some))
+        engine.close()
+    finally:
+        torch.distributed.destroy_process_group()
+
+
+def test_a_rollout_that_nobody_finished_does_not_reach_into_the_next(engine, one):
+    _, model = one
+    some = prompts("ab", "hello there, you", "x", "1+1=")
+    left = engine(max_completion_length=40, eos_token_ids=(2, *range(10, 30))).generate(some, 2, seed=0)
+    next(left)
+    model.model.norm.weight.data[0] += 0.1
+    assert_drawn_from(model, some[:2], in_order(engine(), some[:2]))
+    with pytest.raises(EngineError, match="another rollout began"):
+        list(left)
 
 
 def test_groups_come_as_they_finish_and_may_be_left(engine):
