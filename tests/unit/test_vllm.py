@@ -16,7 +16,7 @@ from torch import nn
 from rloom import RLOOConfig, RLOOTrainer
 from rloom.errors import ConfigError, EngineError
 from rloom.generation import Sampling, choose_engine
-from rloom.generation.vllm import VllmEngine, VllmOptions, VllmServerEngine, client
+from rloom.generation.vllm import VllmEngine, VllmOptions, VllmServerEngine, client, proof
 from rloom.generation.vllm.requests import Asking
 from rloom.generation.vllm.surroundings import give_back_classes, remember_classes
 from rloom.generation.vllm.weights import CHUNK, check_sendable, checkpoint_weights, fingerprint
@@ -522,8 +522,12 @@ def test_a_server_that_is_not_there_or_dies(monkeypatch):
             list(engine.generate(prompts(3), 2, seed=0))
 
 
-def test_dtypes_that_differ_are_told(caplog):
+def test_dtypes_that_differ_are_told(caplog, monkeypatch):
     model = make_model()
+    with serving(model.config) as service, torch.autocast("cpu", torch.bfloat16):
+        monkeypatch.setattr(proof, "EXACT", 0.0)
+        server_engine(service, model, dtype=torch.bfloat16)
+        assert "computes in torch.float32 and the trainer in torch.bfloat16" in caplog.text
     with serving(model.config, dtype="torch.bfloat16") as service:
         engine = server_engine(service, model)
         assert "computes in torch.bfloat16 and the trainer in torch.float32" in caplog.text

@@ -203,7 +203,7 @@ class VllmServerEngine:
         groups = [answers[index] for index in range(len(prompts))]
         own = proof.own_logprobs(model, prompts, groups, sampling.temperature)
         probe = proof.Probe(prompts=prompts, completions=groups, own=own)
-        exact = {self.dtype, next(model.parameters()).dtype} == {torch.float32}
+        exact = {self.dtype, self.options.dtype_for(model), next(model.parameters()).dtype} == {torch.float32}
         reason = probe.why_not(torch.float32 if exact else torch.bfloat16)
         if reason is not None:
             raise EngineError(f"the vLLM server does not draw from the policy: {reason}. {_hint(model)}")
