@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import socket
 import sys
 import threading
 import weakref
@@ -464,6 +465,38 @@ def test_a_rollout_over_http(tmp_path):
             list(groups)
 
 
+def test_a_rollout_over_http_that_nobody_finished_is_called_off():
+    model, running = make_model(), []
+    with serving(model.config) as service:
+        engine, draw = server_engine(service, model), service.v1_completions
+
+        def slow(content):
+            if len(content["prompt"]) == 5:
+                running.append("one")
+                service.here.connection.recv(1, socket.MSG_PEEK)  # returns when the client has gone
+                running.pop()
+            return draw(content)
+
+        service.v1_completions, service.reset_prefix_cache = slow, lambda _: {"success": not running}
+        left = engine.generate(prompts(3, 5), 2, seed=0)
+        next(left)
+        model.model.norm.weight.data[0] += 0.5
+        assert_drawn_from(model, engine.generate(prompts(3, 4), 2, seed=0))
+        with pytest.raises(EngineError, match=r"another rollout began while 1 of 2 prompts .* one at a time"):
+            list(left)
+        left = engine.generate(prompts(3, 5), 2, seed=0)
+        next(left)
+        left.close()
+        model.model.norm.weight.data[0] += 0.5
+        assert_drawn_from(model, engine.generate(prompts(3, 4), 2, seed=0))
+
+
+@pytest.mark.parametrize("address", ["http://", "http://127.0.0.1:port"])
+def test_what_is_no_address(address):
+    with pytest.raises(EngineError, match="is no address of a vLLM server"):
+        client.Client(address)
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
@@ -516,7 +549,14 @@ def test_a_server_that_is_not_there_or_dies(monkeypatch):
         ):
             list(engine.generate(prompts(3), 2, seed=0))
         hangs.set()
-        del service.collective_rpc
+        del service.collective_rpc, service.v1_completions
+        service.sick, service.sick_with = ("health",), 502  # by a proxy before it
+        with pytest.raises(EngineError, match=r"answered /health with 502.* waited 0.1 s"):
+            client.Client(service.address).wait(0.1)
+        service.sick, service.sick_with, service.cut = (), 503, ("v1_completions",)
+        with pytest.raises(EngineError, match=r"cannot be reached: IncompleteRead"):
+            list(engine.generate(prompts(3), 2, seed=0))
+        service.cut = ()
         service.v1_completions, service.sick = lambda _: {"error": "no"}, ("v1_completions",)
         with pytest.raises(EngineError, match=r"answered /v1/completions with 503"):
             list(engine.generate(prompts(3), 2, seed=0))

@@ -6,8 +6,9 @@ import hashlib
 import logging
 import os
 import shutil
+import time
 import uuid
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -36,6 +37,7 @@ from rloom.types import Completion, Group, Prompt
 logger = logging.getLogger(__name__)
 
 EMPTY = hashlib.sha256(b"").hexdigest()  # of what vLLM keeps in a layout of its own, as linear layers on a CPU
+ENDING_SECONDS = 30.0  # for requests that were called off
 MOVED = 1e-4  # a change of a log-probability that cannot be rounding in float32
 
 
@@ -69,6 +71,7 @@ class VllmServerEngine:
         self._version = ""
         self._names: list[str] = []  # the server's own, of its weights
         self._probe: proof.Probe | None = None
+        self._calls: Generator[tuple[int, Any], None, None] | None = None  # the requests of the present rollout
         self._prove()
 
     # -- a rollout
@@ -89,8 +92,25 @@ class VllmServerEngine:
     ) -> Iterator[tuple[int, list[Completion]]]:
         """Each prompt's number and completions, as they finish."""
         requests = [self._request(asking, prompt, count, seed, index) for index, prompt in enumerate(prompts)]
-        for index, answer in self.client.post_all("/v1/completions", requests, patience=self.options.timeout):
-            yield index, self._completions(answer, asking, count)
+        calls = self.client.post_all("/v1/completions", requests, patience=self.options.timeout)
+        self._let_go()
+        self._calls, left = calls, len(prompts)
+        try:
+            for index, answer in calls:
+                left -= 1
+                yield index, self._completions(answer, asking, count)
+        finally:
+            calls.close()
+        if left:
+            raise EngineError(
+                f"another rollout began while {left} of {len(prompts)} prompts of this one were not done: the vLLM "
+                "server generates one at a time"
+            )
+
+    def _let_go(self) -> None:
+        """Of requests that nobody waits for: an error may hold on to a rollout that was never finished."""
+        if self._calls is not None:
+            self._calls.close()
 
     def _request(self, asking: Asking, prompt: Prompt, count: int, seed: int, number: int) -> dict[str, Any]:
         request = {
@@ -133,6 +153,7 @@ class VllmServerEngine:
 
     def _ready(self) -> None:
         """Have the server draw from the weights that the model has now."""
+        self._let_go()
         model = self.get_model()
         now = fingerprint(model)
         if now == self._sent and self._served_version() == self._version:
@@ -154,10 +175,20 @@ class VllmServerEngine:
                     "model that is trained; its own messages say which of the two it is. Start it again: it may have "
                     "taken half of the weights"
                 ) from error
-        if not self.client.developer("POST", "/reset_prefix_cache")["success"]:
-            raise EngineError("the vLLM server kept keys and values of the old weights: does somebody else use it?")
+        self._empty_cache()
         self.client.developer("POST", "/update_weight_version", {"new_version": self._version})
         self.syncs += 1
+
+    def _empty_cache(self) -> None:
+        """Have the server forget keys and values of the old weights; requests that were called off may still end."""
+        end = time.monotonic() + min(ENDING_SECONDS, self.options.timeout)
+        while not self.client.developer("POST", "/reset_prefix_cache")["success"]:
+            if time.monotonic() > end:
+                raise EngineError(
+                    "the vLLM server kept keys and values of the old weights: requests are under way that are not of "
+                    "this run. Use one server for one run"
+                )
+            time.sleep(0.1)
 
     def _served_version(self) -> str:
         return str(self.client.developer("GET", "/weight_info")["weight_version"])
