@@ -69,6 +69,8 @@ def test_both_spellings_mean_the_same():
         ({"use_vllm": True, "vllm_tensor_parallel_size": 2}, "set it to 1, or vllm_mode='server'"),
         ({"use_vllm": True, "vllm_server_port": 8001}, "`vllm_server_port` has no effect .* it is for vllm_mode='serv"),
         ({"use_vllm": True, "vllm_mode": "server", "vllm_max_model_length": 9}, "it is a flag of the server"),
+        ({"use_vllm": True, "vllm_mode": "server", "compile_generation": True}, "it is a flag of the server"),
+        ({"use_vllm": True, "cache_implementation": "static"}, "`cache_implementation` .* engine='transformers'"),
         ({"use_vllm": True, "vllm_mode": "server", "vllm_group_port": 9}, "through a folder .vllm_weights_dir."),
         ({"use_vllm": True, "vllm_gpu_memory_utilization": 1.5}, "vllm_gpu_memory_utilization must be in"),
         ({"use_vllm": True, "vllm_mode": "server", "vllm_server_timeout": 0.0}, "vllm_server_timeout must be above 0"),
