@@ -144,6 +144,7 @@ class Service:
         self.model, self.version, self.calls = Model(config), "default", []
         self.logprobs_mode, self.max_model_len, self.dtype = "processed_logprobs", 128, "torch.float32"
         self.missing, self.sick, self.sick_with, self.cut, self.deaf, self.address = (), (), 503, (), False, ""
+        self.modes = set()  # of the files that were read
         self.here = threading.local()  # the connection that is answered
         for name, value in changes.items():
             setattr(self, name, value)
@@ -169,6 +170,7 @@ class Service:
     def collective_rpc(self, content):
         if content["method"] == "reload_weights" and not self.deaf:
             folder = Path(content["kwargs"]["weights_path"])
+            self.modes.add((folder / "model.safetensors").stat().st_mode & 0o777)
             self.model.load_weights(load_file(folder / "model.safetensors").items())
         return {"results": [None]}
 

@@ -445,6 +445,8 @@ def server_engine(service, model, **changes):
 
 def test_a_rollout_over_http(tmp_path):
     model = make_model()
+    (tmp_path / "plain").touch()
+    umask = 0o666 & ~(tmp_path / "plain").stat().st_mode
     with serving(model.config) as service:
         engine = server_engine(service, model, weights_dir=tmp_path / "weights")
         assert_drawn_from(model, engine.generate(prompts(3, 5, 4), 3, seed=0))
@@ -458,6 +460,7 @@ def test_a_rollout_over_http(tmp_path):
         list(engine.generate(prompts(3), 3, seed=0))
         assert engine.syncs == syncs + 2
         assert not list((tmp_path / "weights").iterdir())
+        assert service.modes == {0o666 & ~umask}  # the server may be another user's
         request = next(content for path, content in service.calls if path == "/v1/completions")
         assert {"model": "served", "return_token_ids": True, "logprobs": 0}.items() <= request.items()
         groups = engine.generate(prompts(3, 4), 2, seed=0)

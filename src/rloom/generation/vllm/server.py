@@ -278,6 +278,8 @@ def _written(path: Path, weights: Iterator[tuple[str, torch.Tensor]], dtype: tor
     try:
         making.mkdir(parents=True)
         save_file(_apart(weights, dtype), making / "model.safetensors", metadata={"format": "pt"})
+        # which only its owner may read, and the server may be another user's
+        os.chmod(making / "model.safetensors", making.stat().st_mode & 0o666)
         os.rename(making, path)
         yield path
     finally:
