@@ -392,6 +392,15 @@ def test_what_vllm_says_at_its_start_is_told_with_our_names(monkeypatch):
     model = make_model()
     with pytest.raises(EngineError, match=r"The options here: vllm_gpu_memory_utilization, vllm_max_model_length\."):
         VllmEngine(lambda: model, sampling(), tokenizer=make_tokenizer())
+    assert not torch.distributed.is_initialized()  # what vLLM has made before it failed
+
+
+def test_filters_are_hinted_at_once(monkeypatch, caplog):
+    install(monkeypatch)
+    model = make_model()
+    options = VllmOptions(regex="a+")  # which is tried with a request of its own
+    VllmEngine(lambda: model, sampling(), tokenizer=make_tokenizer(), options=options)
+    assert caplog.text.count("`mismatch` is not measured") == 1
 
 
 def test_weights_that_do_not_arrive_are_an_error(monkeypatch):

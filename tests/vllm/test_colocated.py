@@ -108,7 +108,7 @@ def test_stop_strings(engine, one):
     assert "stop_string" in reasons
 
 
-def test_filters(engine, caplog):
+def test_filters(engine):
     some = prompts("ab")
     for changes in ({"top_k": 1}, {"top_p": 1e-6}, {"min_p": 1.0}):
         [group] = in_order(engine(**changes), some, 3)
@@ -116,7 +116,6 @@ def test_filters(engine, caplog):
         assert [c.token_ids for c in group] == [greedy[0].token_ids] * 3
         assert group[0].logprobs is None  # of the plain distribution nothing is known
         assert group[0].drawn_logprobs == pytest.approx([0.0] * len(greedy[0].token_ids), abs=1e-5)
-    assert "`mismatch` is not measured" in caplog.text
     [plain], [penalised] = (in_order(engine(repetition_penalty=p, temperature=0.0), some, 1) for p in (1.0, 5.0))
     assert len(set(penalised[0].token_ids)) == len(penalised[0].token_ids)
     assert plain[0].token_ids != penalised[0].token_ids

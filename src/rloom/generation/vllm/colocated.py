@@ -50,6 +50,7 @@ class VllmEngine:
         self.get_model, self.sampling, self.tokenizer = get_model, sampling, tokenizer
         self.options = options or VllmOptions()
         self.asking = Asking(sampling, self.options.regex)
+        self.asking.hint_filters()
         check_sendable(get_model())
         hint_rounding(get_model(), self.options.dtype_for(get_model()))
         _check_sleep(self.options, self._device)

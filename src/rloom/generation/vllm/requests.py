@@ -57,12 +57,15 @@ class Asking:
         self.passed_on = {name: value for name, value in sampling.extra.items() if name in PASSED_ON}
         if "logit_bias" in self.passed_on:  # JSON has no numbers for keys
             self.passed_on["logit_bias"] = {int(token): value for token, value in self.passed_on["logit_bias"].items()}
+        self.stops = list(dict.fromkeys([*sampling.stop_strings, *_as_list(sampling.extra.get("stop"))]))
+
+    def hint_filters(self) -> None:
+        """Say what filters cost."""
         if self.filtered:
             logger.warning(
                 "vLLM reports log-probabilities of the filtered distribution only (top_p, top_k, min_p, "
                 "repetition_penalty, …): `mismatch` is not measured in this run"
             )
-        self.stops = list(dict.fromkeys([*sampling.stop_strings, *_as_list(sampling.extra.get("stop"))]))
 
     @property
     def filtered(self) -> bool:

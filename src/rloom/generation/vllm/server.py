@@ -56,6 +56,7 @@ class VllmServerEngine:
     ) -> None:
         self.get_model, self.sampling, self.options = get_model, sampling, options
         self.asking = Asking(sampling, options.regex)
+        self.asking.hint_filters()
         check_sendable(get_model())
         if unties_embeddings(get_model()):
             raise EngineError(
