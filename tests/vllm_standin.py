@@ -88,8 +88,7 @@ class LLM:
 
     def _shut_down(self):
         LLM.ended += 1
-        if torch.distributed.is_initialized():
-            torch.distributed.destroy_process_group()
+        clean_up()
 
     def reset_prefix_cache(self):
         self.resets += 1
@@ -122,6 +121,12 @@ class LLM:
         return [SimpleNamespace(request_id=name, finished=True, outputs=outputs[::-1])]
 
 
+def clean_up():
+    """Ends process groups, whoever made them."""
+    if torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()
+
+
 def install(monkeypatch, *, version=(0, 32, 0), deaf_to=(), can_reset=True):
     """Put the stand-in where `import vllm` finds it."""
     LLM.made, LLM.deaf_to, LLM.can_reset, LLM.ended = [], deaf_to, can_reset, 0
@@ -132,6 +137,9 @@ def install(monkeypatch, *, version=(0, 32, 0), deaf_to=(), can_reset=True):
     params.StructuredOutputsParams = lambda **options: SimpleNamespace(**options)
     monkeypatch.setitem(sys.modules, "vllm", module)
     monkeypatch.setitem(sys.modules, "vllm.sampling_params", params)
+    distributed = ModuleType("vllm.distributed")
+    distributed.cleanup_dist_env_and_memory = clean_up
+    monkeypatch.setitem(sys.modules, "vllm.distributed", distributed)
 
 
 # -- over HTTP

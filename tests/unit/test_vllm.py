@@ -385,6 +385,8 @@ def test_vllm_ends_with_its_engine(monkeypatch):
 
 def test_what_vllm_says_at_its_start_is_told_with_our_names(monkeypatch):
     def refuse(**_):
+        group = {"store": torch.distributed.HashStore(), "world_size": 1, "rank": 0}
+        torch.distributed.init_process_group("gloo", **group)
         raise ValueError("try increasing `gpu_memory_utilization` or decreasing `max_model_len`")
 
     install(monkeypatch)

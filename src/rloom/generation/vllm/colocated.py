@@ -210,9 +210,10 @@ class VllmEngine:
                 [theirs] = llm.collective_rpc(_model_of)
                 return llm
             except Exception as error:
+                _clean_up(grouped)
                 raise EngineError(
-                    f"vLLM did not start: {type(error).__name__}: {error}. {_in_our_words(str(error))}Its own messages "
-                    "are above (VLLM_LOGGING_LEVEL=INFO shows more)"
+                    f"vLLM did not start: {type(error).__name__}: {str(error).rstrip('.')}. "
+                    f"{_in_our_words(str(error))}Its own messages are above (VLLM_LOGGING_LEVEL=INFO shows more)"
                 ) from error
             finally:
                 give_back_classes(classes, theirs)
@@ -264,9 +265,16 @@ def _shut_down(llm: Any, grouped: bool) -> None:
         llm.llm_engine.engine_core.shutdown()
 
 
+def _clean_up(grouped: bool) -> None:
+    """Let go of what a start that failed has left, which the next would take for somebody else's."""
+    from vllm.distributed import cleanup_dist_env_and_memory
+
+    with keeping_process_group(there=grouped):
+        cleanup_dist_env_and_memory()
+
+
 OUR_NAMES = {
-    "gpu_memory_utilization": "vllm_gpu_memory_utilization",
-    "gpu-memory-utilization": "vllm_gpu_memory_utilization",
+    "memory": "vllm_gpu_memory_utilization",
     "max_model_len": "vllm_max_model_length",
     "enforce_eager": "compile_generation=False",
     "trust_remote_code": "trust_remote_code",
