@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import gc
 import json
+import random
 import sys
 import threading
 from contextlib import contextmanager
@@ -15,6 +16,7 @@ from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import ClassVar
 
+import numpy as np
 import torch
 from safetensors.torch import load_file
 from transformers import AutoConfig, LlamaForCausalLM
@@ -67,7 +69,7 @@ class LLM:
         config = AutoConfig.from_pretrained(model)
         self.options, self.model, self.waiting, self.asleep, self.resets = options, Model(config), {}, False, 0
         self.model.deaf_to = LLM.deaf_to
-        torch.rand(5)  # vLLM moves the process' random state
+        torch.rand(5), random.random(), np.random.rand()  # vLLM moves the process' random state
         torch.set_float32_matmul_precision("highest")
         gc.freeze()
         sys.excepthook = lambda *_: None

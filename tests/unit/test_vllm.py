@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import gc
+import random
 import socket
 import sys
 import threading
 import weakref
 
+import numpy as np
 import pytest
 import torch
 import transformers as tf
@@ -364,6 +366,23 @@ def test_the_process_is_left_as_it_was(monkeypatch):
         torch.distributed.destroy_process_group()
         torch.backends.cuda.matmul.fp32_precision = torch.backends.fp32_precision = "none"
         torch.set_float32_matmul_precision(precision)
+
+
+def test_what_others_draw_while_it_generates_is_not_drawn_again(monkeypatch):
+    install(monkeypatch)
+    model, drawn, step = make_model(), [], LLM._step
+
+    def stepping(self):
+        drawn.append((random.random(), np.random.rand()))  # as a reward does in its thread
+        return step(self)
+
+    monkeypatch.setattr(LLM, "_step", stepping)
+    random.seed(1), np.random.seed(1)
+    expected = [(random.random(), np.random.rand()) for _ in range(5)]
+    random.seed(1), np.random.seed(1)
+    engine = VllmEngine(lambda: model, sampling(), tokenizer=make_tokenizer())  # starts, and draws for its proof
+    list(engine.generate(prompts(3, 5, 4), 2, seed=0))
+    assert drawn == expected
 
 
 def test_vllm_ends_with_its_engine(monkeypatch):

@@ -19,15 +19,14 @@ import torch
 
 @contextmanager
 def own_randomness(device: torch.device) -> Iterator[None]:
-    """What vLLM draws, or seeds, does not move the trainer's noise; and the trainer's autocast is not vLLM's."""
-    numbers, arrays = random.getstate(), np.random.get_state()
+    """What vLLM draws does not move the trainer's noise; and the trainer's autocast is not vLLM's.
+
+    It draws from torch alone. Python's and numpy's states are left: rewards may draw from them meanwhile, in threads of
+    their own, and would draw the same again if they were put back.
+    """
     cuda = [device] if device.type == "cuda" else []
     with torch.random.fork_rng(devices=cuda), torch.autocast(device.type, enabled=False):
-        try:
-            yield
-        finally:
-            random.setstate(numbers)
-            np.random.set_state(arrays)
+        yield
 
 
 @contextmanager
@@ -36,10 +35,10 @@ def starting_vllm() -> Iterator[None]:
 
     Its import sets variables that child processes would inherit (LD_PRELOAD, threads of torch's compiler), and on a
     CPU its worker puts a function that does nothing in the place of `torch.set_num_threads`. Variables of its own
-    (VLLM_…) stay: it reads them later. Nor does it leave the garbage collector alone: it freezes all there is, so that
-    no trainer that was made before would ever be freed.
+    (VLLM_…) stay: it reads them later. It seeds whatever there is, and freezes what the garbage collector knows of,
+    so that no trainer that was made before would ever be freed.
     """
-    before = dict(os.environ)
+    before, numbers, arrays = dict(os.environ), random.getstate(), np.random.get_state()
     set_num_threads, threads = torch.set_num_threads, torch.get_num_threads()
     hook, frozen = sys.excepthook, gc.get_freeze_count()
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
@@ -50,6 +49,8 @@ def starting_vllm() -> Iterator[None]:
     finally:
         torch.set_num_threads = set_num_threads
         torch.set_num_threads(threads)
+        random.setstate(numbers)
+        np.random.set_state(arrays)
         sys.excepthook = hook
         if not frozen:
             gc.unfreeze()
