@@ -97,6 +97,7 @@ class LLM:
         return LLM.can_reset and not self.waiting
 
     def sleep(self, level):
+        assert not self.waiting
         self.asleep = True
         self.model.inner.model.embed_tokens.weight.data.zero_()
 

@@ -448,6 +448,13 @@ def test_sleep(monkeypatch):
     for _ in range(2):  # what sleep forgets is sent again
         assert LLM.made[-1].asleep
         assert_drawn_from(model, engine.generate(prompts(4), 2, seed=0))
+    left = engine.generate(prompts(3, 5), 2, seed=0)
+    next(left)
+    left.close()
+    assert LLM.made[-1].asleep  # also when nobody asked on, and when something was refused
+    with pytest.raises(EngineError, match="context length"):
+        list(engine.generate(prompts(500), 2, seed=0))
+    assert LLM.made[-1].asleep
 
 
 def test_training_and_images(monkeypatch, config, rows):

@@ -5,7 +5,8 @@ from __future__ import annotations
 import copy
 import gc
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
+from contextlib import closing
 from dataclasses import replace
 from typing import Any
 
@@ -81,14 +82,15 @@ class VllmEngine:
         try:
             llm = self._ready()
             _check_fits(llm, prompts, self.sampling.max_completion_length)
-            for index, completions in self._run(llm, self.asking, prompts, num_generations, seed):
-                yield Group(prompt=prompts[index], completions=completions)
+            with closing(self._run(llm, self.asking, prompts, num_generations, seed)) as answers:
+                for index, completions in answers:
+                    yield Group(prompt=prompts[index], completions=completions)
         finally:
             self._sleep()
 
     def _run(
         self, llm: Any, asking: Asking, prompts: Sequence[Prompt], count: int, seed: int
-    ) -> Iterator[tuple[int, list[Completion]]]:
+    ) -> Generator[tuple[int, list[Completion]], None, None]:
         """Each prompt's number and completions, as they finish. What is left when nobody asks on is let go of."""
         engine, waiting = llm.llm_engine, dict[str, int]()
         self._under_way = waiting

@@ -9,7 +9,7 @@ import shutil
 import time
 import uuid
 from collections.abc import Callable, Generator, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -84,13 +84,14 @@ class VllmServerEngine:
         change = "start the server with a larger --max-model-len"
         check_lengths(prompts, self.sampling.max_completion_length, self.max_model_length, change)
         self._ready()
-        for index, completions in self._run(self.asking, prompts, num_generations, seed):
-            yield Group(prompt=prompts[index], completions=completions)
+        with closing(self._run(self.asking, prompts, num_generations, seed)) as answers:
+            for index, completions in answers:
+                yield Group(prompt=prompts[index], completions=completions)
         self._check_version("while it generated")
 
     def _run(
         self, asking: Asking, prompts: Sequence[Prompt], count: int, seed: int
-    ) -> Iterator[tuple[int, list[Completion]]]:
+    ) -> Generator[tuple[int, list[Completion]], None, None]:
         """Each prompt's number and completions, as they finish."""
         requests = [self._request(asking, prompt, count, seed, index) for index, prompt in enumerate(prompts)]
         calls = self.client.post_all("/v1/completions", requests, patience=self.options.timeout)
