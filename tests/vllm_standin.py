@@ -5,7 +5,9 @@ It really samples, from a transformers model of its own that gets weights only a
 
 from __future__ import annotations
 
+import gc
 import json
+import random
 import sys
 import threading
 from contextlib import contextmanager
@@ -14,6 +16,7 @@ from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import ClassVar
 
+import numpy as np
 import torch
 from safetensors.torch import load_file
 from transformers import AutoConfig, LlamaForCausalLM
@@ -60,14 +63,18 @@ class LLM:
     made: ClassVar[list[LLM]] = []
     deaf_to: ClassVar[tuple[str, ...]] = ()
     can_reset: ClassVar[bool] = True
+    ended: ClassVar[int] = 0
 
     def __init__(self, model, **options):
         config = AutoConfig.from_pretrained(model)
         self.options, self.model, self.waiting, self.asleep, self.resets = options, Model(config), {}, False, 0
         self.model.deaf_to = LLM.deaf_to
-        torch.rand(5)  # vLLM moves the process' random state
+        torch.rand(5), random.random(), np.random.rand()  # vLLM moves the process' random state
+        torch.set_float32_matmul_precision("highest")
+        gc.freeze()
+        sys.excepthook = lambda *_: None
         limit = options["max_model_len"] or config.max_position_embeddings
-        core = SimpleNamespace(shutdown=lambda: None)
+        core = SimpleNamespace(shutdown=self._shut_down)
         self.llm_engine = SimpleNamespace(
             model_config=SimpleNamespace(max_model_len=limit), engine_core=core, add_request=self._add,
             step=self._step, abort_request=self._abort, has_unfinished_requests=lambda: bool(self.waiting),
@@ -81,11 +88,16 @@ class LLM:
         )
         return [function(worker, *args)]
 
+    def _shut_down(self):
+        LLM.ended += 1
+        clean_up()
+
     def reset_prefix_cache(self):
         self.resets += 1
-        return LLM.can_reset
+        return LLM.can_reset and not self.waiting
 
     def sleep(self, level):
+        assert not self.waiting
         self.asleep = True
         self.model.inner.model.embed_tokens.weight.data.zero_()
 
@@ -112,9 +124,15 @@ class LLM:
         return [SimpleNamespace(request_id=name, finished=True, outputs=outputs[::-1])]
 
 
+def clean_up():
+    """Ends process groups, whoever made them."""
+    if torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()
+
+
 def install(monkeypatch, *, version=(0, 32, 0), deaf_to=(), can_reset=True):
     """Put the stand-in where `import vllm` finds it."""
-    LLM.made, LLM.deaf_to, LLM.can_reset = [], deaf_to, can_reset
+    LLM.made, LLM.deaf_to, LLM.can_reset, LLM.ended = [], deaf_to, can_reset, 0
     module, params = ModuleType("vllm"), ModuleType("vllm.sampling_params")
     module.LLM, module.SamplingParams = LLM, lambda **options: SimpleNamespace(**options)
     module.__version_tuple__, module.__version__ = version, ".".join(map(str, version))
@@ -122,6 +140,9 @@ def install(monkeypatch, *, version=(0, 32, 0), deaf_to=(), can_reset=True):
     params.StructuredOutputsParams = lambda **options: SimpleNamespace(**options)
     monkeypatch.setitem(sys.modules, "vllm", module)
     monkeypatch.setitem(sys.modules, "vllm.sampling_params", params)
+    distributed = ModuleType("vllm.distributed")
+    distributed.cleanup_dist_env_and_memory = clean_up
+    monkeypatch.setitem(sys.modules, "vllm.distributed", distributed)
 
 
 # -- over HTTP
@@ -133,17 +154,19 @@ class Service:
     def __init__(self, config, **changes):
         self.model, self.version, self.calls = Model(config), "default", []
         self.logprobs_mode, self.max_model_len, self.dtype = "processed_logprobs", 128, "torch.float32"
-        self.missing, self.sick, self.deaf, self.address = (), (), False, ""
+        self.missing, self.sick, self.sick_with, self.cut, self.deaf, self.address = (), (), 503, (), False, ""
+        self.modes = set()  # of the files that were read
+        self.here = threading.local()  # the connection that is answered
         for name, value in changes.items():
             setattr(self, name, value)
 
     def answer(self, path, content):
         """The status and the answer to a request."""
         self.calls.append((path, content))
-        name = path.partition("?")[0].strip("/").replace("/", "_")
+        name = name_of(path)
         if name in self.missing:
             return 404, {"error": "Not Found"}
-        return 503 if name in self.sick else 200, getattr(self, name)(content)
+        return self.sick_with if name in self.sick else 200, getattr(self, name)(content)
 
     def health(self, _):
         return None
@@ -158,6 +181,7 @@ class Service:
     def collective_rpc(self, content):
         if content["method"] == "reload_weights" and not self.deaf:
             folder = Path(content["kwargs"]["weights_path"])
+            self.modes.add((folder / "model.safetensors").stat().st_mode & 0o777)
             self.model.load_weights(load_file(folder / "model.safetensors").items())
         return {"results": [None]}
 
@@ -184,6 +208,10 @@ class Service:
         }
 
 
+def name_of(path):
+    return path.partition("?")[0].strip("/").replace("/", "_")
+
+
 @contextmanager
 def serving(config, **changes):
     """A stand-in server on the loopback."""
@@ -197,12 +225,13 @@ def serving(config, **changes):
             self._reply(json.loads(self.rfile.read(int(self.headers["Content-Length"]))))
 
         def _reply(self, content):
+            service.here.connection = self.connection
             status, answer = service.answer(self.path, content)
             body = b"" if answer is None else json.dumps(answer).encode()
             self.send_response(status)
             self.send_header("Content-Length", str(len(body)))
             self.end_headers()
-            self.wfile.write(body)
+            self.wfile.write(body[:5] if name_of(self.path) in service.cut else body)
 
         def log_message(self, *_):
             pass

@@ -33,7 +33,7 @@ ENGINES = ("native", "forked", "transformers", "vllm")
 VLLM_OWN = {
     "colocate": (
         "vllm_model_impl", "vllm_enable_sleep_mode", "vllm_gpu_memory_utilization", "vllm_max_model_length",
-        "vllm_tensor_parallel_size",
+        "vllm_tensor_parallel_size", "compile_generation",
     ),
     "server": (
         "vllm_server_base_url", "vllm_server_host", "vllm_server_port", "vllm_server_timeout", "vllm_weights_dir",
@@ -585,11 +585,10 @@ class RLOOConfig(OlderNames, TrainingArguments, metaclass=_Remembering):
             raise ConfigError("use_vllm=False and engine='vllm' contradict each other: leave one of them out")
         if self.use_vllm:
             self.engine = "vllm"
-        defaults = {f.name: f.default for f in fields(self) if f.name.startswith("vllm_")}
-        given = [name for name, default in defaults.items() if getattr(self, name) != default]
+        given = [f.name for f in fields(self) if f.name.startswith("vllm_") and getattr(self, f.name) != f.default]
         if self.engine == "vllm":
             self.use_vllm = True
-            self._check_vllm(given)
+            self._check_vllm([*given, *(["compile_generation"] if self.compile_generation is not None else [])])
         elif given:
             raise ConfigError(f"`{given[0]}` has no effect without use_vllm=True: leave it out, or set that too")
 
@@ -604,6 +603,10 @@ class RLOOConfig(OlderNames, TrainingArguments, metaclass=_Remembering):
         if "vllm_group_port" in given:
             raise ConfigError(
                 "`vllm_group_port` has no effect: weights reach the server through a folder (vllm_weights_dir)"
+            )
+        if self.cache_implementation is not None:
+            raise ConfigError(
+                "`cache_implementation` is for `model.generate`: leave it out, or set engine='transformers'"
             )
         if self.vllm_tensor_parallel_size != 1:
             raise ConfigError(

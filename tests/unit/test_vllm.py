@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import gc
+import random
+import socket
 import sys
 import threading
+import weakref
 
+import numpy as np
 import pytest
 import torch
 import transformers as tf
@@ -14,7 +19,7 @@ from torch import nn
 from rloom import RLOOConfig, RLOOTrainer
 from rloom.errors import ConfigError, EngineError
 from rloom.generation import Sampling, choose_engine
-from rloom.generation.vllm import VllmEngine, VllmOptions, VllmServerEngine, client
+from rloom.generation.vllm import VllmEngine, VllmOptions, VllmServerEngine, client, proof
 from rloom.generation.vllm.requests import Asking
 from rloom.generation.vllm.surroundings import give_back_classes, remember_classes
 from rloom.generation.vllm.weights import CHUNK, check_sendable, checkpoint_weights, fingerprint
@@ -66,6 +71,8 @@ def test_both_spellings_mean_the_same():
         ({"use_vllm": True, "vllm_tensor_parallel_size": 2}, "set it to 1, or vllm_mode='server'"),
         ({"use_vllm": True, "vllm_server_port": 8001}, "`vllm_server_port` has no effect .* it is for vllm_mode='serv"),
         ({"use_vllm": True, "vllm_mode": "server", "vllm_max_model_length": 9}, "it is a flag of the server"),
+        ({"use_vllm": True, "vllm_mode": "server", "compile_generation": True}, "it is a flag of the server"),
+        ({"use_vllm": True, "cache_implementation": "static"}, "`cache_implementation` .* engine='transformers'"),
         ({"use_vllm": True, "vllm_mode": "server", "vllm_group_port": 9}, "through a folder .vllm_weights_dir."),
         ({"use_vllm": True, "vllm_gpu_memory_utilization": 1.5}, "vllm_gpu_memory_utilization must be in"),
         ({"use_vllm": True, "vllm_mode": "server", "vllm_server_timeout": 0.0}, "vllm_server_timeout must be above 0"),
@@ -89,6 +96,7 @@ def test_several_processes_are_refused(monkeypatch):
         ({"num_beams": 3}, "no option `num_beams`; there are allowed_token_ids, bad_words"),
         ({"max_tokens": 3}, r"set RLOOConfig\(max_completion_length=…\)"),
         ({"structured_outputs": {}}, "vllm_structured_outputs_regex"),
+        ({"temperature": 0.5}, r"set RLOOConfig\(temperature=…\)"),
     ],
 )
 def test_options_of_generation_are_known_or_refused(extra, message):
@@ -102,6 +110,10 @@ def test_what_is_asked():
     expected = {"n": 4, "top_k": 5, "stop": ["x", "y"], "min_tokens": 2, "stop_token_ids": [2], "ignore_eos": True}
     assert {name: options[name] for name in expected} == expected
     assert "bos_token_id" not in options
+    as_json = Asking(sampling(extra={"logit_bias": {"5": 2.0}}))
+    assert as_json.options(4, seed=1, number=0)["logit_bias"] == {5: 2.0}
+    with pytest.raises(ConfigError, match=r"temperature=0.005: vLLM draws at 0.01 instead"):
+        Asking(sampling(temperature=0.005))
     seeds = {Asking(sampling()).options(4, seed=s, number=n)["seed"] for s in (1, 2) for n in (0, 1)}
     assert len(seeds) == 4
     assert Asking(sampling(temperature=0.0)).options(4, seed=1, number=0)["n"] == 1
@@ -194,6 +206,39 @@ def test_adapters_are_folded_in_and_stay_as_they_are(changes):
     assert all(torch.equal(before[name], tensor) for name, tensor in model.state_dict().items())
 
 
+def test_which_adapters_are_used_and_how_much_is_seen():
+    from peft import LoraConfig, get_peft_model
+
+    options = LoraConfig(r=2, target_modules=["q_proj", "up_proj"], modules_to_save=["lm_head"])
+    model = get_peft_model(make_model(), options).eval()
+    model.add_adapter("other", options)
+    for name, parameter in model.named_parameters():
+        if "lora" in name or "modules_to_save" in name:
+            parameter.data += 0.1 * torch.randn_like(parameter)
+    ids, seen = torch.tensor([[5, 6, 7, 8]]), []
+
+    def is_sent():
+        seen.append(fingerprint(model))
+        plain = make_model(1)
+        plain.load_state_dict(dict(checkpoint_weights(model, ["lm_head.weight"])))
+        with torch.no_grad():
+            assert torch.allclose(plain(input_ids=ids).logits, model(input_ids=ids).logits, atol=1e-5)
+
+    is_sent()
+    with model.disable_adapter():
+        is_sent()
+    model.set_adapter("other")
+    is_sent()
+    for module in model.modules():
+        if hasattr(module, "set_scale"):
+            module.set_scale("other", 0.3)
+    is_sent()
+    model.merge_adapter()
+    with model.disable_adapter():
+        is_sent()
+    assert len(set(seen)) == 5
+
+
 def test_weights_that_cannot_be_sent_are_refused():
     from peft import PromptTuningConfig, get_peft_model
 
@@ -276,6 +321,109 @@ def test_a_rollout_and_its_weights(monkeypatch):
     assert second._llm is None
 
 
+def test_a_rollout_that_nobody_finished_does_not_reach_into_the_next(monkeypatch):
+    install(monkeypatch)
+    model = make_model()
+    engine = VllmEngine(lambda: model, sampling(), tokenizer=make_tokenizer())
+    for change in (0.0, 0.5):
+        left = engine.generate(prompts(3, 5, 4), 2, seed=0)
+        next(left)  # and is held on to, as a traceback does after an error in a reward
+        model.model.norm.weight.data[0] += change
+        groups = list(engine.generate(prompts(4, 6), 2, seed=0))
+        assert sorted(len(group.prompt.token_ids) for group in groups) == [4, 6]
+        assert_drawn_from(model, groups)
+        with pytest.raises(EngineError, match=r"another rollout began while 2 of 3 prompts .* one at a time"):
+            next(left)
+    left = engine.generate(prompts(3, 5, 4), 2, seed=0)
+    next(left)
+    later = engine.generate(prompts(3, 5, 4), 2, seed=0)
+    next(later)
+    left.close()  # takes nothing from the one that is under way
+    assert len(list(later)) == 2
+
+
+def test_the_process_is_left_as_it_was(monkeypatch):
+    install(monkeypatch)
+    model, precision = make_model(), torch.get_float32_matmul_precision()
+    monkeypatch.setattr(sys, "excepthook", sys.excepthook)  # which torch replaces too
+    group = {"store": torch.distributed.HashStore(), "world_size": 1, "rank": 0}
+    torch.distributed.init_process_group("gloo", **group)  # as DeepSpeed's
+    hook = sys.excepthook
+    try:
+        torch.set_float32_matmul_precision("high")
+        engine = VllmEngine(lambda: model, sampling(), tokenizer=make_tokenizer())
+        assert torch.get_float32_matmul_precision() == "high"
+        torch.set_float32_matmul_precision("highest")
+        monkeypatch.setattr(torch.backends, "fp32_precision", "tf32")  # as tf32=True does
+        torch.backends.cuda.matmul.fp32_precision = "tf32"
+        second = VllmEngine(lambda: model, sampling(), tokenizer=make_tokenizer())
+        assert torch.backends.cuda.matmul.fp32_precision == "tf32"
+        assert sys.excepthook is hook
+        assert gc.get_freeze_count() == 0
+        engine.close(), second.close()
+        assert torch.distributed.is_initialized()
+    finally:
+        torch.distributed.destroy_process_group()
+        torch.backends.cuda.matmul.fp32_precision = torch.backends.fp32_precision = "none"
+        torch.set_float32_matmul_precision(precision)
+
+
+def test_what_others_draw_while_it_generates_is_not_drawn_again(monkeypatch):
+    install(monkeypatch)
+    model, drawn, step = make_model(), [], LLM._step
+
+    def stepping(self):
+        drawn.append((random.random(), np.random.rand()))  # as a reward does in its thread
+        return step(self)
+
+    monkeypatch.setattr(LLM, "_step", stepping)
+    random.seed(1), np.random.seed(1)
+    expected = [(random.random(), np.random.rand()) for _ in range(5)]
+    random.seed(1), np.random.seed(1)
+    engine = VllmEngine(lambda: model, sampling(), tokenizer=make_tokenizer())  # starts, and draws for its proof
+    list(engine.generate(prompts(3, 5, 4), 2, seed=0))
+    assert drawn == expected
+
+
+def test_vllm_ends_with_its_engine(monkeypatch):
+    install(monkeypatch)
+    model = make_model()
+    engine = VllmEngine(lambda: model, sampling(), tokenizer=make_tokenizer())
+    gone, ended = weakref.ref(engine), LLM.ended
+    del engine
+    gc.collect()
+    assert gone() is None
+    assert LLM.ended == ended + 1
+    with pytest.raises(EngineError, match=r"prompt of 24 tokens .* context length of 20: .* vllm_max_model_length"):
+        VllmEngine(lambda: model, sampling(), tokenizer=make_tokenizer(), options=VllmOptions(max_model_length=20))
+    assert LLM.ended == ended + 2  # what a start has failed on is let go of too
+    monkeypatch.setattr(sys.modules["vllm"], "SamplingParams", lambda **_: 1 / 0)
+    with pytest.raises(EngineError, match="vLLM refuses what it is asked: division by zero"):
+        VllmEngine(lambda: model, sampling(), tokenizer=make_tokenizer())
+
+
+def test_what_vllm_says_at_its_start_is_told_with_our_names(monkeypatch):
+    def refuse(**_):
+        group = {"store": torch.distributed.HashStore(), "world_size": 1, "rank": 0}
+        torch.distributed.init_process_group("gloo", **group)
+        raise ValueError("try increasing `gpu_memory_utilization` or decreasing `max_model_len`")
+
+    install(monkeypatch)
+    monkeypatch.setattr(sys.modules["vllm"], "LLM", refuse)
+    model = make_model()
+    with pytest.raises(EngineError, match=r"The options here: vllm_gpu_memory_utilization, vllm_max_model_length\."):
+        VllmEngine(lambda: model, sampling(), tokenizer=make_tokenizer())
+    assert not torch.distributed.is_initialized()  # what vLLM has made before it failed
+
+
+def test_filters_are_hinted_at_once(monkeypatch, caplog):
+    install(monkeypatch)
+    model = make_model()
+    options = VllmOptions(regex="a+")  # which is tried with a request of its own
+    VllmEngine(lambda: model, sampling(), tokenizer=make_tokenizer(), options=options)
+    assert caplog.text.count("`mismatch` is not measured") == 1
+
+
 def test_weights_that_do_not_arrive_are_an_error(monkeypatch):
     model = make_model()
     install(monkeypatch, deaf_to=("model.norm.weight",))
@@ -300,6 +448,13 @@ def test_sleep(monkeypatch):
     for _ in range(2):  # what sleep forgets is sent again
         assert LLM.made[-1].asleep
         assert_drawn_from(model, engine.generate(prompts(4), 2, seed=0))
+    left = engine.generate(prompts(3, 5), 2, seed=0)
+    next(left)
+    left.close()
+    assert LLM.made[-1].asleep  # also when nobody asked on, and when something was refused
+    with pytest.raises(EngineError, match="context length"):
+        list(engine.generate(prompts(500), 2, seed=0))
+    assert LLM.made[-1].asleep
 
 
 def test_training_and_images(monkeypatch, config, rows):
@@ -327,6 +482,8 @@ def server_engine(service, model, **changes):
 
 def test_a_rollout_over_http(tmp_path):
     model = make_model()
+    (tmp_path / "plain").touch()
+    umask = 0o666 & ~(tmp_path / "plain").stat().st_mode
     with serving(model.config) as service:
         engine = server_engine(service, model, weights_dir=tmp_path / "weights")
         assert_drawn_from(model, engine.generate(prompts(3, 5, 4), 3, seed=0))
@@ -340,6 +497,7 @@ def test_a_rollout_over_http(tmp_path):
         list(engine.generate(prompts(3), 3, seed=0))
         assert engine.syncs == syncs + 2
         assert not list((tmp_path / "weights").iterdir())
+        assert service.modes == {0o666 & ~umask}  # the server may be another user's
         request = next(content for path, content in service.calls if path == "/v1/completions")
         assert {"model": "served", "return_token_ids": True, "logprobs": 0}.items() <= request.items()
         groups = engine.generate(prompts(3, 4), 2, seed=0)
@@ -347,6 +505,38 @@ def test_a_rollout_over_http(tmp_path):
         service.version = "another"
         with pytest.raises(EngineError, match="given other weights while it generated"):
             list(groups)
+
+
+def test_a_rollout_over_http_that_nobody_finished_is_called_off():
+    model, running = make_model(), []
+    with serving(model.config) as service:
+        engine, draw = server_engine(service, model), service.v1_completions
+
+        def slow(content):
+            if len(content["prompt"]) == 5:
+                running.append("one")
+                service.here.connection.recv(1, socket.MSG_PEEK)  # returns when the client has gone
+                running.pop()
+            return draw(content)
+
+        service.v1_completions, service.reset_prefix_cache = slow, lambda _: {"success": not running}
+        left = engine.generate(prompts(3, 5), 2, seed=0)
+        next(left)
+        model.model.norm.weight.data[0] += 0.5
+        assert_drawn_from(model, engine.generate(prompts(3, 4), 2, seed=0))
+        with pytest.raises(EngineError, match=r"another rollout began while 1 of 2 prompts .* one at a time"):
+            list(left)
+        left = engine.generate(prompts(3, 5), 2, seed=0)
+        next(left)
+        left.close()
+        model.model.norm.weight.data[0] += 0.5
+        assert_drawn_from(model, engine.generate(prompts(3, 4), 2, seed=0))
+
+
+@pytest.mark.parametrize("address", ["http://", "http://127.0.0.1:port"])
+def test_what_is_no_address(address):
+    with pytest.raises(EngineError, match="is no address of a vLLM server"):
+        client.Client(address)
 
 
 @pytest.mark.parametrize(
@@ -401,14 +591,25 @@ def test_a_server_that_is_not_there_or_dies(monkeypatch):
         ):
             list(engine.generate(prompts(3), 2, seed=0))
         hangs.set()
-        del service.collective_rpc
+        del service.collective_rpc, service.v1_completions
+        service.sick, service.sick_with = ("health",), 502  # by a proxy before it
+        with pytest.raises(EngineError, match=r"answered /health with 502.* waited 0.1 s"):
+            client.Client(service.address).wait(0.1)
+        service.sick, service.sick_with, service.cut = (), 503, ("v1_completions",)
+        with pytest.raises(EngineError, match=r"cannot be reached: IncompleteRead"):
+            list(engine.generate(prompts(3), 2, seed=0))
+        service.cut = ()
         service.v1_completions, service.sick = lambda _: {"error": "no"}, ("v1_completions",)
         with pytest.raises(EngineError, match=r"answered /v1/completions with 503"):
             list(engine.generate(prompts(3), 2, seed=0))
 
 
-def test_dtypes_that_differ_are_told(caplog):
+def test_dtypes_that_differ_are_told(caplog, monkeypatch):
     model = make_model()
+    with serving(model.config) as service, torch.autocast("cpu", torch.bfloat16):
+        monkeypatch.setattr(proof, "EXACT", 0.0)
+        server_engine(service, model, dtype=torch.bfloat16)
+        assert "computes in torch.float32 and the trainer in torch.bfloat16" in caplog.text
     with serving(model.config, dtype="torch.bfloat16") as service:
         engine = server_engine(service, model)
         assert "computes in torch.bfloat16 and the trainer in torch.float32" in caplog.text

@@ -92,6 +92,17 @@ def test_weights_that_somebody_else_has_sent_are_replaced(server):
     assert_drawn_from(one, some, in_order(first, some))
 
 
+def test_a_rollout_that_nobody_finished_is_called_off(server):
+    model, some = tiny(), prompts("ab", "hello there, you", "x")
+    made = engine(server, model, max_completion_length=100, eos_token_ids=tuple(range(5, 12)))
+    left = made.generate(some * 20, 4, seed=0)
+    next(left)  # and held on to, as by a traceback
+    model.model.norm.weight.data[0] += 0.1
+    assert_drawn_from(model, some, in_order(made, some))
+    with pytest.raises(EngineError, match="another rollout began"):
+        list(left)
+
+
 def test_how_it_draws_and_ends(server):
     model, some, tokenizer = tiny(), prompts("ab", "hello there, you"), make_tokenizer()
     greedy = in_order(engine(server, model, temperature=0.0), some)

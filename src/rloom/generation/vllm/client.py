@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import json
 import queue
+import socket
 import threading
 import time
-import urllib.error
-import urllib.request
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Sequence
+from contextlib import closing, suppress
+from http.client import HTTPConnection, HTTPException, HTTPSConnection
 from typing import Any
+from urllib.parse import urlsplit
 
 from rloom.errors import EngineError
 
@@ -20,6 +22,7 @@ HOW_TO_START = (
 
 AT_ONCE = 256  # requests under way
 LOOK_SECONDS = 5.0  # between two looks at whether the server still lives
+STARTING = (502, 503, 504)  # it is still starting, or has died; the first and the last say those before it
 
 
 class ServerError(EngineError):
@@ -38,32 +41,46 @@ class Client:
         if not address.startswith(("http://", "https://")):
             address = f"http://{address}"
         self.address = address.rstrip("/")
-        self._open = urllib.request.build_opener(urllib.request.ProxyHandler({})).open
+        try:
+            self._connection(None)
+        except (ValueError, HTTPException) as error:  # a port that is no number, no host
+            raise EngineError(f"{address!r} is no address of a vLLM server: {error}") from error
 
     def get(self, path: str, timeout: float | None = 30.0) -> Any:
         """The answer to a GET, as JSON where it is."""
-        return self._ask(urllib.request.Request(self.address + path), path, timeout)
+        with closing(self._connection(timeout)) as connection:
+            return self._ask(connection, "GET", path)
 
     def post(self, path: str, content: Any = None, timeout: float | None = None) -> Any:
         """The answer to a POST; without a time limit unless one is given."""
-        data = json.dumps({} if content is None else content).encode()
-        headers = {"Content-Type": "application/json"}
-        return self._ask(urllib.request.Request(self.address + path, data, headers), path, timeout)
+        with closing(self._connection(timeout)) as connection:
+            return self._ask(connection, "POST", path, content)
 
-    def _ask(self, request: urllib.request.Request, path: str, timeout: float | None) -> Any:
+    def _connection(self, timeout: float | None) -> HTTPConnection:
+        parts = urlsplit(self.address)
+        make = HTTPSConnection if parts.scheme == "https" else HTTPConnection
+        if not parts.hostname:
+            raise ValueError("it names no host")
+        return make(parts.hostname, parts.port, timeout=timeout)
+
+    def _ask(self, connection: HTTPConnection, method: str, path: str, content: Any = None) -> Any:
+        data = None if method == "GET" else json.dumps({} if content is None else content).encode()
+        headers = {} if data is None else {"Content-Type": "application/json"}
         try:
-            with self._open(request, timeout=timeout) as answer:
+            connection.request(method, urlsplit(self.address).path + path, data, headers)
+            with connection.getresponse() as answer:
                 body = answer.read()
-        except urllib.error.HTTPError as error:
-            with error:
-                raise ServerError(error.code, path, error.read().decode(errors="replace")) from error
         except TimeoutError as error:
             raise EngineError(
-                f"the vLLM server at {self.address} did not answer {path} within {timeout:g} s: see its messages, or "
-                "raise vllm_server_timeout"
+                f"the vLLM server at {self.address} did not answer {path} within {connection.timeout:g} s: see its "
+                "messages, or raise vllm_server_timeout"
             ) from error
-        except OSError as error:  # refused, reset, no such host
-            raise EngineError(f"the vLLM server at {self.address} cannot be reached: {error}") from error
+        except (OSError, HTTPException) as error:  # refused, reset, no such host; or it went in the middle of an answer
+            raise EngineError(
+                f"the vLLM server at {self.address} cannot be reached: {type(error).__name__}: {error}"
+            ) from error
+        if not 200 <= answer.status < 300:
+            raise ServerError(answer.status, path, body.decode(errors="replace"))
         try:
             return json.loads(body) if body else None
         except ValueError as error:
@@ -77,7 +94,7 @@ class Client:
                 self.get("/health", timeout=max(1.0, min(10.0, seconds)))
                 return
             except ServerError as error:
-                if error.status != 503:  # 503: it is still starting, or has died
+                if error.status not in STARTING:
                     raise EngineError(f"{error}. Is {self.address} a vLLM server?") from error
                 last: EngineError = error
             except EngineError as error:
@@ -100,32 +117,22 @@ class Client:
                 ) from error
             raise
 
-    def post_all(self, path: str, contents: Sequence[Any], *, patience: float) -> Iterator[tuple[int, Any]]:
+    def post_all(
+        self, path: str, contents: Sequence[Any], *, patience: float
+    ) -> Generator[tuple[int, Any], None, None]:
         """Each request's number and answer, as they come. A server that is silent for `patience` seconds is an error;
-        one that is busy may take as long as it likes."""
-        todo, answers = deque(enumerate(contents)), queue.SimpleQueue[tuple[int, Any]]()
-
-        def work() -> None:
-            while todo:
-                try:
-                    number, content = todo.popleft()
-                except IndexError:  # another was faster
-                    return
-                try:
-                    answers.put((number, self.post(path, content)))
-                except Exception as error:
-                    answers.put((number, error))
-
+        one that is busy may take as long as it likes. When nobody asks on, the server is left, and stops."""
+        calls = _Calls(self, path, contents)
         for _ in range(min(AT_ONCE, len(contents))):  # daemons: one that hangs must not keep the process from ending
-            threading.Thread(target=work, name="rloom-vllm", daemon=True).start()
+            threading.Thread(target=calls.work, name="rloom-vllm", daemon=True).start()
         try:
             for _ in contents:
-                number, answer = self._next(answers, patience)
+                number, answer = self._next(calls.answers, patience)
                 if isinstance(answer, Exception):
                     raise answer
                 yield number, answer
         finally:
-            todo.clear()
+            calls.end()
 
     def _next(self, answers: queue.SimpleQueue[tuple[int, Any]], patience: float) -> tuple[int, Any]:
         while True:
@@ -133,3 +140,45 @@ class Client:
                 return answers.get(timeout=LOOK_SECONDS)
             except queue.Empty:
                 self.wait(patience)
+
+
+class _Calls:
+    """Requests that several threads make, and what they need to be called off."""
+
+    def __init__(self, client: Client, path: str, contents: Sequence[Any]) -> None:
+        self.client, self.path = client, path
+        self.todo, self.answers = deque(enumerate(contents)), queue.SimpleQueue[tuple[int, Any]]()
+        self.connections: set[HTTPConnection] = set()  # of requests under way
+        self.ended = False
+
+    def work(self) -> None:
+        """Make one request after the other, until there is none."""
+        while self.todo:
+            try:
+                number, content = self.todo.popleft()
+            except IndexError:  # another was faster
+                return
+            try:
+                self.answers.put((number, self._ask(content)))
+            except Exception as error:
+                self.answers.put((number, error))
+
+    def _ask(self, content: Any) -> Any:
+        with closing(self.client._connection(None)) as connection:
+            with suppress(OSError):  # asking says it in words
+                connection.connect()
+            self.connections.add(connection)
+            try:
+                if self.ended:  # looked at after it can be hung up: one of the two sees the other
+                    raise EngineError("called off")
+                return self.client._ask(connection, "POST", self.path, content)
+            finally:
+                self.connections.discard(connection)
+
+    def end(self) -> None:
+        """Hang up: vLLM stops what it generates for somebody who is gone."""
+        self.ended = True
+        self.todo.clear()
+        for connection in list(self.connections):
+            with suppress(OSError, AttributeError):  # it may have ended by itself
+                connection.sock.shutdown(socket.SHUT_RDWR)

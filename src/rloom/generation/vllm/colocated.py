@@ -5,7 +5,8 @@ from __future__ import annotations
 import copy
 import gc
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
+from contextlib import closing
 from dataclasses import replace
 from typing import Any
 
@@ -18,6 +19,7 @@ from rloom.generation.vllm.options import VllmOptions
 from rloom.generation.vllm.requests import Asking, check_lengths
 from rloom.generation.vllm.surroundings import (
     give_back_classes,
+    keeping_process_group,
     own_randomness,
     remember_classes,
     starting_vllm,
@@ -49,19 +51,23 @@ class VllmEngine:
         self.get_model, self.sampling, self.tokenizer = get_model, sampling, tokenizer
         self.options = options or VllmOptions()
         self.asking = Asking(sampling, self.options.regex)
+        self.asking.hint_filters()
         check_sendable(get_model())
         hint_rounding(get_model(), self.options.dtype_for(get_model()))
         _check_sleep(self.options, self._device)
         self.syncs = 0  # how often weights were handed over
         self._llm: Any = None
         self._folder = temporary_folder(self)  # stays: vLLM reads the tokenizer again when outputs are constrained
-        self._sent: tuple[int, ...] | None = None  # the fingerprint of the weights that vLLM has
+        self._sent: tuple[Any, ...] | None = None  # the fingerprint of the weights that vLLM has
         self._asleep = False
         self._numbers = 0  # of requests so far
-        reason = self._prove()
-        if reason is not None:
+        self._end: Callable[[], Any] = lambda: None  # shuts vLLM down, at the latest with the process
+        self._under_way: dict[str, int] = {}  # requests of the present rollout, with their prompts' numbers
+        try:
+            self._prove()
+        except BaseException:
             self.close()
-            raise EngineError(f"vLLM does not generate what the model would: {reason}")
+            raise
 
     @property
     def _device(self) -> torch.device:
@@ -73,28 +79,33 @@ class VllmEngine:
         """Yield each prompt's group as it finishes; equal `seed` and weights, equal tokens."""
         if num_generations == 0 or not prompts:
             return
-        llm = self._ready()
-        limit = llm.llm_engine.model_config.max_model_len
-        check_lengths(prompts, self.sampling.max_completion_length, limit, "raise vllm_max_model_length")
         try:
-            for index, completions in self._run(llm, self.asking, prompts, num_generations, seed):
-                yield Group(prompt=prompts[index], completions=completions)
+            llm = self._ready()
+            _check_fits(llm, prompts, self.sampling.max_completion_length)
+            with closing(self._run(llm, self.asking, prompts, num_generations, seed)) as answers:
+                for index, completions in answers:
+                    yield Group(prompt=prompts[index], completions=completions)
         finally:
-            if self.options.sleeps:
-                self._sleep(llm)
+            self._sleep()
 
     def _run(
         self, llm: Any, asking: Asking, prompts: Sequence[Prompt], count: int, seed: int
-    ) -> Iterator[tuple[int, list[Completion]]]:
+    ) -> Generator[tuple[int, list[Completion]], None, None]:
         """Each prompt's number and completions, as they finish. What is left when nobody asks on is let go of."""
         engine, waiting = llm.llm_engine, dict[str, int]()
+        self._under_way = waiting
         try:
             with own_randomness(self._device):
                 for index, prompt in enumerate(prompts):
                     options = asking.options(count, seed=seed, number=index)
-                    waiting[self._ask(engine, prompt, self._params(options, asking.regex))] = index
+                    waiting[self._ask(engine, prompt, options, asking.regex)] = index
             while waiting:
                 done: list[Any] = []
+                if self._under_way is not waiting:
+                    raise EngineError(
+                        f"another rollout began while {len(waiting)} of {len(prompts)} prompts of this one were not "
+                        "done: vLLM generates one at a time"
+                    )
                 with own_randomness(self._device):
                     while not done:
                         if not engine.has_unfinished_requests():
@@ -103,15 +114,21 @@ class VllmEngine:
                 for answer in done:  # outside: whoever is handed a group may draw and compute
                     yield waiting.pop(answer.request_id), _completions(answer, asking, count)
         finally:
-            if waiting:
-                engine.abort_request(list(waiting))
+            if self._under_way is waiting:
+                self._let_go()
 
-    def _ask(self, engine: Any, prompt: Prompt, params: Any) -> str:
+    def _let_go(self) -> None:
+        """Of requests that nobody waits for: an error may hold on to a rollout that was never finished."""
+        left, self._under_way = list(self._under_way), {}
+        if left and self._llm is not None:
+            self._llm.llm_engine.abort_request(left)
+
+    def _ask(self, engine: Any, prompt: Prompt, options: dict[str, Any], regex: str | None) -> str:
         """Hand a request over; its name."""
         self._numbers += 1
         name = f"rloom-{self._numbers}"
         try:
-            engine.add_request(name, {"prompt_token_ids": list(prompt.token_ids)}, params)
+            engine.add_request(name, {"prompt_token_ids": list(prompt.token_ids)}, self._params(options, regex))
         except Exception as error:
             raise EngineError(f"vLLM refuses what it is asked: {error}") from error
         return name
@@ -139,7 +156,8 @@ class VllmEngine:
             gc.collect()  # one that nobody has closed would take the new one's process groups with it later
             self._llm, self._sent = self._start(), None
             _running = weakref.ref(self)
-        elif self._asleep:
+        self._let_go()
+        if self._asleep:
             self._llm.wake_up()
         self._asleep = False
         model = self.get_model()
@@ -165,16 +183,18 @@ class VllmEngine:
             raise EngineError("vLLM kept keys and values of the old weights: its prefix cache could not be emptied")
         self.syncs += 1
 
-    def _sleep(self, llm: Any) -> None:
-        """Let its memory go. Weights are not worth keeping: the next rollout's are sent anyway."""
+    def _sleep(self) -> None:
+        """Let its memory go, if it may. Weights are not worth keeping: the next rollout's are sent anyway."""
+        if not self.options.sleeps or self._llm is None or self._asleep or self._under_way:
+            return
         self._sent, self._asleep = None, True
-        llm.sleep(level=2)
+        self._llm.sleep(level=2)
 
     def close(self) -> None:
         """Let go of vLLM and its memory."""
-        if self._llm is not None:
-            self._llm.llm_engine.engine_core.shutdown()
+        self._end()
         self._llm = self._sent = None
+        self._under_way, self._asleep = {}, False
         gc.collect()
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
@@ -185,31 +205,36 @@ class VllmEngine:
             make = _import_vllm()
             _describe(model, self.tokenizer, self._folder)
             classes, theirs = remember_classes(base_of(model)), None
+            grouped = torch.distributed.is_initialized()
             try:
                 llm = make(model=self._folder, **_engine_options(model, self.options, device))
+                self._end = weakref.finalize(self, _shut_down, llm, grouped)
                 [theirs] = llm.collective_rpc(_model_of)
                 return llm
             except Exception as error:
+                _clean_up(grouped)
                 raise EngineError(
-                    f"vLLM did not start: {type(error).__name__}: {error}. Its own messages are above "
-                    "(VLLM_LOGGING_LEVEL=INFO shows more)"
+                    f"vLLM did not start: {type(error).__name__}: {str(error).rstrip('.')}. "
+                    f"{_in_our_words(str(error))}Its own messages are above (VLLM_LOGGING_LEVEL=INFO shows more)"
                 ) from error
             finally:
                 give_back_classes(classes, theirs)
 
-    def _prove(self) -> str | None:
-        """None if vLLM with the policy's weights draws from the policy, else what is wrong."""
+    def _prove(self) -> None:
+        """Have vLLM with the policy's weights draw from the policy, or raise what is wrong."""
         model = self.get_model()
         llm = self._ready()
         sampling = proof.probe_sampling(self.sampling)
         prompts = proof.probe_prompts(model)
+        _check_fits(llm, prompts, sampling.max_completion_length)
         answers = dict(self._run(llm, Asking(sampling), prompts, proof.COMPLETIONS, proof.SEED))
         groups = [answers[index] for index in range(len(prompts))]
         self._try_regex(llm, prompts[:1])
-        if self.options.sleeps:
-            self._sleep(llm)
+        self._sleep()
         own = proof.own_logprobs(model, prompts, groups, sampling.temperature)
-        return proof.Probe(prompts=prompts, completions=groups, own=own).why_not(self.options.dtype_for(model))
+        reason = proof.Probe(prompts=prompts, completions=groups, own=own).why_not(self.options.dtype_for(model))
+        if reason is not None:
+            raise EngineError(f"vLLM does not generate what the model would: {reason}")
 
     def _try_regex(self, llm: Any, prompts: list[Prompt]) -> None:
         """An expression that vLLM does not understand is told at the start."""
@@ -234,6 +259,34 @@ def _import_vllm() -> Any:
             f"vLLM {vllm.__version__} is too old: {'.'.join(map(str, OLDEST))} is the oldest that is known"
         )
     return vllm.LLM
+
+
+def _shut_down(llm: Any, grouped: bool) -> None:
+    """End vLLM; a process group that was there before it stays."""
+    with keeping_process_group(there=grouped):
+        llm.llm_engine.engine_core.shutdown()
+
+
+def _clean_up(grouped: bool) -> None:
+    """Let go of what a start that failed has left, which the next would take for somebody else's."""
+    from vllm.distributed import cleanup_dist_env_and_memory
+
+    with keeping_process_group(there=grouped):
+        cleanup_dist_env_and_memory()
+
+
+OUR_NAMES = {
+    "memory": "vllm_gpu_memory_utilization",
+    "max_model_len": "vllm_max_model_length",
+    "enforce_eager": "compile_generation=False",
+    "trust_remote_code": "trust_remote_code",
+}
+
+
+def _in_our_words(message: str) -> str:
+    """Which options of ours vLLM's advice is about."""
+    names = dict.fromkeys(ours for theirs, ours in OUR_NAMES.items() if theirs in message)
+    return f"The options here: {', '.join(names)}. " if names else ""
 
 
 def _describe(model: Any, tokenizer: Any, folder: str) -> None:
@@ -303,6 +356,10 @@ def _completions(answer: Any, asking: Asking, count: int) -> list[Completion]:
         logprobs = [row[token].logprob for token, row in zip(output.token_ids, output.logprobs or (), strict=True)]
         found.append(asking.completion(output.token_ids, logprobs, output.finish_reason))
     return asking.group(found, count)
+
+
+def _check_fits(llm: Any, prompts: Sequence[Prompt], most_new: int) -> None:
+    check_lengths(prompts, most_new, llm.llm_engine.model_config.max_model_len, "raise vllm_max_model_length")
 
 
 def _check_sleep(options: VllmOptions, device: torch.device) -> None:

@@ -20,6 +20,9 @@ PASSED_ON = frozenset(
 )
 """Entries of `generation_kwargs` that go to vLLM as they are. Each changes what is drawn from."""
 
+COLDEST = 0.01
+"""The lowest temperature that vLLM draws at; 0, which is none, aside."""
+
 OURS = frozenset({"stop", "stop_strings", "bos_token_id"})
 """Entries that are honoured here. `stop` is vLLM's name of `stop_strings`."""
 
@@ -46,13 +49,23 @@ class Asking:
     def __init__(self, sampling: Sampling, regex: str | None = None) -> None:
         _check_extra(sampling.extra)
         self.sampling, self.regex = sampling, regex
+        if 0 < sampling.temperature < COLDEST:
+            raise ConfigError(
+                f"temperature={sampling.temperature}: vLLM draws at {COLDEST} instead of anything below; raise it, or "
+                "use another engine"
+            )
         self.passed_on = {name: value for name, value in sampling.extra.items() if name in PASSED_ON}
+        if "logit_bias" in self.passed_on:  # JSON has no numbers for keys
+            self.passed_on["logit_bias"] = {int(token): value for token, value in self.passed_on["logit_bias"].items()}
+        self.stops = list(dict.fromkeys([*sampling.stop_strings, *_as_list(sampling.extra.get("stop"))]))
+
+    def hint_filters(self) -> None:
+        """Say what filters cost."""
         if self.filtered:
             logger.warning(
                 "vLLM reports log-probabilities of the filtered distribution only (top_p, top_k, min_p, "
                 "repetition_penalty, …): `mismatch` is not measured in this run"
             )
-        self.stops = list(dict.fromkeys([*sampling.stop_strings, *_as_list(sampling.extra.get("stop"))]))
 
     @property
     def filtered(self) -> bool:

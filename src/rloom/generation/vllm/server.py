@@ -6,9 +6,10 @@ import hashlib
 import logging
 import os
 import shutil
+import time
 import uuid
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Generator, Iterator, Sequence
+from contextlib import closing, contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -36,6 +37,7 @@ from rloom.types import Completion, Group, Prompt
 logger = logging.getLogger(__name__)
 
 EMPTY = hashlib.sha256(b"").hexdigest()  # of what vLLM keeps in a layout of its own, as linear layers on a CPU
+ENDING_SECONDS = 30.0  # for requests that were called off
 MOVED = 1e-4  # a change of a log-probability that cannot be rounding in float32
 
 
@@ -54,6 +56,7 @@ class VllmServerEngine:
     ) -> None:
         self.get_model, self.sampling, self.options = get_model, sampling, options
         self.asking = Asking(sampling, options.regex)
+        self.asking.hint_filters()
         check_sendable(get_model())
         if unties_embeddings(get_model()):
             raise EngineError(
@@ -65,10 +68,11 @@ class VllmServerEngine:
         hint_rounding(get_model(), self.dtype)
         self.folder = Path(options.weights_dir or temporary_folder(self)).absolute()
         self.syncs = 0
-        self._sent: tuple[int, ...] | None = None
+        self._sent: tuple[Any, ...] | None = None
         self._version = ""
         self._names: list[str] = []  # the server's own, of its weights
         self._probe: proof.Probe | None = None
+        self._calls: Generator[tuple[int, Any], None, None] | None = None  # the requests of the present rollout
         self._prove()
 
     # -- a rollout
@@ -80,17 +84,35 @@ class VllmServerEngine:
         change = "start the server with a larger --max-model-len"
         check_lengths(prompts, self.sampling.max_completion_length, self.max_model_length, change)
         self._ready()
-        for index, completions in self._run(self.asking, prompts, num_generations, seed):
-            yield Group(prompt=prompts[index], completions=completions)
+        with closing(self._run(self.asking, prompts, num_generations, seed)) as answers:
+            for index, completions in answers:
+                yield Group(prompt=prompts[index], completions=completions)
         self._check_version("while it generated")
 
     def _run(
         self, asking: Asking, prompts: Sequence[Prompt], count: int, seed: int
-    ) -> Iterator[tuple[int, list[Completion]]]:
+    ) -> Generator[tuple[int, list[Completion]], None, None]:
         """Each prompt's number and completions, as they finish."""
         requests = [self._request(asking, prompt, count, seed, index) for index, prompt in enumerate(prompts)]
-        for index, answer in self.client.post_all("/v1/completions", requests, patience=self.options.timeout):
-            yield index, self._completions(answer, asking, count)
+        calls = self.client.post_all("/v1/completions", requests, patience=self.options.timeout)
+        self._let_go()
+        self._calls, left = calls, len(prompts)
+        try:
+            for index, answer in calls:
+                left -= 1
+                yield index, self._completions(answer, asking, count)
+        finally:
+            calls.close()
+        if left:
+            raise EngineError(
+                f"another rollout began while {left} of {len(prompts)} prompts of this one were not done: the vLLM "
+                "server generates one at a time"
+            )
+
+    def _let_go(self) -> None:
+        """Of requests that nobody waits for: an error may hold on to a rollout that was never finished."""
+        if self._calls is not None:
+            self._calls.close()
 
     def _request(self, asking: Asking, prompt: Prompt, count: int, seed: int, number: int) -> dict[str, Any]:
         request = {
@@ -133,6 +155,7 @@ class VllmServerEngine:
 
     def _ready(self) -> None:
         """Have the server draw from the weights that the model has now."""
+        self._let_go()
         model = self.get_model()
         now = fingerprint(model)
         if now == self._sent and self._served_version() == self._version:
@@ -154,10 +177,20 @@ class VllmServerEngine:
                     "model that is trained; its own messages say which of the two it is. Start it again: it may have "
                     "taken half of the weights"
                 ) from error
-        if not self.client.developer("POST", "/reset_prefix_cache")["success"]:
-            raise EngineError("the vLLM server kept keys and values of the old weights: does somebody else use it?")
+        self._empty_cache()
         self.client.developer("POST", "/update_weight_version", {"new_version": self._version})
         self.syncs += 1
+
+    def _empty_cache(self) -> None:
+        """Have the server forget keys and values of the old weights; requests that were called off may still end."""
+        end = time.monotonic() + min(ENDING_SECONDS, self.options.timeout)
+        while not self.client.developer("POST", "/reset_prefix_cache")["success"]:
+            if time.monotonic() > end:
+                raise EngineError(
+                    "the vLLM server kept keys and values of the old weights: requests are under way that are not of "
+                    "this run. Use one server for one run"
+                )
+            time.sleep(0.1)
 
     def _served_version(self) -> str:
         return str(self.client.developer("GET", "/weight_info")["weight_version"])
@@ -203,7 +236,7 @@ class VllmServerEngine:
         groups = [answers[index] for index in range(len(prompts))]
         own = proof.own_logprobs(model, prompts, groups, sampling.temperature)
         probe = proof.Probe(prompts=prompts, completions=groups, own=own)
-        exact = {self.dtype, next(model.parameters()).dtype} == {torch.float32}
+        exact = {self.dtype, self.options.dtype_for(model), next(model.parameters()).dtype} == {torch.float32}
         reason = probe.why_not(torch.float32 if exact else torch.bfloat16)
         if reason is not None:
             raise EngineError(f"the vLLM server does not draw from the policy: {reason}. {_hint(model)}")
@@ -247,6 +280,8 @@ def _written(path: Path, weights: Iterator[tuple[str, torch.Tensor]], dtype: tor
     try:
         making.mkdir(parents=True)
         save_file(_apart(weights, dtype), making / "model.safetensors", metadata={"format": "pt"})
+        # which only its owner may read, and the server may be another user's
+        os.chmod(making / "model.safetensors", making.stat().st_mode & 0o666)
         os.rename(making, path)
         yield path
     finally:

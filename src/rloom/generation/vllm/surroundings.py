@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import random
 import shutil
+import sys
 import tempfile
 import weakref
 from collections.abc import Iterator
@@ -17,15 +19,14 @@ import torch
 
 @contextmanager
 def own_randomness(device: torch.device) -> Iterator[None]:
-    """What vLLM draws, or seeds, does not move the trainer's noise; and the trainer's autocast is not vLLM's."""
-    numbers, arrays = random.getstate(), np.random.get_state()
+    """What vLLM draws does not move the trainer's noise; and the trainer's autocast is not vLLM's.
+
+    It draws from torch alone. Python's and numpy's states are left: rewards may draw from them meanwhile, in threads of
+    their own, and would draw the same again if they were put back.
+    """
     cuda = [device] if device.type == "cuda" else []
     with torch.random.fork_rng(devices=cuda), torch.autocast(device.type, enabled=False):
-        try:
-            yield
-        finally:
-            random.setstate(numbers)
-            np.random.set_state(arrays)
+        yield
 
 
 @contextmanager
@@ -34,18 +35,61 @@ def starting_vllm() -> Iterator[None]:
 
     Its import sets variables that child processes would inherit (LD_PRELOAD, threads of torch's compiler), and on a
     CPU its worker puts a function that does nothing in the place of `torch.set_num_threads`. Variables of its own
-    (VLLM_…) stay: it reads them later.
+    (VLLM_…) stay: it reads them later. It seeds whatever there is, and freezes what the garbage collector knows of,
+    so that no trainer that was made before would ever be freed.
     """
-    before = dict(os.environ)
+    before, numbers, arrays = dict(os.environ), random.getstate(), np.random.get_state()
     set_num_threads, threads = torch.set_num_threads, torch.get_num_threads()
+    hook, frozen = sys.excepthook, gc.get_freeze_count()
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     try:
-        yield
+        with _same_precision():
+            yield
     finally:
         torch.set_num_threads = set_num_threads
         torch.set_num_threads(threads)
+        random.setstate(numbers)
+        np.random.set_state(arrays)
+        sys.excepthook = hook
+        if not frozen:
+            gc.unfreeze()
         _put_back(before)
+
+
+@contextmanager
+def _same_precision() -> Iterator[None]:
+    """Keep TF32 as the trainer has it (`tf32`), by torch's older and its newer names: vLLM's worker switches it off."""
+    backends: tuple[Any, ...] = (torch.backends.cuda.matmul, torch.backends.mkldnn.matmul)  # type: ignore[attr-defined]
+    try:
+        older = torch.get_float32_matmul_precision()
+    except RuntimeError:  # it was set by the newer names
+        older = None
+    newer = [backend.fp32_precision for backend in backends]
+    try:
+        yield
+    finally:
+        if older is not None:
+            torch.set_float32_matmul_precision(older)
+        for backend, value in zip(backends, newer, strict=True):
+            backend.fp32_precision = value
+
+
+@contextmanager
+def keeping_process_group(*, there: bool) -> Iterator[None]:
+    """For vLLM's end, which destroys the default process group: one that was there before vLLM is not its own."""
+    own = torch.distributed.destroy_process_group
+
+    def destroy(group: Any = None) -> None:
+        if group is not None:
+            own(group)
+
+    if there:
+        torch.distributed.destroy_process_group = destroy
+    try:
+        yield
+    finally:
+        torch.distributed.destroy_process_group = own
 
 
 def _put_back(before: dict[str, str]) -> None:

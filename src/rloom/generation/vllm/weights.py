@@ -124,7 +124,10 @@ def _as_used(module: Any) -> nn.Module:
     while hasattr(layer, "base_layer"):  # there may be one inside another
         if not hasattr(layer, "merge"):
             raise EngineError(f"the adapter's {type(layer).__name__} cannot be folded into the weights that vLLM needs")
-        layer.merge()
+        if not layer.disable_adapters:
+            layer.merge()
+        elif layer.merged:
+            layer.unmerge()
         layer = layer.base_layer
     return layer
 
@@ -133,8 +136,8 @@ def _as_used(module: Any) -> nn.Module:
 
 
 @torch.no_grad()
-def fingerprint(model: nn.Module) -> tuple[int, ...]:
-    """Numbers that change whenever a weight does, computed from the very bits.
+def fingerprint(model: nn.Module) -> tuple[Any, ...]:
+    """What changes whenever a weight does, computed from the very bits, and from which adapters are used and how much.
 
     Counters would do for less: torch's own of in-place changes is not moved by `.data` and by kernels of others, and
     counting updates misses what a callback or a loaded checkpoint does. A stale sampler is not worth the millisecond.
@@ -146,7 +149,14 @@ def fingerprint(model: nn.Module) -> tuple[int, ...]:
     (False, True)
     """
     sums = [_sums(tensor) for tensor in (*model.parameters(), *model.buffers())]
-    return tuple(torch.stack([s.to(sums[0].device) for s in sums]).flatten().tolist()) if sums else ()
+    bits = torch.stack([s.to(sums[0].device) for s in sums]).flatten().tolist() if sums else []
+    return (*bits, *(_adapters_of(module) for module in model.modules() if _is_wrapped(module)))
+
+
+def _adapters_of(module: Any) -> str:
+    """The adapters that a layer uses now, and how much of each: none of that is in a weight."""
+    scaling = getattr(module, "scaling", None)
+    return f"{getattr(module, 'active_adapters', None)} {getattr(module, 'disable_adapters', None)} {scaling}"
 
 
 def _sums(tensor: Tensor) -> Tensor:
