@@ -25,21 +25,11 @@ from rloom.algo.objectives import (
 )
 from rloom.errors import ConfigError, UnknownOptionError, check_choice, did_you_mean
 from rloom.older_names import INIT_ONLY_NAMES, OlderNames
+from rloom.vllm_names import resolve_vllm
 
 logger = logging.getLogger(__name__)
 
 ENGINES = ("native", "forked", "transformers", "vllm")
-
-VLLM_OWN = {
-    "colocate": (
-        "vllm_model_impl", "vllm_enable_sleep_mode", "vllm_gpu_memory_utilization", "vllm_max_model_length",
-        "vllm_tensor_parallel_size", "compile_generation",
-    ),
-    "server": (
-        "vllm_server_base_url", "vllm_server_host", "vllm_server_port", "vllm_server_timeout", "vllm_weights_dir",
-    ),
-}  # fmt: skip
-"""Options that mean something in one mode of vLLM alone."""
 
 
 def _option(default: Any, help: str) -> Any:
@@ -567,7 +557,7 @@ class RLOOConfig(OlderNames, TrainingArguments, metaclass=_Remembering):
             )
         if self.engine is not None:
             check_choice("engine", self.engine, ENGINES)
-        self._resolve_vllm()
+        resolve_vllm(self, given=self._given)
         if self.use_transformers_continuous_batching or self.use_transformers_paged:
             raise ConfigError(
                 "use_transformers_continuous_batching=True: rloom's own engine batches continuously; leave it False "
@@ -576,52 +566,6 @@ class RLOOConfig(OlderNames, TrainingArguments, metaclass=_Remembering):
         parallelism = self.parallelism_config
         if parallelism is not None and (parallelism.cp_enabled or parallelism.sp_enabled):
             raise ConfigError("context and sequence parallelism are not supported; set cp_size=1 and sp_size=1")
-
-    def _resolve_vllm(self) -> None:
-        """TRL's `use_vllm` and our `engine` say the same, or contradict each other."""
-        if self.use_vllm and self.engine not in (None, "vllm"):
-            raise ConfigError(f"use_vllm=True and engine={self.engine!r} contradict each other: leave one of them out")
-        if "use_vllm" in self._given and not self.use_vllm and self.engine == "vllm":
-            raise ConfigError("use_vllm=False and engine='vllm' contradict each other: leave one of them out")
-        if self.use_vllm:
-            self.engine = "vllm"
-        given = [f.name for f in fields(self) if f.name.startswith("vllm_") and getattr(self, f.name) != f.default]
-        if self.engine == "vllm":
-            self.use_vllm = True
-            self._check_vllm([*given, *(["compile_generation"] if self.compile_generation is not None else [])])
-        elif given:
-            raise ConfigError(f"`{given[0]}` has no effect without use_vllm=True: leave it out, or set that too")
-
-    def _check_vllm(self, given: list[str]) -> None:
-        check_choice("vllm_mode", self.vllm_mode, VLLM_OWN)
-        check_choice("vllm_model_impl", self.vllm_model_impl, ("vllm", "transformers"))
-        for mode, names in VLLM_OWN.items():
-            for name in names:
-                if name in given and mode != self.vllm_mode:
-                    where = "a flag of the server" if self.vllm_mode == "server" else "for vllm_mode='server'"
-                    raise ConfigError(f"`{name}` has no effect with vllm_mode={self.vllm_mode!r}: it is {where}")
-        if "vllm_group_port" in given:
-            raise ConfigError(
-                "`vllm_group_port` has no effect: weights reach the server through a folder (vllm_weights_dir)"
-            )
-        if self.cache_implementation is not None:
-            raise ConfigError(
-                "`cache_implementation` is for `model.generate`: leave it out, or set engine='transformers'"
-            )
-        if self.vllm_tensor_parallel_size != 1:
-            raise ConfigError(
-                f"vllm_tensor_parallel_size={self.vllm_tensor_parallel_size}: a colocated vLLM runs on this process' "
-                "device alone; set it to 1, or vllm_mode='server', whose server may have as many as it likes"
-            )
-        if self.world_size > 1:
-            raise ConfigError(
-                f"engine='vllm' generates for one process so far, and there are {self.world_size}: leave `engine` and "
-                "`use_vllm` unset"
-            )
-        if not 0 < self.vllm_gpu_memory_utilization <= 1:
-            raise ConfigError(f"vllm_gpu_memory_utilization must be in (0, 1], not {self.vllm_gpu_memory_utilization}")
-        if self.vllm_server_timeout <= 0:
-            raise ConfigError(f"vllm_server_timeout must be above 0, not {self.vllm_server_timeout}")
 
 
 def _nearest(value: int, divisor: int) -> str:

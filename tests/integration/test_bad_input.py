@@ -9,7 +9,7 @@ from transformers import GPT2Config, GPT2LMHeadModel
 
 from rloom import FakeEngine, RLOOTrainer
 from rloom.errors import ConfigError, DataError, RewardError
-from rloom.training.assemble import check_devices, check_parallelism
+from rloom.training.launch import check_devices, check_parallelism
 from tests.conftest import make_model, make_tokenizer
 
 CHAT_ROWS = [{"prompt": [{"role": "user", "content": "hi"}]}, {"prompt": [{"role": "user", "content": "why."}]}]

@@ -267,7 +267,7 @@ def test_each_process_is_told_when_it_would_train_alone(tmp_path):
     """torchrun on a machine without GPUs, and nobody said that it is to be the CPU."""
     script = tmp_path / "script.py"
     script.write_text(
-        "from rloom.training.assemble import check_launch\n"
+        "from rloom.training.launch import check_launch\n"
         "from transformers import TrainingArguments\n"
         "check_launch(TrainingArguments('out', report_to='none').world_size)\n"
     )

@@ -28,8 +28,8 @@ from rloom.rewards.collection import RewardSet
 from rloom.rewards.compose import Composition
 from rloom.rewards.functions import FunctionReward
 from rloom.training import checkpoint
-from rloom.training.assemble import check_same_everywhere
 from rloom.training.credit import Credit, Shaper
+from rloom.training.launch import check_same_everywhere
 from rloom.training.noted import Noted
 from rloom.training.outcome import Outcome
 from rloom.training.processes import ALONE, Processes, fingerprint

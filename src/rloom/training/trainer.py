@@ -38,7 +38,7 @@ from rloom.observe.trackers import tensorboard_writer
 from rloom.rewards.base import RewardBatch
 from rloom.rewards.judging import TOTALS
 from rloom.seeds import derive_seed
-from rloom.training import assemble, contest, loaders
+from rloom.training import assemble, contest, launch, loaders
 from rloom.training.advice import advise
 from rloom.training.callbacks import Diagnose, FitBudget, SampleTable, SyncReference, one_progress
 from rloom.training.loop import UpdateLoop
@@ -137,9 +137,9 @@ class RLOOTrainer(UpdateLoop):
         if use_cache is not None and not args.use_cache:
             # The Trainer turns it off for good, in what it saves too. The learner says so at each forward instead.
             self.model.config.use_cache = use_cache
-        assemble.check_devices(self)
+        launch.check_devices(self)
         self.processes = Processes.of(args)
-        assemble.check_same_everywhere(self.processes, args, train_dataset, eval_dataset)
+        launch.check_same_everywhere(self.processes, args, train_dataset, eval_dataset)
         self.processes.share_weights(self.model)  # before the reference is made of them
         if optimizers[0] is not None:
             warn_of_lost_bits(self.model)
