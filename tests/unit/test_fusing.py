@@ -280,3 +280,46 @@ def test_a_compiled_step_is_compared_with_the_plain_one(kind, said, monkeypatch,
     assert found == [kind == "right"]
     assert said in caplog.text
     assert bool(caplog.text) == bool(said)
+
+
+@pytest.mark.parametrize("whole", [False, True])
+def test_a_compiled_step_with_the_kernels(whole, monkeypatch):
+    """As on a GPU, but for graphs: pages, attention that rotates, sums with their norm, products in place."""
+    found = set()
+    put = fusing.Fusing.__call__
+
+    class Seen(fusing.Fusing):
+        def __call__(self, graph):
+            put(self, graph)
+            found.update(node.target._opname for node in graph.nodes if "rloom" in str(node.target))
+
+        def uuid(self):
+            return None
+
+    compile_, options = torch.compile, {"post_grad_custom_pre_pass": Seen()}
+    monkeypatch.setattr(runner.torch, "compile", lambda f, **kwargs: compile_(f, **{**kwargs, "options": options}))
+    monkeypatch.setattr(runner.Runner, "paged", True)
+    monkeypatch.setattr(runner.Runner, "_worth_a_graph", lambda *_: False)
+    monkeypatch.setattr("rloom.generation.native.paged.PROGRAMS", 1 if whole else 512)
+    monkeypatch.setattr("rloom.generation.native.paged.SHORT", 0)
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    model = MODELS["llama"]().to(torch.float16).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():  # else attention hardly shows in what is drawn
+            parameter.mul_(4 if parameter.dim() > 1 else 1)
+    sampling = Sampling(max_completion_length=7, eos_token_ids=(), pad_token_id=0)
+    engine = NativeEngine(lambda: model, sampling, compiled=True)
+    prompts = [Prompt(content="", token_ids=[5 + i % 30 for i in range(70)]), Prompt(content="", token_ids=[8, 9])]
+    exact = MODELS["llama"]().eval()
+    exact.load_state_dict({name: weight.float() for name, weight in model.state_dict().items()})
+    for group in engine.generate(prompts, 3, seed=0):
+        for completion in group.completions:
+            tokens = torch.tensor([group.prompt.token_ids + completion.token_ids])
+            with torch.no_grad():
+                logits = exact(input_ids=tokens).logits[0, -8:-1].log_softmax(-1)
+            truth = logits.gather(-1, torch.tensor(completion.token_ids)[:, None])[:, 0]
+            torch.testing.assert_close(torch.tensor(completion.logprobs), truth, rtol=0, atol=0.02)
+    assert found == {"native_decode_rotating", "add_norm", "add_product_"}
+    assert engine.runner.compiled
+    assert all(bucket.tables.whole == whole for bucket in engine.runner.buckets.values())
