@@ -214,3 +214,64 @@ def test_the_engine_uses_it(monkeypatch):
     assert len(engine.runner.gated.forwards()) == model.config.num_hidden_layers
     assert max(asked) == 100  # tried,
     assert asked.count(24) >= model.config.num_hidden_layers  # and captured for 24 rows
+
+
+def attended(layer, device, *, whole, rotating):
+    """What six rows of three prompts attend to, with random keys and values; rotated by the kernel or before."""
+    from rloom.generation.native.dense import rotated
+    from rloom.generation.native.geometry import Geometry
+    from rloom.generation.native.paged import PagedCache, make_tables, rows_at_once
+    from rloom.generation.native.rows import Rows
+    from tests.unit.test_native_kernels import make_sequences
+
+    torch.manual_seed(0)
+    geometry, limit = Geometry((layer,)), 128
+    _, sequences = make_sequences(limit)
+    count = len(sequences)
+    addresses = torch.zeros(2, dtype=torch.int64, device=device)
+    cache = PagedCache(geometry, total=40, addresses=addresses, max_new_tokens=limit, device=device)
+    for kept in cache.layers[0]:
+        kept.copy_(torch.randn(kept.shape))
+    cache.tables = make_tables(geometry, count, count, rows_at_once(geometry, 3), 130, limit, device)
+    cache.tables.whole = whole
+    rows = Rows.empty(count, torch.tensor([-1], device=device), 9, with_seen=False)
+    rows.load(sequences, limit, 1)
+    cache.arrange(sequences, rows, 1)
+    heads = (layer.query_heads, layer.heads, layer.heads)
+    q, k, v = (torch.randn(count, n, 1, layer.width).to(device, layer.dtype) for n in heads)
+    angles = torch.randn(count, 1, layer.width)
+    turn = [angles.cos().to(device, layer.dtype), angles.sin().to(device, layer.dtype)]
+    if not rotating:
+        q, k = (rotated(x.float(), *(t.float() for t in turn)).to(layer.dtype) for x in (q, k))
+    options = {"scale": layer.width**-0.5, "window": 0, "softcap": 0.0, "sinks": None}
+    out = cache.attend(0, q, k, v, rows, {**options, "rotation": turn if rotating else None})
+    return out.float().cpu(), [kept.float().cpu() for kept in cache.layers[0]]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(("heads", "width"), [((14, 2), 64), ((12, 2), 128), ((8, 8), 256)])
+def test_attention_that_rotates_and_takes_whole_rows(heads, width, dtype):
+    from rloom.generation.native.geometry import Layer
+
+    layer, device = Layer(heads[1], width, width, heads[0], dtype), torch.device("cuda")
+    expected, kept = attended(layer, device, whole=False, rotating=False)
+    for whole, rotating in ((False, True), (True, False), (True, True)):
+        found, also = attended(layer, device, whole=whole, rotating=rotating)
+        torch.testing.assert_close(found, expected, rtol=0.02, atol=0.02)
+        for one, other in zip(also, kept, strict=True):
+            torch.testing.assert_close(one, other, rtol=0.02, atol=0.02)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("width", [72, 896, 1536, 4096, 8192])
+def test_sum_and_norm_as_one(width, dtype):
+    from rloom.generation.native.norm_kernels import add_norm
+
+    torch.manual_seed(0)
+    a, b = (torch.randn(130, 1, width, device="cuda").to(dtype) for _ in range(2))
+    weight = (torch.rand(width, device="cuda") + 0.5).to(dtype)
+    total, normed = add_norm(a, b, weight, 1e-6)
+    assert torch.equal(total, a + b)
+    exact = (a + b).double()
+    expected = weight.double() * exact * torch.rsqrt(exact.pow(2).mean(-1, keepdim=True) + 1e-6)
+    torch.testing.assert_close(normed.double(), expected, rtol=0.02, atol=0.005)
