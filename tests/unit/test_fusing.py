@@ -67,6 +67,10 @@ def scaled(x, cos, sin):
     return turned(x, cos, sin) * 1.5
 
 
+def two_shares(x, cos, sin):  # numbers where there might be angles
+    return x * cos[0, 0, 0] + x.flip(-1) * sin[0, 0, 0]
+
+
 def decode(q, k, v):
     return torch.ops.rloom.native_decode(q, k, v, None, 0.3, 0, 0.0)
 
@@ -87,7 +91,7 @@ def plain_attention(monkeypatch):
     monkeypatch.setattr(attention._active, "calls", 0)
 
 
-@pytest.mark.parametrize("form", [turned, other_way_round, turned_back, in_pairs, in_part, uneven, scaled])
+@pytest.mark.parametrize("form", [turned, other_way_round, turned_back, in_pairs, in_part, uneven, scaled, two_shares])
 def test_a_rotation_is_left_to_the_attention_kernel(form, plain_attention):
     torch.manual_seed(0)
     q, k, v = torch.randn(3, 2, 1, 8), torch.randn(3, 2, 1, 8), torch.randn(3, 2, 1, 8)
@@ -178,8 +182,14 @@ def broadcast(a, b, scale, weight):
     return total + product(norm(total, scale), weight)
 
 
+def one_row_for_all(a, b, scale, weight):
+    total = a + b
+    return total + (norm(total, scale)[:1].view(1, -1) @ weight).view(1, 1, -1)
+
+
 FORMS = [
     plain, returned_too, read_later, seen_otherwise, of_the_input, other_norm, over_rows, less, broadcast,
+    one_row_for_all,
 ]  # fmt: skip
 
 
@@ -193,6 +203,30 @@ def test_a_product_is_added_in_place(form):
     assert ours == (["add_norm", "add_product_"] if form is plain else [])
     torch.testing.assert_close(traced(*inputs), form(*inputs), rtol=4e-3, atol=4e-3)
     assert all(map(torch.equal, inputs, before))  # what came from outside is as it was
+
+
+@pytest.mark.parametrize("what", ["one weight", "in double precision"])
+def test_a_norm_that_the_kernel_does_not_have_stays(what):
+    torch.manual_seed(0)
+    inputs = [torch.randn(5, 1, 24), torch.randn(5, 1, 24), torch.rand(24) + 0.5, torch.randn(24, 24) / 5]
+    inputs = [x.double() if what == "in double precision" else x.half() for x in inputs]
+    inputs[2] = inputs[2][:1].clone() if what == "one weight" else inputs[2]
+
+    def form(a, b, scale, weight):
+        total = a + b
+        exact = total.to(torch.float32)
+        normed = scale * (exact * torch.rsqrt(exact.pow(2).mean(-1, keepdim=True) + 1e-5)).to(total.dtype)
+        return total + product(normed, weight)
+
+    traced, ours = graph_of(form, *inputs)
+    assert ours == []
+    assert torch.equal(traced(*inputs), form(*inputs))
+
+
+def test_the_compiler_knows_how_sum_and_norm_lie_in_memory():
+    turned_round = torch.randn(24, 5).half().t().unsqueeze(1)
+    inputs = (turned_round, torch.randn(5, 1, 24).half(), torch.rand(24).half(), None, 1e-5)
+    torch.library.opcheck(torch.ops.rloom.add_norm.default, inputs, test_utils=("test_faketensor",))
 
 
 @pytest.mark.parametrize("width", [24, 1536])

@@ -78,8 +78,9 @@ def _sides(node: Any, operation: Any) -> list[tuple[Any, Any]]:
 
 def _is_crossed(node: Any, x: Any) -> bool:
     """cat([−x[..., D/2:], x[..., :D/2]])"""
-    width = x.meta["val"].shape[-1]
-    if not _is(node, aten.cat.default) or x.meta["val"].dim() != 4 or not isinstance(width, int) or width % 2:
+    shape = _kind(x)[0]
+    width = shape[-1] if len(shape) == 4 else None
+    if not _is(node, aten.cat.default) or not isinstance(width, int) or width % 2:
         return False
     parts, axis = node.args[0], node.args[1] if len(node.args) > 1 else 0
     if axis not in (-1, 3) or len(parts) != 2 or not _is(parts[0], aten.neg.default):
@@ -116,8 +117,10 @@ def add_in_place(graph: Graph, addition: Node) -> None:
         return  # the compiler makes it part of the operation that reads it
     for total, seen in _sides(addition, aten.add.Tensor):
         product: Any = seen.args[0] if seen.target in RESHAPES and len(seen.users) == 1 else None
-        if not _is(product, aten.mm.default) or len(product.users) > 1 or _kind(total) != _kind(addition):
+        if not _is(product, aten.mm.default) or len(product.users) > 1:
             continue
+        if _kind(total) != _kind(addition) or _kind(seen) != _kind(total):
+            continue  # one row is added to all, say
         norm = _norm_of(total, addition)
         if norm is None:
             continue
@@ -143,8 +146,10 @@ def _is_input(node: Any) -> bool:
     return isinstance(node, Node) and node.op in ("placeholder", "get_attr")
 
 
-def _kind(node: Any) -> tuple[Any, Any]:
-    return node.meta["val"].shape, node.meta["val"].dtype
+def _kind(node: Node) -> tuple[tuple[Any, ...], Any]:
+    """Shape and kind of number; of numbers that are no tensors: none."""
+    value = node.meta["val"]
+    return (tuple(value.shape), value.dtype) if isinstance(value, Tensor) else ((), None)
 
 
 def _is_step(node: Any) -> bool:
@@ -157,11 +162,13 @@ def _norm_of(total: Any, addition: Node) -> tuple[Any, Any, Any] | None:
     """(norm, its weight, ε) if the total is a sum of two that only this norm reads, apart from the layer's result."""
     if not _is(total, aten.add.Tensor) or len(total.users) != 2 or not _is_step(total):
         return None
+    if _kind(total)[1] not in (torch.float16, torch.bfloat16):
+        return None  # the kernel adds in float32
     if any(not isinstance(x, Node) or _kind(x) != _kind(total) for x in total.args):
         return None
     exact = next(user for user in total.users if user is not addition)
     if not _is(exact, convert) or exact.args[1] is not torch.float32 or len(exact.users) != 2:
-        return None  # it is in half precision; in float32 there are no kernels
+        return None
     scaled = next((user for user in exact.users if _is(user, aten.mul.Tensor)), None)
     for x, factor in _sides(scaled, aten.mul.Tensor):
         epsilon = _epsilon(factor, exact) if x is exact else None
@@ -194,9 +201,8 @@ def _epsilon(factor: Any, x: Node) -> Any:
 
 def _weighted(norm: Any, rounded: Node, epsilon: Any) -> tuple[Any, Any, Any] | None:
     for x, weight in _sides(norm, aten.mul.Tensor):
-        value = weight.meta["val"]
-        fits = value.dim() == 1 and value.dtype == x.meta["val"].dtype and value.is_contiguous()
-        if x is rounded and fits and _is_input(weight):
+        fits = _kind(weight) == (_kind(x)[0][-1:], _kind(x)[1])  # one number for all would be read beyond its end
+        if x is rounded and fits and _is_input(weight) and weight.meta["val"].is_contiguous():
             return norm, weight, epsilon
     return None
 
@@ -235,4 +241,4 @@ for _device in ("CUDA", "CPU"):
     _library.impl("add_product_", _add_product, _device)
     _library.impl("add_norm", _add_norm, _device)
 torch.library.register_fake("rloom::add_product_", lambda total, x, weight: None)
-torch.library.register_fake("rloom::add_norm", lambda a, *others: (torch.empty_like(a), torch.empty_like(a)))
+torch.library.register_fake("rloom::add_norm", lambda a, *others: (a.new_empty(a.shape), a.new_empty(a.shape)))
