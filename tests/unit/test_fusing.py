@@ -357,3 +357,30 @@ def test_a_compiled_step_with_the_kernels(whole, monkeypatch):
     assert found == {"native_decode_rotating", "add_norm", "add_product_"}
     assert engine.runner.compiled
     assert all(bucket.tables.whole == whole for bucket in engine.runner.buckets.values())
+
+
+def test_another_runner_compiles_nothing_anew(monkeypatch):
+    """Weights that have moved make a new one: after a few, the compiler would refuse."""
+    found = []
+
+    def compile_layer(graph, inputs, **options):
+        found.append(graph)
+        return graph.forward
+
+    # the compiler's own equality of options decides, so that only what it then does is replaced
+    monkeypatch.setattr("torch._inductor.compile_fx.compile_fx", compile_layer)
+    torch._dynamo.reset()
+    layer = torch.nn.LayerNorm(8)
+    for _ in range(3):
+        options = {"post_grad_custom_pre_pass": runner._fusing()}
+        torch.compile(layer.forward, dynamic=True, options=options)(torch.randn(3, 8))
+    torch._dynamo.reset()
+    assert len(found) == 1
+
+
+def test_what_stacks_share_is_compiled_once():
+    model = torch.nn.Module()
+    model.first, model.second = (MODELS["llama"]().model for _ in range(2))
+    model.second.rotary_emb = model.first.rotary_emb
+    parts = runner.beside(model)
+    assert len(parts) == len(set(parts)) == 3

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import bisect
+import functools
 import inspect
 import logging
 import time
@@ -351,6 +352,7 @@ class Runner:
             yield
 
 
+@functools.cache  # the compiler takes another one for another compiler: the next runner would have all compiled anew
 def _fusing() -> Any:
     from rloom.generation.native.fusing import Fusing  # of the compiler's inner parts, which not every run needs
 
@@ -367,7 +369,7 @@ def beside(model: nn.Module) -> list[nn.Module]:
     """
     is_stack = lambda m: isinstance(m, nn.ModuleList) and any(isinstance(x, GradientCheckpointingLayer) for x in m)  # noqa: E731
     around = [module for module in model.modules() if any(map(is_stack, module.children()))]
-    parts = [part for module in around for part in module.children()]
+    parts = dict.fromkeys(part for module in around for part in module.children())  # stacks may share some
     return [part for part in parts if not isinstance(part, (nn.Embedding, nn.Linear)) and not list(part.children())]
 
 
