@@ -156,6 +156,38 @@ def test_a_wrong_window_is_found_by_trying(monkeypatch):
         NativeEngine(lambda: model, sampling())
 
 
+def test_logits_that_are_no_numbers_are_found_in_any_row(monkeypatch):
+    """Python's `max` forgets a NaN that is not the first."""
+    from rloom.generation.native import proof
+
+    decoded = proof._decoded
+
+    def with_one(*args):
+        ours, calls = decoded(*args)
+        ours[-1][-1, 0] = float("nan")
+        return ours, calls
+
+    model = make("llama")
+    monkeypatch.setattr(proof, "_decoded", with_one)
+    with pytest.raises(EngineError, match="differs from its plain forward by nan"):
+        NativeEngine(lambda: model, sampling())
+
+
+def test_broken_weights_are_called_that():
+    model = make("llama")
+    with torch.no_grad():
+        model.lm_head.weight[3, 0] = float("nan")
+    with pytest.raises(EngineError, match="its weights are broken"):
+        NativeEngine(lambda: model, sampling())
+
+
+def test_a_token_that_the_model_rules_out_is_no_difference():
+    model = make("llama")
+    forward = model.lm_head.forward
+    model.lm_head.forward = lambda x: forward(x).index_fill(-1, torch.tensor([5]), -torch.inf)
+    NativeEngine(lambda: model, sampling())
+
+
 def test_the_model_is_left_as_it_was():
     model = tf.LlamaForCausalLM(tf.LlamaConfig(**GQA, attention_dropout=0.5)).train()
     model.gradient_checkpointing_enable()

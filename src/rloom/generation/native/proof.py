@@ -16,6 +16,7 @@ from torch import Tensor
 from rloom.data.model_inputs import placeholder_ids
 from rloom.generation.native.attention import num_calls
 from rloom.generation.native.pages import Pages
+from rloom.generation.native.rows import not_finite
 from rloom.generation.native.scheduler import Scheduler, Sequence, SharedPrompt
 from rloom.models.load import is_peft_model, keeps_other_state
 from rloom.models.looking import one_row, sees_ahead
@@ -83,16 +84,23 @@ def _compare(
     exact &= (
         getattr(runner.base, "hf_quantizer", None) is None
     )  # its products round otherwise for one row than for many
-    worst = max(difference(ours[index], logits) for index, logits in enumerate(plain))
+    if any(logits.isnan().any() for logits in plain):
+        return str(not_finite())
+    worst = float(torch.tensor([difference(ours[index], logits) for index, logits in enumerate(plain)]).max())
     if not worst < (1e-3 if exact else NOISE):
         return f"decoding {name} step by step differs from its plain forward by {worst:.1e}"
     return None
 
 
 def difference(found: Tensor, wanted: Tensor) -> float:
-    """The largest between two tensors of logits, as a share of the largest logit."""
-    wanted = wanted.float()
-    return float((found.float() - wanted).abs().max() / wanted.abs().max().clamp(min=1e-6))
+    """The largest between two tensors of logits, as a share of the largest logit; NaN if there is one in either.
+
+    >>> difference(torch.tensor([2.0, 5.0, -torch.inf]), torch.tensor([1.0, 5.0, -torch.inf]))
+    0.20000000298023224
+    """
+    found, wanted = found.float(), wanted.float()
+    apart = (found - wanted).abs().masked_fill(found == wanted, 0.0)  # tokens that a model rules out are at −∞
+    return float(apart.max() / wanted.abs().masked_fill(wanted.isinf(), 0.0).max().clamp(min=1e-6))
 
 
 def _plain(model: Any, runner: Runner, prompt: Prompt, tokens: list[int]) -> Tensor:
