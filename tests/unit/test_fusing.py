@@ -316,6 +316,37 @@ def test_a_compiled_step_is_compared_with_the_plain_one(kind, said, monkeypatch,
     assert bool(caplog.text) == bool(said)
 
 
+def test_a_single_row_is_compared_apart(monkeypatch):
+    """It is compiled apart. And of many rows, only some are looked at."""
+    torch.manual_seed(0)
+    model = MODELS["llama"]().eval()
+    engine = NativeEngine(lambda: model, Sampling(max_completion_length=3, eos_token_ids=(), pad_token_id=0))
+    found, shapes, decode_, turns = [], [], runner.Runner.decode, iter([0, 1, 1])
+
+    def decode(self, sequences, cache, *others):
+        look = decode_(self, sequences, cache, *others)
+        turn = next(turns)
+        self.bucket.rows.alive.fill_(1)
+        self.compiled = True
+        self.layers = [(x, functools.partial(lambda f, *a, **k: f(*a, **k).roll(turn, -1), x.forward)) for x in layers]
+        found.append(self.compiled_is_right(self.bucket.rows, cache))
+        self.compiled = False
+        return look
+
+    def difference(ours, theirs):
+        shapes.append(len(ours))
+        return difference_(ours, theirs)
+
+    layers, difference_ = model.model.layers, runner.difference
+    monkeypatch.setattr(runner.Runner, "decode", decode)
+    monkeypatch.setattr(runner, "difference", difference)
+    monkeypatch.setattr(runner, "COMPARED", 2, raising=False)
+    for count in (3, 3, 1):
+        list(engine.generate([Prompt(content="", token_ids=[5, 6, 7])], count, seed=0))
+    assert found == [True, True, False]  # what has proved right is not tried again
+    assert shapes == [2, 1]
+
+
 @pytest.mark.parametrize("whole", [False, True])
 def test_a_compiled_step_with_the_kernels(whole, monkeypatch):
     """As on a GPU, but for graphs: pages, attention that rotates, sums with their norm, products in place."""

@@ -40,6 +40,9 @@ BUCKETS = [1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 102
 AHEAD = 8
 """Steps that are begun before those before them were looked at: who has ended meanwhile draws nothing in them."""
 
+COMPARED = 32
+"""Rows whose logits a compiled step is judged by: those of a thousand, in float32, would take gigabytes."""
+
 CHUNK_ON_CPU = 4
 """Steps between two looks on a CPU, where looking costs nothing and rows that have ended do."""
 
@@ -75,7 +78,8 @@ class Runner:
             sampler.never = sampler.never.to(self.device)
         self.rope_index = rope_index_of(self.base)
         self.vocabulary = int(self.base.get_output_embeddings().weight.shape[0])
-        self.compiled, self.proved = compiled, False  # proved: a compiled step is right
+        self.compiled = compiled
+        self.proved: set[tuple[bool, bool]] = set()  # kinds of steps of which a compiled one was right
         self.max_prompt = self.largest_group = 0  # that buffers are made for
         self.buckets: dict[tuple[int, int], Bucket] = {}  # by rows and groups
         self.geometry: Geometry | None = None
@@ -281,7 +285,7 @@ class Runner:
         caching = torch.is_autocast_cache_enabled()
         torch.set_autocast_cache_enabled(False)  # a graph must not hold weights that autocast has cast before
         try:
-            if self.compiled and not self.proved and not self.compiled_is_right(rows, cache):
+            if self.compiled and not self.compiled_is_right(rows, cache):
                 self.compiled = False
             with self._compiled_layers():
                 stream = torch.cuda.Stream()
@@ -312,28 +316,34 @@ class Runner:
         self.seconds["capture"] += time.perf_counter() - start
 
     def compiled_is_right(self, rows: Rows, cache: Any) -> bool:
-        """Whether a step can be compiled, and has the logits of the same step without; tried once.
+        """Whether a step can be compiled, and has the logits of the same step without; tried once for each kind: a
+        single row is compiled apart, and the kernels for whole rows rotate by themselves.
 
         Keys and values are written to the same places by both, and the rows stay where they are.
         """
-        plain = self.logits(rows, cache)
+        tables = getattr(cache, "tables", None)
+        kind = (len(rows) == 1, tables is not None and tables.whole)
+        if kind in self.proved:
+            return True
+        living = rows.alive.nonzero()[:COMPARED, 0]
+        plain = self.logits(rows, cache)[living]
         try:
             with self._compiled_layers():
-                found = self.logits(rows, cache, opaque=True)
+                found = self.logits(rows, cache, opaque=True)[living]
         except torch.OutOfMemoryError:
             raise
         except Exception as error:
             _warn_not_compiled(error)
             return False
-        living = rows.alive.bool()
-        worst = difference(found[living], plain[living])
-        self.proved = worst < NOISE
-        if not self.proved:
+        worst = difference(found, plain)
+        if not worst < NOISE:
             logger.warning(
                 "the compiled decode step differs from the plain one by %.1e of the largest logit, and is not used",
                 worst,
             )
-        return self.proved
+            return False
+        self.proved.add(kind)
+        return True
 
     @contextmanager
     def _compiled_layers(self) -> Iterator[None]:
