@@ -409,6 +409,15 @@ def test_another_runner_compiles_nothing_anew(monkeypatch):
     assert len(found) == 1
 
 
+@pytest.mark.parametrize("module", [fusing, attention])
+def test_compiled_code_is_not_kept_when_an_operator_becomes_another(module, tmp_path, monkeypatch):
+    before = fusing.Fusing().uuid()
+    changed = tmp_path / "changed.py"
+    changed.write_text("another")
+    monkeypatch.setattr(module, "__file__", str(changed))
+    assert fusing.Fusing().uuid() != before
+
+
 def test_what_stacks_share_is_compiled_once():
     model = torch.nn.Module()
     model.first, model.second = (MODELS["llama"]().model for _ in range(2))

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_files
 from torch.fx import Graph, Node
 
-import rloom.generation.native.attention  # noqa: F401  whose operators are put into graphs
+from rloom.generation.native import attention as attending  # whose operators are put into graphs
 
 aten = torch.ops.aten
 convert = torch.ops.prims.convert_element_type.default
@@ -36,8 +36,8 @@ class Fusing(CustomGraphPass):
                 add_in_place(graph, node)
 
     def uuid(self) -> bytes:
-        """Compiled code is kept between runs: not beyond a change of this file."""
-        return get_hash_for_files((__file__,))
+        """Compiled code is kept between runs: not beyond a change of what is put into it, here or there."""
+        return get_hash_for_files((__file__, attending.__file__))
 
 
 # -- rotation
