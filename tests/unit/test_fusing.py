@@ -249,11 +249,9 @@ MODELS = {
 }
 
 
-@pytest.mark.parametrize(
-    ("name", "expected"),
-    [("llama", {"native_decode_rotating", "add_norm", "add_product_"}), ("neox", {"native_decode"})],
-)
-def test_a_compiled_step_with_it(name, expected, monkeypatch):
+@pytest.fixture
+def operators(monkeypatch):
+    """Layers are compiled with the pass, as on a GPU; the names of our operators that have come into their graphs."""
     found = set()
 
     class Seen(fusing.Fusing):
@@ -264,6 +262,17 @@ def test_a_compiled_step_with_it(name, expected, monkeypatch):
         def uuid(self):
             return None  # nothing from the cache: the graph has to be seen
 
+    compile_, options = torch.compile, {"post_grad_custom_pre_pass": Seen()}
+    monkeypatch.setattr(runner.torch, "compile", lambda f, **kwargs: compile_(f, **{**kwargs, "options": options}))
+    torch._dynamo.reset()
+    return found
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [("llama", {"native_decode_rotating", "add_norm", "add_product_"}), ("neox", {"native_decode"})],
+)
+def test_a_compiled_step_with_it(name, expected, operators):
     torch.manual_seed(0)
     model = MODELS[name]().to(torch.float16).eval()
     sampling = Sampling(max_completion_length=6, eos_token_ids=(), pad_token_id=0)
@@ -274,12 +283,8 @@ def test_a_compiled_step_with_it(name, expected, monkeypatch):
         groups = list(engine.generate(prompts, 2, seed=0))
         return [completion for group in groups for completion in group.completions]
 
-    compile_ = torch.compile
-    options = {"post_grad_custom_pre_pass": Seen()}
-    monkeypatch.setattr(runner.torch, "compile", lambda f, **kwargs: compile_(f, **{**kwargs, "options": options}))
-    torch._dynamo.reset()
     fused, eager = drawn(True), drawn(False)
-    assert found == expected
+    assert operators == expected
     assert [c.token_ids for c in fused] == [c.token_ids for c in eager]
     for ours, theirs in zip(fused, eager, strict=True):
         torch.testing.assert_close(torch.tensor(ours.logprobs), torch.tensor(theirs.logprobs), rtol=0, atol=0.01)
@@ -348,26 +353,12 @@ def test_a_single_row_is_compared_apart(monkeypatch):
 
 
 @pytest.mark.parametrize("whole", [False, True])
-def test_a_compiled_step_with_the_kernels(whole, monkeypatch):
+def test_a_compiled_step_with_the_kernels(whole, operators, monkeypatch):
     """As on a GPU, but for graphs: pages, attention that rotates, sums with their norm, products in place."""
-    found = set()
-    put = fusing.Fusing.__call__
-
-    class Seen(fusing.Fusing):
-        def __call__(self, graph):
-            put(self, graph)
-            found.update(node.target._opname for node in graph.nodes if "rloom" in str(node.target))
-
-        def uuid(self):
-            return None
-
-    compile_, options = torch.compile, {"post_grad_custom_pre_pass": Seen()}
-    monkeypatch.setattr(runner.torch, "compile", lambda f, **kwargs: compile_(f, **{**kwargs, "options": options}))
     monkeypatch.setattr(runner.Runner, "paged", True)
     monkeypatch.setattr(runner.Runner, "_worth_a_graph", lambda *_: False)
     monkeypatch.setattr("rloom.generation.native.paged.PROGRAMS", 1 if whole else 512)
     monkeypatch.setattr("rloom.generation.native.paged.SHORT", 0)
-    torch._dynamo.reset()
     torch.manual_seed(0)
     model = MODELS["llama"]().to(torch.float16).eval()
     with torch.no_grad():
@@ -385,7 +376,7 @@ def test_a_compiled_step_with_the_kernels(whole, monkeypatch):
                 logits = exact(input_ids=tokens).logits[0, -8:-1].log_softmax(-1)
             truth = logits.gather(-1, torch.tensor(completion.token_ids)[:, None])[:, 0]
             torch.testing.assert_close(torch.tensor(completion.logprobs), truth, rtol=0, atol=0.02)
-    assert found == {"native_decode_rotating", "add_norm", "add_product_"}
+    assert operators == {"native_decode_rotating", "add_norm", "add_product_"}
     assert engine.runner.compiled
     assert all(bucket.tables.whole == whole for bucket in engine.runner.buckets.values())
 

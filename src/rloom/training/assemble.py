@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import logging
-import os
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import nn
 from transformers import ProcessorMixin
 
@@ -405,7 +403,7 @@ def _engine(trainer: Any, policy: Policy, args: Any) -> Engine:
                 compiled=bool(compiled),
                 pad_to_multiple_of=args.pad_to_multiple_of,
                 never=placeholder_ids(trainer.model.config) if policy.vision else (),
-                vllm=_vllm_options(args) if wanted == "vllm" else None,
+                vllm=VllmOptions.of(args) if wanted == "vllm" else None,
             )
 
     if args.engine is not None or not policy.vision:
@@ -414,24 +412,6 @@ def _engine(trainer: Any, policy: Policy, args: Any) -> Engine:
     if datasets.image_column(trainer.train_dataset) is None:
         _ = router.text  # data of text: what does not fit is known before training
     return router
-
-
-def _vllm_options(args: Any) -> VllmOptions:
-    """vLLM computes as the trainer does: in autocast's precision, else in the weights' own."""
-    return VllmOptions(
-        mode=args.vllm_mode,
-        dtype=torch.bfloat16 if args.bf16 else torch.float16 if args.fp16 else None,
-        regex=args.vllm_structured_outputs_regex,
-        trust_remote_code=args.trust_remote_code,
-        gpu_memory_utilization=args.vllm_gpu_memory_utilization,
-        max_model_length=args.vllm_max_model_length,
-        sleeps=args.vllm_enable_sleep_mode,
-        model_impl=args.vllm_model_impl,
-        compiled=args.compile_generation,
-        server=args.vllm_server_base_url or f"http://{args.vllm_server_host}:{args.vllm_server_port}",
-        timeout=args.vllm_server_timeout,
-        weights_dir=args.vllm_weights_dir or os.path.join(args.output_dir, "_vllm_weights"),
-    )
 
 
 def _sampling(policy: Policy, args: Any) -> Sampling:

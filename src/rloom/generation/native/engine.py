@@ -79,12 +79,12 @@ class NativeEngine:
     def _current_runner(self) -> Runner:
         """The runner of the present model; a new one where weights have moved, since graphs hold their addresses."""
         model = self.get_model()
-        if self.runner is None or self._seen != _fingerprint(model):
+        if self.runner is None or self._seen != _whereabouts(model):
             if self.runner is not None:
                 self.runner.drop_graphs()
             self.runner = None  # first: it keeps the memory of weights that have moved
             self.runner = self._new_runner(model)
-            self._seen = _fingerprint(model)  # after the runner has laid weights together
+            self._seen = _whereabouts(model)  # after the runner has laid weights together
         return self.runner
 
     def why_not_images(self, prompts: Listing[Prompt]) -> str | None:
@@ -300,7 +300,7 @@ def _by_images(prompts: list[SharedPrompt]) -> list[list[SharedPrompt]]:
     return [part for part in parts if part]
 
 
-def _fingerprint(model: Any) -> tuple[Any, ...]:
+def _whereabouts(model: Any) -> tuple[Any, ...]:
     """Changes when weights are moved or replaced or computed with otherwise, not when they are updated in place."""
     pointers = [x.data_ptr() for x in (*model.parameters(), *model.buffers())]
     adapters = [m for m in model.modules() if hasattr(m, "disable_adapters") and hasattr(m, "merged")]

@@ -4,8 +4,9 @@ read where the pages lie from a table of addresses."""
 from __future__ import annotations
 
 import functools
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -15,6 +16,8 @@ from rloom.generation.native.geometry import Geometry
 from rloom.generation.native.rows import Rows, groups_of
 from rloom.generation.native.scheduler import Sequence, SharedPrompt
 from rloom.types import PackedRow
+
+T = TypeVar("T")
 
 PAGE = 64
 PROGRAMS = 512  # that fill a GPU
@@ -176,15 +179,13 @@ class PagedCache:
 
         cos, sin = _angles(query, options)
         sinks = options["sinks"]
-        size, warps, stages = next(
-            launch for limit, launch in WHOLE.items() if max(query.shape[-1], out.shape[-1]) <= limit
-        )
+        tokens, warps, stages = for_width(WHOLE, max(query.shape[-1], out.shape[-1]))
         kernels.attend_whole[(len(query), key.shape[1])](
             query, key, value, cos, sin, query if sinks is None else sinks, out, self.addresses, layer, rows.positions,
             rows.cached, tables.own, tables.group_of, tables.prompt_lengths, tables.prompts, query.stride(0),
             query.stride(1), key.stride(0), key.stride(1), value.stride(0), value.stride(1), cos.stride(0),
             sin.stride(0), tables.own.shape[1], tables.prompts.shape[1], options["scale"], options["softcap"] or 1.0,
-            options["window"] or 0, **constants, ROWS=_power(constants["REPEAT"]), BN=size,
+            options["window"] or 0, **constants, ROWS=_power(constants["REPEAT"]), BN=tokens,
             SINKS=sinks is not None, num_warps=warps, num_stages=min(stages, _most_stages(self.device)),
         )  # fmt: skip
 
@@ -198,7 +199,7 @@ class PagedCache:
         count, heads, repeat = len(query), constants["HEADS"], constants["REPEAT"]
         parts = tables.on_prompt + tables.on_own
         cos, sin = _angles(query, options)
-        launch = launch_for(max(constants["D"], constants["E"]))
+        launch = for_width(LAUNCHES, max(constants["D"], constants["E"]))
         kernels.attend_parts[(groups * tables.on_prompt + count * tables.on_own, key.shape[1])](
             query, key, value, cos, sin, self.addresses, layer, tables.sums, tables.tops, rows.positions, rows.cached,
             tables.own, tables.members, tables.lengths, tables.prompts, groups, query.stride(0), query.stride(1),
@@ -222,13 +223,13 @@ def _angles(query: Tensor, options: dict[str, Any]) -> tuple[Tensor, Tensor]:
     return (cos, sin) if cos.stride(-1) == sin.stride(-1) == 1 else (cos.contiguous(), sin.contiguous())
 
 
-def launch_for(width: int) -> Launch:
+def for_width(launches: Mapping[int, T], width: int) -> T:
     """How heads of a width are attended to."""
-    return next(launch for limit, launch in LAUNCHES.items() if width <= limit)
+    return next(launch for limit, launch in launches.items() if width <= limit)
 
 
 def _launches(geometry: Geometry) -> list[Launch]:
-    return [launch_for(max(layer.width, layer.value_width)) for layer in geometry.layers]
+    return [for_width(LAUNCHES, max(layer.width, layer.value_width)) for layer in geometry.layers]
 
 
 def rows_at_once(geometry: Geometry, largest_group: int) -> int:

@@ -34,6 +34,24 @@ class VllmOptions:
     timeout: float = 240.0  # seconds to wait for it
     weights_dir: str | Path | None = None  # seen by both; None: a temporary folder
 
+    @classmethod
+    def of(cls, args: Any) -> VllmOptions:
+        """As `RLOOConfig` says. It computes as the trainer does: in autocast's precision, else in the weights' own."""
+        return cls(
+            mode=args.vllm_mode,
+            dtype=torch.bfloat16 if args.bf16 else torch.float16 if args.fp16 else None,
+            regex=args.vllm_structured_outputs_regex,
+            trust_remote_code=args.trust_remote_code,
+            gpu_memory_utilization=args.vllm_gpu_memory_utilization,
+            max_model_length=args.vllm_max_model_length,
+            sleeps=args.vllm_enable_sleep_mode,
+            model_impl=args.vllm_model_impl,
+            compiled=args.compile_generation,
+            server=args.vllm_server_base_url or f"http://{args.vllm_server_host}:{args.vllm_server_port}",
+            timeout=args.vllm_server_timeout,
+            weights_dir=args.vllm_weights_dir or Path(args.output_dir, "_vllm_weights"),
+        )
+
     def dtype_for(self, model: Any) -> torch.dtype:
         """What vLLM computes in for this model."""
         return self.dtype or next(model.parameters()).dtype
