@@ -102,15 +102,36 @@ def test_equal_prompts_are_prefilled_once_and_drawn_apart(monkeypatch):
 
 
 def test_memory_that_runs_out_sends_sequences_back_and_loses_none(monkeypatch):
-    from rloom.generation.native import engine as module
-
     model, prompts = make("llama"), make_prompts()
     expected = run(model, prompts, 4, seed=3, eos_token_ids=())
-    per_token = 2 * 2 * 2 * 8 * 4  # layers, keys and values, heads, width, bytes
-    monkeypatch.setattr(module, "_free_memory", lambda device: int(7 * 16 * per_token / 0.8) + 1)
+    monkeypatch.setattr(NativeEngine, "_plan_pages", lambda *args: 8)
     engine = NativeEngine(lambda: model, sampling(eos_token_ids=()))
     found = {id(g.prompt): g.completions for g in engine.generate(prompts, 4, seed=3)}
     assert [[c.token_ids for c in found[id(p)]] for p in prompts] == [[c.token_ids for c in g] for g in expected]
+
+
+@pytest.mark.parametrize("free", [300_000, 600_000, 2_000_000])
+def test_rows_wait_where_padded_memory_is_short(monkeypatch, free):
+    """Without pages rows are padded to the longest, prompts are kept twice, and rows are moved."""
+    from rloom.generation.native import engine as module
+    from rloom.generation.native.dense import DenseCache
+
+    model, prompts = make("llama"), make_prompts([400] + [4] * 11)
+    options = {"max_completion_length": 60, "eos_token_ids": (2, 5, 6)}
+    expected = run(model, prompts, 4, seed=3, **options)
+    held, move = [], DenseCache._move
+
+    def measured(cache, *args):
+        before = cache.own
+        move(cache, *args)
+        prompts = [*cache.stacked, *(pair for kept in cache.prompts.values() for pair in kept)]
+        held.append(sum(x.numel() * x.element_size() for pair in [*before, *cache.own, *prompts] for x in pair))
+
+    monkeypatch.setattr(DenseCache, "_move", measured)
+    monkeypatch.setattr(module, "_free_memory", lambda device: free)
+    found = run(model, prompts, 4, seed=3, **options)
+    assert [[c.token_ids for c in g] for g in found] == [[c.token_ids for c in g] for g in expected]
+    assert max(held) < free
 
 
 def test_no_room_for_a_single_completion_is_an_error(monkeypatch):
@@ -143,11 +164,13 @@ def test_what_does_not_fit_is_found(config, reason):
     assert model.training  # put back as it was
 
 
-def test_a_wrong_window_is_found_by_trying(monkeypatch):
+@pytest.mark.parametrize("window", [None, 1500])
+def test_a_wrong_window_is_found_by_trying(monkeypatch, window):
     """A model whose window does not arrive would decode fluent nonsense: the proof must see it."""
     from rloom.generation.native import attention
 
-    model = make("mistral, window")
+    config = {"sliding_window": window, "max_position_embeddings": 4096, "initializer_range": 0.5}
+    model = make("mistral, window") if window is None else tf.MistralForCausalLM(tf.MistralConfig(**{**GQA, **config}))
     original = attention._run
     monkeypatch.setattr(
         attention, "_run", lambda q, k, v, s, layer, scale, window, cap: original(q, k, v, s, layer, scale, 0, cap)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import shutil
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -150,16 +151,17 @@ def test_a_limit_of_one_token_and_one_completion():
     assert list(NativeEngine(lambda: model, sampling()).generate([], 3, seed=0)) == []
 
 
-def test_groups_are_handed_over_as_they_finish():
+def test_groups_are_handed_over_as_they_finish(monkeypatch):
     model = make_model().eval()
     engine = NativeEngine(
         lambda: model, sampling(max_completion_length=60, eos_token_ids=(2, 5, 6, 7)), max_sequences=4
     )
     asked = prompts(3, 4, 5, 6, 7, 8)
-    running = engine.generate(asked, 2, seed=0)
-    first = next(running)
-    assert first.prompt in asked
-    assert len(list(running)) == len(asked) - 1
+    steps, decode = [], Runner.decode
+    monkeypatch.setattr(Runner, "decode", lambda *args: steps.append(1) or decode(*args))
+    after = [len(steps) for _ in engine.generate(asked, 2, seed=0)]
+    assert len(after) == len(asked)
+    assert after[0] < after[2] < after[4] < len(steps) + 1  # not all at the end
 
 
 def test_rollouts_may_be_interleaved_and_abandoned():
@@ -176,10 +178,12 @@ def test_rollouts_may_be_interleaved_and_abandoned():
     assert not model.training
 
 
-def test_steps_begun_before_a_look_draw_the_same(monkeypatch):
+@pytest.mark.parametrize("extra", [{}, {"stop_strings": ["ab", "z"]}])
+def test_steps_begun_before_a_look_draw_the_same(monkeypatch, extra):
     """As on a GPU, where graphs of the next steps run while the host still reads: ends, limits and hand-overs."""
     model = make_model()
-    engine = lambda: NativeEngine(lambda: model, sampling(max_completion_length=30, eos_token_ids=(2, 7)))  # noqa: E731
+    options = sampling(max_completion_length=30, eos_token_ids=(2, 7), extra=extra)
+    engine = lambda: NativeEngine(lambda: model, options, tokenizer=make_tokenizer())  # noqa: E731
     draw = lambda: {  # noqa: E731
         (seed, len(g.prompt.token_ids)): [(c.token_ids, c.stop_reason) for c in g.completions]
         for seed in range(6)
@@ -202,7 +206,8 @@ def test_steps_begun_before_a_look_draw_the_same(monkeypatch):
     monkeypatch.setattr(Runner, "go_on", go_on)
     assert draw() == expected
     assert len(ahead) > 5
-    assert {stop for found in expected.values() for _, stop in found} == {"eos", "length"}
+    reasons = {stop for found in expected.values() for _, stop in found}
+    assert reasons == {"eos", "length"} | ({"stop_string"} if extra else set())
 
 
 def test_weights_that_are_broken_are_told():
@@ -257,7 +262,7 @@ def test_a_stop_string_of_several_bytes_a_character():
     from rloom.generation.base import is_end
 
     class Bytes:
-        def decode(self, tokens):
+        def decode(self, tokens, **options):
             return bytes(tokens).decode(errors="ignore")
 
     stop = "🙂🙃🛑🔚"
@@ -265,6 +270,106 @@ def test_a_stop_string_of_several_bytes_a_character():
     tokens = list(f"so {stop}".encode())
     assert is_end(tokens, options, Bytes()) == "stop_string"
     assert is_end(tokens[:-1], options, Bytes()) is None
+
+
+def test_texts_are_looked_at_once_for_several_tokens():
+    model, tokenizer = make_model().eval(), make_tokenizer()
+    calls = []
+
+    class Counting:
+        def decode(self, tokens, **options):
+            calls.append(1)
+            return tokenizer.decode(tokens, **options)
+
+    options = sampling(max_completion_length=41, eos_token_ids=(), extra={"stop_strings": ["no such text"]})
+    engine = NativeEngine(lambda: model, options, tokenizer=Counting())
+    list(engine.generate(prompts(3), 1, seed=0))
+    assert len(calls) <= 2 * (1 + 40 // 4)  # what is new, and its end
+
+
+def test_first_tokens_are_drawn_some_at_a_time(monkeypatch):
+    from rloom.generation.native import engine as module
+
+    model = make_model().eval()
+    draw = lambda: [  # noqa: E731
+        [(c.token_ids, c.logprobs) for c in g.completions]
+        for g in NativeEngine(lambda: model, sampling(repetition_penalty=1.3)).generate(prompts(3, 4, 5), 4, seed=2)
+    ]
+    together = draw()
+    monkeypatch.setattr(module, "FIRST_AT_ONCE", 5)
+    assert draw() == together
+
+
+def test_engines_in_several_threads():
+    """Rewards run in threads while the policy generates, and may have a model that generates too."""
+    one, other = make_model().eval(), make_model(seed=1).eval()
+    engines = [NativeEngine(lambda m=m: m, sampling(max_completion_length=30)) for m in (one, other, one)]
+    engines.append(engines[0])  # one engine in two threads, too
+    tokens = lambda engine: {  # noqa: E731
+        len(g.prompt.token_ids): [c.token_ids for c in g.completions]
+        for g in engine.generate(prompts(3, 14, 6, 20), 4, seed=1)
+    }
+    alone = [tokens(engine) for engine in engines]
+    with ThreadPoolExecutor(len(engines)) as threads:
+        found = list(threads.map(tokens, engines * 8))
+    assert found == alone * 8
+
+
+def test_a_forward_beside_generation_is_told():
+    model = make_model().eval()
+    engine = NativeEngine(lambda: model, sampling())
+    runner = engine._current_runner()
+    ids = torch.tensor([[5, 6, 7]])
+    with runner.ready(), ThreadPoolExecutor(1) as thread, pytest.raises(EngineError, match="give a reward that runs"):
+        thread.submit(model, input_ids=ids).result()
+    assert model(input_ids=ids).logits.isfinite().all()
+
+
+def test_weights_on_several_devices_are_another_engines():
+    model = make_model().eval()
+    model.model.norm.to("meta")
+    with pytest.raises(EngineError, match="lie on several devices"):
+        NativeEngine(lambda: model, sampling())
+
+
+def test_adapters_that_compute_otherwise_are_seen():
+    """Graphs hold the numbers that they were captured with."""
+    from peft import LoraConfig, get_peft_model
+
+    from rloom.generation.native.engine import _whereabouts
+
+    model = get_peft_model(make_model(), LoraConfig(r=4, target_modules=["q_proj", "v_proj"]))
+    seen = [_whereabouts(model)]
+    layers = [m for m in model.modules() if hasattr(m, "scaling")]
+    layers[-1].scaling["default"] *= 3
+    seen.append(_whereabouts(model))
+    layers[1].enable_adapters(False)
+    seen.append(_whereabouts(model))
+    assert len(set(seen)) == 3
+    assert _whereabouts(model) == seen[2]
+
+
+def test_a_capture_without_memory_is_tried_once_in_a_rollout(monkeypatch, caplog):
+    from rloom.generation.native.paged import PagedCache
+    from rloom.generation.native.runner import Bucket
+
+    model = make_model().eval()
+    runner = NativeEngine(lambda: model, sampling())._current_runner()
+    bucket, cache = Bucket(rows=runner._rows(2), tables=None), object.__new__(PagedCache)
+    runner.buckets[2, 0] = bucket
+
+    def full(*args):
+        raise torch.OutOfMemoryError
+
+    monkeypatch.setattr(torch.cuda, "Stream", full)
+    assert runner._worth_a_graph(bucket, cache, 100)
+    runner._capture(bucket, cache)
+    assert "runs without a graph" in caplog.text
+    assert not runner._worth_a_graph(bucket, cache, 100)
+    with runner.ready():
+        runner.prefill([[5, 6]])
+        runner.make_cache(1)
+    assert runner._worth_a_graph(bucket, cache, 100)
 
 
 @pytest.mark.parametrize("fails", [False, True])

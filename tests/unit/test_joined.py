@@ -146,6 +146,8 @@ def test_what_does_not_fit_is_left_alone():
     for p, part in zip(flat.parameters(), buffer.split([p.numel() for p in flat.parameters()]), strict=True):
         p.data = part.view(p.shape)
     assert joined(flat) == []
+    seen = Odd().share_memory()  # by other processes
+    assert joined(seen) == []
     mixed = Odd()
     mixed.v_proj.to(torch.bfloat16)
     assert joined(mixed) == []

@@ -69,9 +69,14 @@ def is_end(tokens: Sequence[int], sampling: Sampling, tokenizer: Any = None) -> 
     if tokens[-1] in sampling.eos_token_ids:
         return EOS
     stops = sampling.stop_strings
-    if stops:
-        longest = max(len(stop.encode()) for stop in stops)
-        tail = tokenizer.decode(list(tokens[-(longest + 8) :]))  # a token is at least a byte
-        if any(stop in tail for stop in stops):
-            return STOP_STRING
+    if stops and has_stop(tokens, stops, tokenizer):
+        return STOP_STRING
     return LENGTH if len(tokens) >= sampling.max_completion_length else None
+
+
+def has_stop(tokens: Sequence[int], stops: Sequence[str], tokenizer: Any, new: int = 1) -> bool:
+    """Whether one of the last `new` tokens may have completed a stop string."""
+    longest = max(len(stop.encode()) for stop in stops)
+    tail = list(tokens[-(longest + 7 + new) :])  # a token is at least a byte
+    text = tokenizer.decode(tail, clean_up_tokenization_spaces=False)  # which would take back what was there
+    return any(stop in text for stop in stops)

@@ -14,11 +14,12 @@ from rloom.generation.base import Engine, Sampling
 from rloom.generation.forked import ForkedEngine
 from rloom.generation.transformers import TransformersEngine
 from rloom.generation.vllm.options import SERVER, VllmOptions
-from rloom.models.load import is_peft_model
+from rloom.models.load import base_of
 
 logger = logging.getLogger(__name__)
 
 OURS = frozenset({"stop_strings", "bos_token_id"})
+NEXT = {"native": "the library's cache, forked for each group,", "forked": "`model.generate`"}
 """Entries of `generation_kwargs` that our own engines honour; others are for `model.generate`."""
 
 
@@ -67,13 +68,13 @@ def choose_engine(
         try:
             return makers[name]()
         except EngineError as error:
-            logger.warning("the %s engine does not fit, a slower one is used: %s", name, error)
+            logger.warning("the %s engine does not fit, %s is used, which is slower: %s", name, NEXT[name], error)
     return makers["transformers"]()
 
 
 def has_own_generate(model: Any) -> bool:
     """Whether somebody has put another `generate` in place of the library's: then it is meant to be called."""
-    base = model.get_base_model() if is_peft_model(model) else model
+    base = base_of(model)
     generate = inspect.getattr_static(base, "generate", None)
     return generate is None or not inspect.isfunction(generate) or generate.__module__ != GenerationMixin.__module__
 

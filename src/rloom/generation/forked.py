@@ -18,6 +18,7 @@ from rloom.generation.base import Sampling, is_end
 from rloom.generation.native.noise import key_of
 from rloom.generation.native.sampler import Sampler
 from rloom.generation.padding import pad_left
+from rloom.models.load import base_of
 from rloom.types import Completion, Group, Prompt
 
 logger = logging.getLogger(__name__)
@@ -28,7 +29,7 @@ class _Fork:
 
     def __init__(self, model: Any, prompts: list[list[int]], k: int) -> None:
         self.model = model
-        base = model.get_base_model() if hasattr(model, "get_base_model") else model
+        base = base_of(model)
         self.with_positions = "position_ids" in inspect.signature(type(base).forward).parameters
         device = next(model.parameters()).device
         ids, mask = (x.to(device) for x in pad_left(prompts, 0))

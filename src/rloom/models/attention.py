@@ -11,6 +11,7 @@ For `torch.compile` the whole of it is one opaque operator, `rloom::shared_prefi
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
@@ -30,19 +31,32 @@ NAME = "rloom_shared_prefix"
 
 
 @dataclass(slots=True)
-class _Active:
-    """The row that is being run. A plain global: with gradient checkpointing, layers run again inside the backward,
-    which torch may do in a thread of its own, where context variables are not seen."""
+class _Running:
+    """A row that is being run."""
 
     row: PackedRow | None = None
     tiles: dict[int, Tiles] = field(default_factory=dict)
     calls: int = 0
+
+
+@dataclass(slots=True)
+class _Active:
+    """What holds for all threads: one of them trains."""
+
+    trained: _Running = field(default_factory=_Running)  # the row that is run for its gradients
     opaque: bool = False  # layers are compiled: attention must be one operator
     replaced: list[tuple[Any, Any]] = field(default_factory=list)  # models, and the attention that is their own
     compiled: CompiledLayers | None = None
 
 
 _active = _Active()
+_here = threading.local()  # .running: what this thread runs; a reward may have an engine of its own in another
+
+
+def _running() -> _Running:
+    """What this thread runs. With gradient checkpointing layers run again inside the backward, which torch may do in a
+    thread of its own: there it is the row that is trained on."""
+    return getattr(_here, "running", None) or _active.trained
 
 
 def attention_of(config: Any) -> Any:
@@ -154,17 +168,21 @@ def _compile_options() -> dict[str, Any]:
 @contextmanager
 def running(row: PackedRow) -> Iterator[None]:
     """The row that attention calls are about, from its forward to the end of its backward."""
-    previous = (_active.row, _active.tiles, _active.calls)
-    _active.row, _active.tiles, _active.calls = row, {}, 0
+    before, trained = getattr(_here, "running", None), _active.trained
+    _here.running = _Running(row)
+    if torch.is_grad_enabled():
+        _active.trained = _here.running
     try:
         yield
     finally:
-        _active.row, _active.tiles, _active.calls = previous
+        if _active.trained is _here.running:
+            _active.trained = trained
+        _here.running = before
 
 
 def num_calls() -> int:
     """Attention calls since the row began to run: one per layer, or the model does not use the interface."""
-    return _active.calls
+    return _running().calls
 
 
 def shared_prefix_attention(
@@ -203,9 +221,10 @@ def attend_packed(
     sinks: Tensor | None,
 ) -> Tensor:
     """Attention over the row that is running: (1, H, T, D) → (1, T, H, D)."""
-    row = _active.row
+    running = _running()
+    row = running.row
     assert row is not None, "packed attention was called outside of a packed forward"
-    _active.calls += 1
+    running.calls += 1
     if _fits_kernels(query, value, dropout):
         q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
         options = Options(scale=scale, window=window, softcap=softcap)
@@ -227,11 +246,11 @@ def _fits_kernels(query: Tensor, value: Tensor, dropout: float) -> bool:
 
 def _tiles(q: Tensor, v: Tensor) -> Tiles:
     """The active row in tiles, cut once for all layers."""
-    row, size = _active.row, launch(max(q.shape[-1], v.shape[-1])).tile
-    assert row is not None
-    if size not in _active.tiles:
-        _active.tiles[size] = Tiles.of(row, q.device, size)
-    return _active.tiles[size]
+    running, size = _running(), launch(max(q.shape[-1], v.shape[-1])).tile
+    assert running.row is not None
+    if size not in running.tiles:
+        running.tiles[size] = Tiles.of(running.row, q.device, size)
+    return running.tiles[size]
 
 
 class _SharedPrefix(torch.autograd.Function):
@@ -272,7 +291,7 @@ def _options(scale: float, window: int, softcap: float) -> Options:
 
 
 def _operator(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, *options: Any) -> tuple[Tensor, Tensor]:
-    _active.calls += 1
+    _running().calls += 1
     return prefix_forward(q, k, v, sinks, _tiles(q, v), _options(*options))
 
 

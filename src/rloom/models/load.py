@@ -28,6 +28,16 @@ def is_peft_model(model: Any) -> bool:
     return hasattr(model, "peft_config") and hasattr(model, "get_base_model")
 
 
+def base_of(model: Any) -> Any:
+    """The model as transformers knows it, without its adapter."""
+    return model.get_base_model() if is_peft_model(model) else model
+
+
+def has_virtual_tokens(model: Any) -> bool:
+    """Whether an adapter puts tokens of its own before each prompt."""
+    return is_peft_model(model) and any(getattr(c, "is_prompt_learning", False) for c in model.peft_config.values())
+
+
 def load_policy(
     model: Any,
     init_kwargs: dict[str, Any] | None,

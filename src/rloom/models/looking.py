@@ -17,7 +17,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from rloom.data.model_inputs import Inputs, fitted_to, join
 from rloom.models.attention import attention_for_text, attention_of
-from rloom.models.load import is_peft_model
+from rloom.models.load import base_of
 
 NAME = "rloom_looking"
 
@@ -36,7 +36,7 @@ def one_row(base: Any, prompt: list[int], completion: list[int], shown: Inputs, 
 @torch.no_grad()
 def sees_ahead(model: Any, prompt: list[int], shown: Inputs) -> bool:
     """Whether any layer's mask is open above the diagonal in a forward over a prompt with images."""
-    base = model.get_base_model() if is_peft_model(model) else model
+    base = base_of(model)
     before = attention_of(base.config)
     base.set_attn_implementation(attention_for_text(base.config, NAME))
     try:

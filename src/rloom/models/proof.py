@@ -16,7 +16,7 @@ from torch import Tensor
 from rloom.data.batching import Batcher
 from rloom.errors import ConfigError
 from rloom.models.attention import num_calls, packed_attention, running
-from rloom.models.load import is_peft_model, keeps_other_state
+from rloom.models.load import base_of, has_virtual_tokens, keeps_other_state
 from rloom.models.logprobs import Forward
 from rloom.models.looking import sees_ahead
 from rloom.types import Rollout
@@ -37,8 +37,8 @@ def proves_packing(model: Any) -> bool:
 @torch.no_grad()
 def check_head(model: Any) -> None:
     """Refuse a model that does more to its logits than training knows of: its log-probabilities would be wrong."""
-    base = model.get_base_model() if is_peft_model(model) else model
-    if is_peft_model(model) and any(getattr(c, "is_prompt_learning", False) for c in model.peft_config.values()):
+    base = base_of(model)
+    if has_virtual_tokens(model):
         return
     if base.get_output_embeddings() is None:
         return
@@ -79,8 +79,8 @@ def why_not_packed(model: Any, rollout: Rollout | None = None) -> str | None:
 
     Tried on `rollout`, or on one of random tokens.
     """
-    base = model.get_base_model() if is_peft_model(model) else model
-    if is_peft_model(model) and any(getattr(c, "is_prompt_learning", False) for c in model.peft_config.values()):
+    base = base_of(model)
+    if has_virtual_tokens(model):
         return "the adapter puts virtual tokens before each prompt"
     if base.get_output_embeddings() is None:
         return f"{type(base).__name__} names no output head"
@@ -178,7 +178,7 @@ def _probe(model: Any) -> Tensor | None:
 
     None where all of the decoder is frozen.
     """
-    base = model.get_base_model() if is_peft_model(model) else model
+    base = base_of(model)
     decoder = {id(p) for p in base.get_decoder().parameters()}  # a vision tower's have no part in text
     trainable = [
         (n, p) for n, p in model.named_parameters() if p.requires_grad and p.is_floating_point() and id(p) in decoder

@@ -3,15 +3,16 @@ kept, then one token per row over what was kept."""
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 from transformers import AttentionInterface
 
+from rloom.errors import EngineError
 from rloom.generation.native.geometry import Layer
 from rloom.generation.native.rows import Rows
 from rloom.models.attention import attend_packed, attention_for_text, attention_of, running
@@ -34,15 +35,16 @@ class Cache(Protocol):
         ...
 
 
-@dataclass(slots=True)
-class _Active:
-    cache: Any = None
-    prompts: PackedRow | None = None  # set: a prefill
-    rows: Rows | None = None  # set: a decode step
-    found: dict[int, Layer] = field(default_factory=dict)  # what each layer keeps, as seen in prefills
-    calls: int = 0
-    opaque: bool = False  # layers are compiled: attention must be one operator
-    order: tuple[int, ...] = ()  # the layers in the order of their calls
+class _Active(threading.local):
+    """What a thread's attention calls are about: rewards may generate, with other models, while the policy does."""
+
+    def __init__(self) -> None:
+        self.cache: Any = None
+        self.prompts: PackedRow | None = None  # set: a prefill
+        self.rows: Rows | None = None  # set: a decode step
+        self.found: dict[int, Layer] = {}  # what each layer keeps, as seen in prefills
+        self.calls = 0
+        self.order: tuple[int, ...] = ()  # the layers in the order of their calls
 
 
 _active = _Active()
@@ -61,14 +63,14 @@ def prefilling(cache: Cache | None, row: PackedRow) -> Iterator[dict[int, Layer]
 
 
 @contextmanager
-def decoding(cache: Cache, rows: Rows, *, order: tuple[int, ...] = (), opaque: bool = False) -> Iterator[None]:
+def decoding(cache: Cache, rows: Rows, *, order: tuple[int, ...] = ()) -> Iterator[None]:
     """Attention calls are about one token of each row; `order`: the layers as they are called, for compiled ones."""
     _active.cache, _active.prompts, _active.rows, _active.calls = cache, None, rows, 0
-    _active.opaque, _active.order = opaque, order
+    _active.order = order
     try:
         yield
     finally:
-        _active.cache, _active.rows, _active.opaque = None, None, False
+        _active.cache, _active.rows = None, None
 
 
 @contextmanager
@@ -102,7 +104,7 @@ def _attention(
 ) -> tuple[Tensor, None]:
     """The function that transformers calls. Returns (B, T, H, E)."""
     scale = query.shape[-1] ** -0.5 if scaling is None else float(scaling)
-    if _active.opaque:  # a layer's number in here would have every layer compiled anew
+    if torch.compiler.is_compiling():  # one operator: a layer's number in here would have every layer compiled anew
         options = (scale, sliding_window or 0, softcap or 0.0)
         return torch.ops.rloom.native_decode(query, key, value, s_aux, *options), None
     return _run(query, key, value, s_aux, int(module.layer_idx), scale, sliding_window or 0, softcap or 0.0), None
@@ -125,7 +127,11 @@ def _run(
         options = {"scale": scale, "window": window, "softcap": cap, "sinks": sinks, "rotation": rotation}
         return _active.cache.attend(layer, query, key, value, _active.rows, options)
     row = _active.prompts
-    assert row is not None, "the engine's attention was called outside of its forward"
+    if row is None:
+        raise EngineError(
+            "the model was run in one thread while it generates in another: give a reward that runs the policy a copy "
+            "of it, or generate there too, with an engine"
+        )
     _active.found[layer] = Layer(key.shape[1], key.shape[-1], value.shape[-1], query.shape[1], key.dtype)
     if _active.cache is not None:
         _active.cache.keep(layer, key, value, row)

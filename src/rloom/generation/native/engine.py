@@ -15,14 +15,15 @@ import torch
 
 from rloom.data.model_inputs import placeholder_ids
 from rloom.errors import EngineError
-from rloom.generation.base import Sampling, is_end
+from rloom.generation.base import Sampling, has_stop, is_end
 from rloom.generation.native.noise import key_of
 from rloom.generation.native.pages import Pages
 from rloom.generation.native.proof import why_not_native
 from rloom.generation.native.rows import Look, not_finite
-from rloom.generation.native.runner import AHEAD, Runner
+from rloom.generation.native.runner import AHEAD, Runner, lock_of
 from rloom.generation.native.sampler import Sampler
 from rloom.generation.native.scheduler import Scheduler, Sequence, SharedPrompt
+from rloom.models.load import base_of
 from rloom.types import Completion, Group, Prompt
 
 logger = logging.getLogger(__name__)
@@ -32,6 +33,10 @@ PREFILL_TOKENS = 32768
 
 SHARE_OF_FREE_MEMORY = 0.8
 """What keys and values may take of the memory that is free when a rollout begins."""
+
+
+FIRST_AT_ONCE = 512
+"""Completions that draw their first token together."""
 
 
 class NativeEngine:
@@ -79,13 +84,14 @@ class NativeEngine:
     def _current_runner(self) -> Runner:
         """The runner of the present model; a new one where weights have moved, since graphs hold their addresses."""
         model = self.get_model()
-        if self.runner is None or self._seen != _whereabouts(model):
-            if self.runner is not None:
-                self.runner.drop_graphs()
-            self.runner = None  # first: it keeps the memory of weights that have moved
-            self.runner = self._new_runner(model)
-            self._seen = _whereabouts(model)  # after the runner has laid weights together
-        return self.runner
+        with lock_of(base_of(model)):
+            if self.runner is None or self._seen != _whereabouts(model):
+                if self.runner is not None:
+                    self.runner.drop_graphs()
+                self.runner = None  # first: it keeps the memory of weights that have moved
+                self.runner = self._new_runner(model)
+                self._seen = _whereabouts(model)  # after the runner has laid weights together
+            return self.runner
 
     def why_not_images(self, prompts: Listing[Prompt]) -> str | None:
         """None if prompts with images decode here as they do on their own, else what goes wrong; tried once, on the
@@ -152,26 +158,42 @@ class NativeEngine:
             runner.prefill([shared[0].token_ids[:8]])
         longest = max(len(prompt.token_ids) for prompt in shared)
         runner.prepare_for(longest, max(len(prompt.sequences) for prompt in shared))
-        total = self._plan_pages(runner, shared)
+        places = self._plan_places(runner, shared)
+        total = self._plan_pages(runner, shared, places)
         scheduler = Scheduler(
             shared,
             pages=Pages(total=total, size=runner.page_size),
             max_new_tokens=self.sampling.max_completion_length,
-            max_sequences=self.max_sequences,
+            max_sequences=places,
             prefill_tokens=PREFILL_TOKENS,
         )
         return runner.make_cache(total), scheduler
 
-    def _plan_pages(self, runner: Runner, shared: list[SharedPrompt]) -> int:
+    def _plan_places(self, runner: Runner, shared: list[SharedPrompt]) -> int:
+        """Sequences that may run at once. Without pages, free memory decides: rows are as long as the longest, prompts
+        are kept as they are and padded, and rows are moved into memory of their own when some join or leave."""
+        if runner.paged:
+            return self.max_sequences
+        room = self._room(runner)
+        prompt, own = 2 * max(len(p.token_ids) for p in shared), 2 * self.sampling.max_completion_length
+        places = room // (prompt + own)
+        if places > len(shared):  # some share a prompt
+            places = max(len(shared), (room - len(shared) * prompt) // own)
+        return max(1, min(places, self.max_sequences))
+
+    def _plan_pages(self, runner: Runner, shared: list[SharedPrompt], places: int) -> int:
         """Enough for all at full length, or what free memory allows."""
-        assert runner.geometry is not None
         size = runner.page_size
         pages = lambda tokens: -(-tokens // size)  # noqa: E731
         at_once = sum(len(p.sequences) for p in shared)
         wanted = sum(pages(len(p.token_ids)) for p in shared)
-        wanted += min(at_once, self.max_sequences) * pages(self.sampling.max_completion_length)
-        room = int(SHARE_OF_FREE_MEMORY * _free_memory(runner.device)) // (runner.geometry.bytes_per_token * size)
-        return min(wanted, room) + 1
+        wanted += min(at_once, places) * pages(self.sampling.max_completion_length)
+        return min(wanted, self._room(runner) // size) + 1
+
+    def _room(self, runner: Runner) -> int:
+        """Tokens whose keys and values may be kept."""
+        assert runner.geometry is not None
+        return int(SHARE_OF_FREE_MEMORY * _free_memory(runner.device)) // runner.geometry.bytes_per_token
 
     def _advance(
         self, runner: Runner, cache: Any, scheduler: Scheduler, looks: deque[Look], end: Callable[..., None]
@@ -187,12 +209,9 @@ class NativeEngine:
             self._take(looks.popleft(), scheduler, end)
 
     def _nothing_hangs_on(self, look: Look, runner: Runner, scheduler: Scheduler) -> bool:
-        """Whether the next steps can begin before it is read.
-
-        Whoever ends meanwhile draws nothing more, if the device knows: of end tokens and limits, not of texts.
-        """
-        same = look.sequences == scheduler.running and runner.can_go_on(look.sequences)
-        return same and not self.sampling.stop_strings
+        """Whether the next steps can begin before it is read. Whoever ends meanwhile draws nothing more, or nothing
+        that is looked at: the device knows of end tokens and limits, not of texts."""
+        return look.sequences == scheduler.running and runner.can_go_on(look.sequences)
 
     def _start(
         self, runner: Runner, cache: Any, scheduler: Scheduler, looks: deque[Look], end: Callable[..., None]
@@ -221,11 +240,7 @@ class NativeEngine:
             seen = torch.zeros(logits.shape, dtype=torch.bool, device=device)
             for line, prompt in enumerate(prompts):
                 seen[line, torch.tensor(prompt.token_ids, device=device)] = True
-            seen = seen[which]
-        drawn = runner.draw(logits[which], keys, torch.zeros_like(keys), seen)
-        tokens, stats = drawn.tokens.tolist(), drawn.stats().cpu().numpy()
-        if np.isnan(stats[:, 0]).any():
-            raise not_finite()
+        tokens, stats = self._draw_first(runner, logits, which, keys, seen)
         for line, (_, sequence) in enumerate(sequences):
             sequence.extend([tokens[line]], stats[line : line + 1])
             sequence.stop_reason = is_end(sequence.tokens, self.sampling, self.tokenizer)
@@ -234,13 +249,26 @@ class NativeEngine:
             else:
                 end(sequence, scheduler)
 
+    def _draw_first(
+        self, runner: Runner, logits: Any, which: Any, keys: Any, seen: Any
+    ) -> tuple[list[int], np.ndarray]:
+        """A token for each key from the logits of its prompt; some at a time, since each is a row of the vocabulary."""
+        drawn = []
+        for lines, part in zip(which.split(FIRST_AT_ONCE), keys.split(FIRST_AT_ONCE), strict=True):
+            before = None if seen is None else seen[lines]
+            drawn.append(runner.draw(logits[lines], part, torch.zeros_like(part), before))
+        stats = torch.cat([x.stats() for x in drawn]).cpu().numpy()
+        if np.isnan(stats[:, 0]).any():
+            raise not_finite()
+        return torch.cat([x.tokens for x in drawn]).tolist(), stats
+
     def _take(self, look: Look, scheduler: Scheduler, end: Callable[..., None]) -> None:
         """Read what was drawn, and let go of who has ended."""
         going: list[Sequence] = []
         for sequence, tokens, stats in zip(look.sequences, *look.read(), strict=False):
             if sequence.stop_reason is not None:
-                continue  # it ended in the look before this one, and drew nothing since
-            if self.sampling.stop_strings:
+                continue  # it ended in the look before this one: what it drew since is nobody's
+            if self._may_stop(sequence, tokens):
                 self._append_one_by_one(sequence, tokens, stats)
             else:  # the device has stopped at end tokens and at the limit: the last token says which
                 sequence.extend(tokens, stats[: len(tokens)].copy())  # a view would keep the whole look
@@ -250,6 +278,11 @@ class NativeEngine:
             else:
                 end(sequence, scheduler)
         scheduler.running = going
+
+    def _may_stop(self, sequence: Sequence, tokens: list[int]) -> bool:
+        """Whether a stop string is complete after some of these: then it is found out after which."""
+        stops = self.sampling.stop_strings
+        return bool(stops and tokens) and has_stop([*sequence.tokens, *tokens], stops, self.tokenizer, len(tokens))
 
     def _append_one_by_one(self, sequence: Sequence, tokens: list[int], stats: np.ndarray) -> None:
         """A stop string may be complete before the last of them."""
@@ -304,10 +337,12 @@ def _whereabouts(model: Any) -> tuple[Any, ...]:
     """Changes when weights are moved or replaced or computed with otherwise, not when they are updated in place."""
     pointers = [x.data_ptr() for x in (*model.parameters(), *model.buffers())]
     adapters = [m for m in model.modules() if hasattr(m, "disable_adapters") and hasattr(m, "merged")]
-    switches = [(m.disable_adapters, m.merged, str(m.active_adapters)) for m in adapters[:1]]
+    switches = [
+        (m.disable_adapters, m.merged, m.active_adapters, sorted(getattr(m, "scaling", {}).items())) for m in adapters
+    ]
     device = next(model.parameters()).device.type
     autocast = (torch.is_autocast_enabled(device), torch.get_autocast_dtype(device))
-    return (id(model), hash(tuple(pointers)), str(switches), autocast)
+    return (id(model), hash(tuple(pointers)), hash(str(switches)), autocast)
 
 
 def _free_memory(device: torch.device) -> int:

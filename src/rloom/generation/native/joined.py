@@ -110,13 +110,15 @@ def _plain(layer: Any) -> nn.Linear | None:
 
 
 def _can_join(layers: list[nn.Linear]) -> bool:
-    """Alike, and each with memory of its own: views of somebody else's buffer (DeepSpeed's) must stay what they are."""
+    """Alike, and each with memory of its own: views of somebody else's buffer (DeepSpeed's) must stay what they are,
+    and so must memory that other processes see."""
     parameters = [p for layer in layers for p in layer.parameters()]
     alike = {(len(list(x.parameters())), x.in_features, x.weight.dtype, x.weight.device) for x in layers}
     return (
         len(alike) == 1
         and len({p.untyped_storage().data_ptr() for p in parameters}) == len(parameters)
         and all(type(p) is nn.Parameter and p.is_contiguous() for p in parameters)
+        and not any(p.device.type == "cpu" and p.is_shared() for p in parameters)  # on a GPU all say that they are
         and all(_bytes(p) % ALIGNMENT == 0 and _bytes(p) == p.untyped_storage().nbytes() for p in parameters)
     )
 

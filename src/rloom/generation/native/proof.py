@@ -18,7 +18,7 @@ from rloom.generation.native.attention import num_calls
 from rloom.generation.native.pages import Pages
 from rloom.generation.native.rows import not_finite
 from rloom.generation.native.scheduler import Scheduler, Sequence, SharedPrompt
-from rloom.models.load import is_peft_model, keeps_other_state
+from rloom.models.load import has_virtual_tokens, keeps_other_state
 from rloom.models.looking import one_row, sees_ahead
 from rloom.types import Prompt
 
@@ -27,7 +27,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-LONGEST_WINDOW = 1024  # windows up to this are crossed in the proof; longer ones would make it slow
+LONGEST_WINDOW = 8192  # windows up to this are crossed in the proof, on a GPU
+TRIED_ON_CPU = 10**11  # tokens times weights: ten to twenty seconds
 LEAST = 72  # tokens of the longer prompt: more than a page
 STEPS = 3
 NOISE = 0.06
@@ -41,12 +42,14 @@ def why_not_native(model: Any, runner: Runner, pictured: list[Prompt] | None = N
     """
     base = runner.base
     name = type(base).__name__
-    if is_peft_model(model) and any(getattr(c, "is_prompt_learning", False) for c in model.peft_config.values()):
+    if has_virtual_tokens(model):
         return "the adapter puts virtual tokens before each prompt"
     if getattr(base.config, "is_encoder_decoder", False):
         return f"{name} is an encoder-decoder model"
     if keeps_other_state(base):
         return f"{name} keeps other state than keys and values"
+    if len({p.device for p in model.parameters()}) > 1:
+        return f"the weights of {name} lie on several devices"
     text = base.config.get_text_config()
     if pictured and runner.rope_index is not None and "sliding_attention" in (getattr(text, "layer_types", None) or ()):
         return f"{name} has windows, and positions in several dimensions"
@@ -55,7 +58,7 @@ def why_not_native(model: Any, runner: Runner, pictured: list[Prompt] | None = N
     try:
         with torch.no_grad():
             if pictured is None:
-                return _compare(model, runner, name, *_tokens(text))
+                return _compare(model, runner, name, *_tokens(text, _tokens_to_try(model)))
             if sees_ahead(model, pictured[0].token_ids, pictured[0].inputs):
                 return f"image tokens of {name} see each other both ways"
             return _compare(model, runner, name, *_after(pictured, placeholder_ids(base.config)))
@@ -109,7 +112,8 @@ def _plain(model: Any, runner: Runner, prompt: Prompt, tokens: list[int]) -> Ten
         row = one_row(runner.base, prompt.token_ids, tokens, prompt.inputs, keep=STEPS + 2)
         return model(**row).logits[0, -STEPS - 2 : -1].clone()
     ids = torch.tensor([prompt.token_ids + tokens], device=runner.device)
-    return model(input_ids=ids, **runner._no_cache()).logits[0, -STEPS - 2 : -1]
+    few = {"logits_to_keep": STEPS + 2} if "logits_to_keep" in runner.accepts else {}
+    return model(input_ids=ids, **few, **runner._no_cache()).logits[0, -STEPS - 2 : -1].clone()
 
 
 def _decoded(runner: Runner, prompts: list[Prompt], completions: list[list[list[int]]]) -> tuple[list[Tensor], int]:
@@ -157,12 +161,21 @@ def _after(pictured: list[Prompt], placeholders: tuple[int, ...]) -> tuple[list[
     return prompts, [[[draw.choice(words) for _ in range(STEPS + 1)] for _ in range(2)] for _ in prompts]
 
 
-def _tokens(config: Any) -> tuple[list[Prompt], list[list[list[int]]]]:
-    """Two prompts of different lengths with two completions each, across any window that is not too long."""
+def _tokens_to_try(model: Any) -> int:
+    """How long a prompt may be for the proof to stay quick."""
+    if next(model.parameters()).device.type != "cpu":
+        return LONGEST_WINDOW
+    return min(LONGEST_WINDOW, TRIED_ON_CPU // sum(p.numel() for p in model.parameters()))
+
+
+def _tokens(config: Any, most: int) -> tuple[list[Prompt], list[list[list[int]]]]:
+    """Two prompts of different lengths with two completions each, across any window of at most `most` tokens."""
     window = getattr(config, "sliding_window", None) or 0
     limit = getattr(config, "max_position_embeddings", None) or 1024
-    across = window + 8 if 0 < window <= LONGEST_WINDOW else 0
-    length = min(max(across, LEAST), max(8, limit // 2))
+    if window > max(most, LEAST):
+        logger.info("a window of %d tokens was not tried out: that would take long here", window)
+    across = window + 8 if 0 < window <= most else 0
+    length = min(max(across, LEAST), max(8, limit - 8 if across else limit // 2))
     draw = random.Random(0)
     vocabulary = min(config.vocab_size, 1000)
     tokens = lambda count: [draw.randrange(vocabulary) for _ in range(count)]  # noqa: E731

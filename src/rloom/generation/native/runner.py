@@ -6,7 +6,9 @@ import bisect
 import functools
 import inspect
 import logging
+import threading
 import time
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
@@ -28,7 +30,7 @@ from rloom.generation.native.rows import CHUNK, Look, Rows, groups_of
 from rloom.generation.native.sampler import Drawn, Sampler
 from rloom.generation.native.scheduler import Sequence, SharedPrompt
 from rloom.models.attention import forwards_replaced
-from rloom.models.load import context_length, has_position_table, is_peft_model
+from rloom.models.load import base_of, context_length, has_position_table
 from rloom.models.positions import prompt_positions, rope_index_of
 from rloom.types import Block, PackedRow
 
@@ -47,6 +49,14 @@ CHUNK_ON_CPU = 4
 """Steps between two looks on a CPU, where looking costs nothing and rows that have ended do."""
 
 
+_locks: weakref.WeakKeyDictionary[nn.Module, threading.RLock] = weakref.WeakKeyDictionary()
+
+
+def lock_of(model: nn.Module) -> threading.RLock:
+    """Held by the thread that runs a model as the engine does: its layers are others meanwhile."""
+    return _locks.setdefault(model, threading.RLock())
+
+
 @dataclass(slots=True, eq=False)
 class Bucket:
     """Buffers for a number of rows, and the graph of a step over them."""
@@ -56,6 +66,7 @@ class Bucket:
     graph: Any = None
     steps: int = 0  # run without a graph so far
     failed: bool = False
+    starved: bool = False  # of memory for a graph, in this rollout
 
 
 class Runner:
@@ -65,7 +76,7 @@ class Runner:
         self, model: Any, sampler: Sampler, *, max_new_tokens: int, eos_token_ids: tuple[int, ...], compiled: bool
     ) -> None:
         self.model = model
-        self.base = model.get_base_model() if is_peft_model(model) else model
+        self.base = base_of(model)
         self.modules = list(model.modules())
         self.joined = JoinedLayers(model)
         self.gated = GatedBlocks(self.joined, model)
@@ -94,6 +105,12 @@ class Runner:
     @contextmanager
     def ready(self) -> Iterator[None]:
         """The model as the engine runs it: its attention, joined products, no dropout, no gradients."""
+        here = torch.cuda.device(self.device) if self.device.type == "cuda" else nullcontext()
+        with lock_of(self.base), here, self._changed():
+            yield
+
+    @contextmanager
+    def _changed(self) -> Iterator[None]:
         in_training = [module for module in self.modules if module.training]
         for module in in_training:  # `eval` and `train` would walk the model anew at every hand-over
             module.training = False
@@ -138,19 +155,19 @@ class Runner:
     def _no_cache(self) -> dict[str, Any]:
         return {"use_cache": False} if "use_cache" in self.accepts else {}
 
-    def logits(self, rows: Rows, cache: Any, *, opaque: bool = False) -> Tensor:
+    def logits(self, rows: Rows, cache: Any) -> Tensor:
         """(B, V) after the rows' next tokens."""
         inputs = {"input_ids": rows.tokens, "position_ids": rows.positions, **self._no_cache()}
         order = self.geometry.order if self.geometry is not None else ()
-        with decoding(cache, rows, order=order, opaque=opaque):
+        with decoding(cache, rows, order=order):
             return self.model(**inputs).logits[:, -1]
 
     def draw(self, logits: Tensor, keys: Tensor, counts: Tensor, seen: Tensor | None = None) -> Drawn:
         """A token per row."""
         return self.sampler(logits, keys, counts, seen)
 
-    def _step(self, rows: Rows, cache: Any, *, opaque: bool = False) -> None:
-        self._advance(rows, self.logits(rows, cache, opaque=opaque))
+    def _step(self, rows: Rows, cache: Any) -> None:
+        self._advance(rows, self.logits(rows, cache))
 
     def _advance(self, rows: Rows, logits: Tensor) -> None:
         rows.advance(self.draw(logits, rows.keys, rows.counts, rows.seen))
@@ -163,7 +180,7 @@ class Runner:
             return
         try:
             with self._compiled_layers():
-                logits = self.logits(rows, cache, opaque=True)
+                logits = self.logits(rows, cache)
         except Exception as error:  # no compiler here, or an architecture that is not to its liking
             _warn_not_compiled(error)
             self.compiled = False
@@ -186,6 +203,8 @@ class Runner:
     def make_cache(self, total_pages: int) -> Any:
         """For one rollout."""
         assert self.geometry is not None
+        for bucket in self.buckets.values():
+            bucket.starved = False
         if not self.paged:
             return DenseCache(self.geometry, self.max_new_tokens, self.device)
         if self.addresses is None:
@@ -271,7 +290,7 @@ class Runner:
 
     def _worth_a_graph(self, bucket: Bucket, cache: Any, expected: int) -> bool:
         """A capture costs about as much as a few steps without one."""
-        if bucket.graph is not None or bucket.failed or not isinstance(cache, PagedCache):
+        if bucket.graph is not None or bucket.failed or bucket.starved or not isinstance(cache, PagedCache):
             return False
         return bucket.steps + expected >= 8
 
@@ -292,14 +311,15 @@ class Runner:
                 stream.wait_stream(torch.cuda.current_stream())
                 with torch.cuda.stream(stream):  # warm-up: kernels are compiled, workspaces made
                     for _ in range(2):
-                        self._step(rows, cache, opaque=self.compiled)
+                        self._step(rows, cache)
                 torch.cuda.current_stream().wait_stream(stream)
                 graph = torch.cuda.CUDAGraph()
                 self.pool = self.pool or torch.cuda.graph_pool_handle()
                 with torch.cuda.graph(graph, pool=self.pool):
-                    self._step(rows, cache, opaque=self.compiled)
+                    self._step(rows, cache)
             bucket.graph = graph
         except torch.OutOfMemoryError:
+            bucket.starved = True  # tried again in the next rollout
             logger.warning("no memory left to capture a decode step of %d rows: it runs without a graph", len(rows))
         except Exception as error:  # an architecture that synchronises inside (some mixtures of experts)
             bucket.failed = True
@@ -329,7 +349,7 @@ class Runner:
         plain = self.logits(rows, cache)[living]
         try:
             with self._compiled_layers():
-                found = self.logits(rows, cache, opaque=True)[living]
+                found = self.logits(rows, cache)[living]
         except torch.OutOfMemoryError:
             raise
         except Exception as error:

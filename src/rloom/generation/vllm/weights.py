@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from rloom.errors import EngineError
-from rloom.models.load import is_peft_model
+from rloom.models.load import base_of, has_virtual_tokens, is_peft_model
 
 logger = logging.getLogger(__name__)
 
@@ -22,16 +22,11 @@ CHUNK = 1 << 20
 ODD = 0x1E3779B97F4A7C15
 
 
-def base_of(model: Any) -> Any:
-    """The model as transformers knows it, without its adapter."""
-    return model.get_base_model() if is_peft_model(model) else model
-
-
 def check_sendable(model: Any) -> None:
     """Refuse weights that another engine cannot be given."""
     if getattr(base_of(model), "is_quantized", False) or getattr(model, "is_loaded_in_4bit", False):
         raise EngineError("vLLM is given the policy's weights, and quantized ones cannot be handed over yet")
-    if is_peft_model(model) and any(getattr(c, "is_prompt_learning", False) for c in model.peft_config.values()):
+    if has_virtual_tokens(model):
         raise EngineError("the adapter puts virtual tokens before each prompt, which vLLM knows nothing of")
 
 
