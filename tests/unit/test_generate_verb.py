@@ -74,6 +74,21 @@ def test_bad_prompts(folder, tmp_path, capsys, text, message):
     assert message in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--top-k", "-3"], "top_k must be 0 (all tokens) or positive"),
+        (["--min-p", "2"], "min_p must be in [0, 1]"),
+        (["--temperature", "nan"], "temperature must be 0"),
+        (["--stop", ""], "stop_strings must be texts of at least one character, not ''"),
+    ],
+)
+def test_options_that_cannot_be_drawn_with(tmp_path, capsys, flags, message):
+    prompts = write(tmp_path / "prompts.jsonl", [{"prompt": "abc"}])
+    assert main(["generate", "--model", "no/model", "--prompts", prompts, *flags]) == 1  # before it is looked for
+    assert message in capsys.readouterr().err
+
+
 def test_an_unknown_flag_names_the_nearest(folder, capsys):
     with pytest.raises(SystemExit) as stopped:
         main(["generate", "--model", folder, "--prompts", "p", "--max-tokens", "9"])

@@ -16,6 +16,7 @@ from rloom.generation.choose import choose_engine
 from rloom.generation.images import ImageRouter
 from rloom.generation.vllm.options import VllmOptions
 from rloom.models import load as loading
+from rloom.sampling_rules import check_sampling
 from rloom.types import Group
 
 
@@ -34,6 +35,7 @@ class Writer:
         trust_remote_code: bool = False,
         **sampling: Any,
     ) -> None:
+        check_sampling({"max_completion_length": max_completion_length, **sampling})  # before a model is loaded
         device = "cuda" if torch.cuda.is_available() else "cpu"
         init = {"dtype": dtype or ("auto" if device == "cuda" else "float32")}  # half precision is slow on most CPUs
         self.model = loading.load_for_inference(name, **init, trust_remote_code=trust_remote_code).to(device)
