@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 
 import pytest
 import torch
@@ -65,13 +66,46 @@ def test_they_are_a_plain_forwards(folder, tmp_path, capsys):
 
 @pytest.mark.parametrize(
     ("text", "message"),
-    [("", "has no prompts"), ("{", "line 1: not JSON"), ('{"text": "a"}', 'with a "prompt" is expected')],
+    [
+        ("", "has no prompts"),
+        ("\n\r\n", "has no prompts"),
+        ("{", "line 1 is not JSON"),
+        ('{"text": "a"}', 'has no "prompt"'),
+        ('{"prompt": ""}', "line 1: the prompt is empty"),
+        ('{"prompt": "a"}\n{"prompt": "a", "index": 3}', 'line 2 has a column "index", .* rename it'),
+        ('{"prompt": "a", "completions": []}', 'line 1 has a column "completions", .* rename it'),
+        ('{"prompt": "a"}\n{"prompt": "a\\ud800b"}', r"line 2: the column 'prompt' has half of a char.*'\\ud800'"),
+        ('{"prompt": [{"role": "user", "content": "\\udc00"}]}', "line 1: the column 'prompt' has half of a character"),
+        ('{"prompt": "a", "note": "\\ud800"}', "line 1: the column 'note' has half of a character"),
+    ],
 )
 def test_bad_prompts(folder, tmp_path, capsys, text, message):
     path = tmp_path / "prompts.jsonl"
     path.write_text(text)
     assert main(["generate", "--model", folder, "--prompts", str(path)]) == 1
-    assert message in capsys.readouterr().err
+    assert re.search(message, capsys.readouterr().err)
+
+
+def test_bytes_that_are_no_text(folder, tmp_path, capsys):
+    path = tmp_path / "prompts.jsonl"
+    path.write_bytes(b'{"prompt": "a"}\n{"prompt": "\xff"}\n')
+    assert main(["generate", "--model", folder, "--prompts", str(path)]) == 1
+    assert "line 2 is not JSON in UTF-8" in capsys.readouterr().err
+
+
+def test_a_line_ends_with_a_line_feed_and_nothing_else(folder, tmp_path):
+    """What the verb wrote itself, with other separators in its texts, can be read; so can a file of an editor that
+    marks its encoding."""
+    rows = [{"prompt": f"ab{separator}c"} for separator in ("\u2028", "\u2029", "\x85", "\x0c", "\r")]
+    text = "".join(
+        json.dumps(row, ensure_ascii=False) + end for row, end in zip(rows, ["\r\n", *"\n" * 4], strict=True)
+    )
+    path, output = tmp_path / "prompts.jsonl", tmp_path / "out.jsonl"
+    path.write_bytes(b"\xef\xbb\xbf" + text.encode())
+    flags = ["--output", str(output), "--max-completion-length", "3"]
+    assert main(["generate", "--model", folder, "--prompts", str(path), *flags]) == 0
+    lines = [json.loads(line) for line in output.read_text(encoding="utf-8").split("\n")[:-1]]
+    assert [line["prompt"] for line in sorted(lines, key=lambda line: line["index"])] == [row["prompt"] for row in rows]
 
 
 @pytest.mark.parametrize(

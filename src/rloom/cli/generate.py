@@ -7,9 +7,9 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any, TextIO
 
+from rloom.cli.json_lines import read_rows
 from rloom.cli.messages import show_messages
 from rloom.errors import DataError
 from rloom.evaluation.writer import Writer
@@ -17,6 +17,9 @@ from rloom.seeds import derive_seed
 from rloom.types import Completion, Group
 
 PROMPTS_AT_ONCE = 512
+
+WRITTEN = ("index", "completions")
+"""Columns of the output that are not the input's."""
 
 
 def run(options: Any) -> int:
@@ -57,15 +60,12 @@ def run(options: Any) -> int:
 def read_prompts(path: str) -> list[dict[str, Any]]:
     """Rows with a "prompt", text or messages, from JSON lines; other columns are passed through."""
     rows = []
-    for number, line in enumerate(Path(path).read_text(encoding="utf-8").splitlines(), 1):
-        if not line.strip():
-            continue
-        try:
-            row = json.loads(line)
-        except json.JSONDecodeError as error:
-            raise DataError(f"{path}, line {number}: not JSON ({error})") from error
-        if not isinstance(row, dict) or not row.get("prompt"):
-            raise DataError(f'{path}, line {number}: an object with a "prompt" is expected')
+    for where, row in read_rows(path):
+        if not row["prompt"]:
+            raise DataError(f"{where}: the prompt is empty; there is nothing to continue from")
+        for name in WRITTEN:
+            if name in row:
+                raise DataError(f'{where} has a column "{name}", which is what the verb writes itself: rename it')
         rows.append(row)
     if not rows:
         raise DataError(f"{path} has no prompts")
