@@ -123,6 +123,27 @@ def test_options_that_cannot_be_drawn_with(tmp_path, capsys, flags, message):
     assert message in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("engine", ["native", "forked", "transformers"])
+def test_tokens_that_end_a_completion(folder, tmp_path, capsys, engine):
+    """All but the first five end one: each then is of one such token, or began with one of the five."""
+    prompts = write(tmp_path / "prompts.jsonl", [{"prompt": "abc"}])
+    stops = [str(token) for token in range(5, 46)]
+    flags = ["--engine", engine, "--n", "8", "--max-completion-length", "9", "--stop-token-ids", *stops]
+    assert main(["generate", "--model", folder, "--prompts", prompts, *flags]) == 0
+    (line,) = capsys.readouterr().out.splitlines()
+    for completion in json.loads(line)["completions"]:
+        *before, last = completion["token_ids"]
+        assert all(token < 5 for token in before)
+        assert completion["stop_reason"] == ("eos" if last == 2 or last >= 5 else "length")
+
+
+def test_a_stop_token_that_the_model_does_not_have(folder, tmp_path, capsys):
+    prompts = write(tmp_path / "prompts.jsonl", [{"prompt": "abc"}])
+    for token in ("-1", "4000"):
+        assert main(["generate", "--model", folder, "--prompts", prompts, "--stop-token-ids", "5", token]) == 1
+        assert f"the stop token {token} is none of the model's, whose ids are 0 to" in capsys.readouterr().err
+
+
 def test_an_unknown_flag_names_the_nearest(folder, capsys):
     with pytest.raises(SystemExit) as stopped:
         main(["generate", "--model", folder, "--prompts", "p", "--max-tokens", "9"])

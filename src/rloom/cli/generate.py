@@ -33,6 +33,7 @@ def run(options: Any) -> int:
         engine=options.engine,
         dtype=options.dtype,
         trust_remote_code=options.trust_remote_code,
+        stop_token_ids=options.stop_token_ids,
         temperature=options.temperature,
         top_p=options.top_p,
         top_k=options.top_k,
