@@ -52,6 +52,16 @@ def test_completions_with_their_logprobs(folder, tmp_path, capsys):
     assert "6 completions" in capsys.readouterr().err
 
 
+def test_numbers_that_an_engine_does_not_give_are_missed_aloud(folder, tmp_path, capsys):
+    prompts = write(tmp_path / "prompts.jsonl", [{"prompt": "abc"}, {"prompt": "ab"}])
+    for engine, told in (("transformers", 1), ("forked", 0), ("native", 0)):
+        assert main(["generate", "--model", folder, "--prompts", prompts, "--engine", engine, "--n", "2"]) == 0
+        out, err = capsys.readouterr()
+        assert err.count("completions without logprobs and entropies") == told
+        for line in out.splitlines():
+            assert all(("logprobs" in completion) == (not told) for completion in json.loads(line)["completions"])
+
+
 def test_they_are_a_plain_forwards(folder, tmp_path, capsys):
     prompts = write(tmp_path / "prompts.jsonl", [{"prompt": "abcab"}])
     assert main(["generate", "--model", folder, "--prompts", prompts, "--max-completion-length", "6"]) == 0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import sys
 import time
 from collections.abc import Iterator
@@ -15,6 +16,8 @@ from rloom.errors import DataError
 from rloom.evaluation.writer import Writer
 from rloom.seeds import derive_seed
 from rloom.types import Completion, Group
+
+logger = logging.getLogger(__name__)
 
 PROMPTS_AT_ONCE = 512
 
@@ -41,7 +44,7 @@ def run(options: Any) -> int:
         repetition_penalty=options.repetition_penalty,
         extra={"stop_strings": options.stop} if options.stop else {},
     )
-    start, tokens = time.perf_counter(), 0
+    start, tokens, missing = time.perf_counter(), 0, list[str]()
     with _opened(options.output) as file:
         for first in range(0, len(rows), PROMPTS_AT_ONCE):
             some = rows[first : first + PROMPTS_AT_ONCE]
@@ -49,6 +52,7 @@ def run(options: Any) -> int:
                 line = {"index": first + index, **_line(some[index], group)}  # groups come as they finish
                 file.write(json.dumps(line, ensure_ascii=False) + "\n")
                 tokens += sum(len(c.token_ids) for c in group.completions)
+                missing = missing or _tell_missing(group)
     seconds = time.perf_counter() - start
     print(
         f"{len(rows) * options.n} completions, {tokens} tokens in {seconds:.1f} s ({tokens / seconds:.0f} per second), "
@@ -84,6 +88,18 @@ def _opened(path: str | None) -> Iterator[TextIO]:
 
 def _line(row: dict[str, Any], group: Group) -> dict[str, Any]:
     return {**row, "completions": [_written(completion) for completion in group.completions]}
+
+
+def _tell_missing(group: Group) -> list[str]:
+    """Which numbers an engine does not give, such as `model.generate`; said, since the verb promises them."""
+    found = [name for name in ("logprobs", "entropies") if any(getattr(c, name) is None for c in group.completions)]
+    if found:
+        logger.warning(
+            "completions without %s: the engine that wrote them does not give them. --engine native and forked do, "
+            "where they fit the model",
+            " and ".join(found),
+        )
+    return found
 
 
 def _written(completion: Completion) -> dict[str, Any]:
