@@ -25,6 +25,7 @@ from rloom.algo.objectives import (
 )
 from rloom.errors import ConfigError, UnknownOptionError, check_choice, did_you_mean
 from rloom.older_names import INIT_ONLY_NAMES, OlderNames
+from rloom.sampling_rules import RULES, check_sampling
 from rloom.vllm_names import resolve_vllm
 
 logger = logging.getLogger(__name__)
@@ -499,19 +500,12 @@ class RLOOConfig(OlderNames, TrainingArguments, metaclass=_Remembering):
     # -- refusals
 
     def _check_sampling(self) -> None:
-        if self.temperature <= 0:
+        if self.temperature <= 0:  # what can be sampled with need not teach anything
             raise ConfigError(
                 f"temperature must be above 0, not {self.temperature}: at 0 all completions of a prompt are the same "
                 "and there is nothing to compare"
             )
-        if not 0 < self.top_p <= 1:
-            raise ConfigError(f"top_p must be in (0, 1], not {self.top_p}")
-        if self.top_k < 0:
-            raise ConfigError(f"top_k must be 0 (all tokens) or positive, not {self.top_k}")
-        if self.min_p is not None and not 0 <= self.min_p <= 1:
-            raise ConfigError(f"min_p must be in [0, 1], not {self.min_p}")
-        if self.max_completion_length is None or self.max_completion_length < 1:
-            raise ConfigError(f"max_completion_length must be at least 1, not {self.max_completion_length}")
+        check_sampling({name: getattr(self, name) for name in RULES})
 
     @property
     def instead_of_error(self) -> str | float:

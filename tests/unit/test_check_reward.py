@@ -6,6 +6,7 @@ import json
 
 import pytest
 
+from rloom.cli.check_reward import read_samples
 from rloom.cli.main import main
 from tests.conftest import make_model, make_tokenizer
 
@@ -129,6 +130,7 @@ def test_completions_from_a_model(here, capsys):
     ("content", "message"),
     [
         ("", "holds no prompts"),
+        ('{"prompt": "a\\ud800", "completions": ["b", "c"]}', "line 1: the column 'prompt' has half of a character"),
         ("{", "line 1 is not JSON"),
         ('{"text": "a"}', 'has no "prompt"'),
         ('{"prompt": "a", "completions": ["b"]}', "a list of at least two"),
@@ -140,6 +142,13 @@ def test_data_that_cannot_be_used(here, capsys, content, message):
     (here / "bad.jsonl").write_text(content)
     assert main(["check-reward", "checked_rewards.py:flat", "--data", "bad.jsonl"]) == 1
     assert message in capsys.readouterr().err
+
+
+def test_a_file_that_marks_its_encoding(here):
+    path = here / "marked.jsonl"
+    path.write_text('{"prompt": "a\u2028b", "completions": ["b", "c"]}\n', encoding="utf-8-sig")
+    (sample,) = read_samples(str(path), 3)
+    assert (sample.prompt, sample.completions) == ("a\u2028b", ["b", "c"])
 
 
 def test_rewards_by_the_flag_of_other_verbs(here, capsys):

@@ -47,6 +47,8 @@ def test_unknown_option_names_the_nearest(wrong, nearest):
         ({"generation_batch_size": 12}, "divisible by the global batch size .8.: the nearest that are: 8 and 16"),
         ({"generation_batch_size": 16, "steps_per_generation": 4}, "can not be both configured"),
         ({"temperature": 0.0}, "temperature must be above 0"),
+        ({"temperature": float("nan")}, "temperature must be .* not nan"),
+        ({"repetition_penalty": 0.0}, "repetition_penalty must be above 0"),
         ({"top_p": 0.0}, "top_p"),
         ({"top_k": -1}, "top_k"),
         ({"min_p": 2.0}, "min_p"),

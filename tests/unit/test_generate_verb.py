@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 
 import pytest
 import torch
@@ -51,6 +52,16 @@ def test_completions_with_their_logprobs(folder, tmp_path, capsys):
     assert "6 completions" in capsys.readouterr().err
 
 
+def test_numbers_that_an_engine_does_not_give_are_missed_aloud(folder, tmp_path, capsys):
+    prompts = write(tmp_path / "prompts.jsonl", [{"prompt": "abc"}, {"prompt": "ab"}])
+    for engine, told in (("transformers", 1), ("forked", 0), ("native", 0)):
+        assert main(["generate", "--model", folder, "--prompts", prompts, "--engine", engine, "--n", "2"]) == 0
+        out, err = capsys.readouterr()
+        assert err.count("completions without logprobs and entropies") == told
+        for line in out.splitlines():
+            assert all(("logprobs" in completion) == (not told) for completion in json.loads(line)["completions"])
+
+
 def test_they_are_a_plain_forwards(folder, tmp_path, capsys):
     prompts = write(tmp_path / "prompts.jsonl", [{"prompt": "abcab"}])
     assert main(["generate", "--model", folder, "--prompts", prompts, "--max-completion-length", "6"]) == 0
@@ -65,13 +76,82 @@ def test_they_are_a_plain_forwards(folder, tmp_path, capsys):
 
 @pytest.mark.parametrize(
     ("text", "message"),
-    [("", "has no prompts"), ("{", "line 1: not JSON"), ('{"text": "a"}', 'with a "prompt" is expected')],
+    [
+        ("", "has no prompts"),
+        ("\n\r\n", "has no prompts"),
+        ("{", "line 1 is not JSON"),
+        ('{"text": "a"}', 'has no "prompt"'),
+        ('{"prompt": ""}', "line 1: the prompt is empty"),
+        ('{"prompt": "a"}\n{"prompt": "a", "index": 3}', 'line 2 has a column "index", .* rename it'),
+        ('{"prompt": "a", "completions": []}', 'line 1 has a column "completions", .* rename it'),
+        ('{"prompt": "a"}\n{"prompt": "a\\ud800b"}', r"line 2: the column 'prompt' has half of a char.*'\\ud800'"),
+        ('{"prompt": [{"role": "user", "content": "\\udc00"}]}', "line 1: the column 'prompt' has half of a character"),
+        ('{"prompt": "a", "note": "\\ud800"}', "line 1: the column 'note' has half of a character"),
+    ],
 )
 def test_bad_prompts(folder, tmp_path, capsys, text, message):
     path = tmp_path / "prompts.jsonl"
     path.write_text(text)
     assert main(["generate", "--model", folder, "--prompts", str(path)]) == 1
+    assert re.search(message, capsys.readouterr().err)
+
+
+def test_bytes_that_are_no_text(folder, tmp_path, capsys):
+    path = tmp_path / "prompts.jsonl"
+    path.write_bytes(b'{"prompt": "a"}\n{"prompt": "\xff"}\n')
+    assert main(["generate", "--model", folder, "--prompts", str(path)]) == 1
+    assert "line 2 is not JSON in UTF-8" in capsys.readouterr().err
+
+
+def test_a_line_ends_with_a_line_feed_and_nothing_else(folder, tmp_path):
+    """What the verb wrote itself, with other separators in its texts, can be read; so can a file of an editor that
+    marks its encoding."""
+    rows = [{"prompt": f"ab{separator}c"} for separator in ("\u2028", "\u2029", "\x85", "\x0c", "\r")]
+    text = "".join(
+        json.dumps(row, ensure_ascii=False) + end for row, end in zip(rows, ["\r\n", *"\n" * 4], strict=True)
+    )
+    path, output = tmp_path / "prompts.jsonl", tmp_path / "out.jsonl"
+    path.write_bytes(b"\xef\xbb\xbf" + text.encode())
+    flags = ["--output", str(output), "--max-completion-length", "3"]
+    assert main(["generate", "--model", folder, "--prompts", str(path), *flags]) == 0
+    lines = [json.loads(line) for line in output.read_text(encoding="utf-8").split("\n")[:-1]]
+    assert [line["prompt"] for line in sorted(lines, key=lambda line: line["index"])] == [row["prompt"] for row in rows]
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--top-k", "-3"], "top_k must be 0 (all tokens) or positive"),
+        (["--min-p", "2"], "min_p must be in [0, 1]"),
+        (["--temperature", "nan"], "temperature must be 0"),
+        (["--stop", ""], "stop_strings must be texts of at least one character, not ''"),
+    ],
+)
+def test_options_that_cannot_be_drawn_with(tmp_path, capsys, flags, message):
+    prompts = write(tmp_path / "prompts.jsonl", [{"prompt": "abc"}])
+    assert main(["generate", "--model", "no/model", "--prompts", prompts, *flags]) == 1  # before it is looked for
     assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("engine", ["native", "forked", "transformers"])
+def test_tokens_that_end_a_completion(folder, tmp_path, capsys, engine):
+    """All but the first five end one: each then is of one such token, or began with one of the five."""
+    prompts = write(tmp_path / "prompts.jsonl", [{"prompt": "abc"}])
+    stops = [str(token) for token in range(5, 46)]
+    flags = ["--engine", engine, "--n", "8", "--max-completion-length", "9", "--stop-token-ids", *stops]
+    assert main(["generate", "--model", folder, "--prompts", prompts, *flags]) == 0
+    (line,) = capsys.readouterr().out.splitlines()
+    for completion in json.loads(line)["completions"]:
+        *before, last = completion["token_ids"]
+        assert all(token < 5 for token in before)
+        assert completion["stop_reason"] == ("eos" if last == 2 or last >= 5 else "length")
+
+
+def test_a_stop_token_that_the_model_does_not_have(folder, tmp_path, capsys):
+    prompts = write(tmp_path / "prompts.jsonl", [{"prompt": "abc"}])
+    for token in ("-1", "4000"):
+        assert main(["generate", "--model", folder, "--prompts", prompts, "--stop-token-ids", "5", token]) == 1
+        assert f"the stop token {token} is none of the model's, whose ids are 0 to" in capsys.readouterr().err
 
 
 def test_an_unknown_flag_names_the_nearest(folder, capsys):

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from rloom import FakeEngine, Prompt
-from rloom.errors import ConfigError
-from rloom.generation import Engine, Sampling, TransformersEngine
+from rloom.errors import ConfigError, EngineError
+from rloom.generation import Engine, ForkedEngine, NativeEngine, Sampling, TransformersEngine
 from rloom.generation.base import cut_at_end
 from tests.conftest import make_tokenizer
 
@@ -32,6 +32,54 @@ def test_first_end_token_decides_even_where_padding_is_the_same_token():
     assert cut_at_end([5, 6], [2]).stop_reason == "length"
     assert cut_at_end([5, 2], [2]).stop_reason == "eos"
     assert cut_at_end([], [2]).truncated
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"min_p": 2}, r"min_p must be in \[0, 1\].* not 2"),
+        ({"min_p": -0.1}, "min_p"),
+        ({"repetition_penalty": 0}, "repetition_penalty must be above 0.* not 0"),
+        ({"repetition_penalty": float("inf")}, "repetition_penalty"),
+        ({"temperature": -1}, "temperature must be 0 .* not -1"),
+        ({"temperature": float("nan")}, "temperature must be 0 .* not nan"),
+        ({"temperature": "1"}, "temperature must be 0 .* not '1'"),
+        ({"top_k": -3}, "top_k must be 0 .* not -3"),
+        ({"top_k": 2.5}, "top_k must be 0 .* not 2.5"),
+        ({"top_p": 0.0}, r"top_p must be in \(0, 1\].* not 0.0"),
+        ({"top_p": 1.5}, "top_p"),
+        ({"max_completion_length": 0}, "max_completion_length must be at least 1.* not 0"),
+        ({"extra": {"stop_strings": ["a", ""]}}, "stop_strings must be texts of at least one character, not ''"),
+        ({"extra": {"stop": [""]}}, "stop must be texts"),
+    ],
+)
+def test_what_cannot_be_drawn_with_is_refused(options, message):
+    with pytest.raises(ConfigError, match=message):
+        Sampling(**({"max_completion_length": 8, "eos_token_ids": (2,), "pad_token_id": 0} | options))
+
+
+OFF = ({"temperature": 0}, {"top_k": 0}, {"top_k": None}, {"top_p": 1}, {"min_p": None}, {"min_p": 0}, {"extra": {}})
+
+
+@pytest.mark.parametrize("make", [NativeEngine, ForkedEngine, TransformersEngine])
+def test_what_means_off_is_off(model, make):
+    plain = {"max_completion_length": 4, "eos_token_ids": (2,), "pad_token_id": 0}
+    expected = tokens(make(lambda: model, Sampling(**plain)).generate(PROMPTS, 2, seed=0))
+    for options in OFF:
+        drawn = tokens(make(lambda: model, Sampling(**plain, **options)).generate(PROMPTS, 2, seed=0))
+        if "temperature" in options:
+            assert all(first == second for first, second in drawn)
+        else:
+            assert drawn == expected
+
+
+@pytest.mark.parametrize("make", [NativeEngine, ForkedEngine, TransformersEngine])
+def test_no_completions_are_none_and_fewer_are_refused(model, make):
+    engine = make(lambda: model, Sampling(max_completion_length=4, eos_token_ids=(2,), pad_token_id=0))
+    assert list(engine.generate(PROMPTS, 0, seed=0)) == []
+    assert list(engine.generate([], 2, seed=0)) == []
+    with pytest.raises(EngineError, match="num_generations must be 0 or positive, not -2"):
+        list(engine.generate(PROMPTS, -2, seed=0))
 
 
 def test_groups_are_whole_independent_and_repeatable(model):

@@ -117,6 +117,9 @@ def test_what_is_asked():
     seeds = {Asking(sampling()).options(4, seed=s, number=n)["seed"] for s in (1, 2) for n in (0, 1)}
     assert len(seeds) == 4
     assert Asking(sampling(temperature=0.0)).options(4, seed=1, number=0)["n"] == 1
+    off = Asking(sampling(top_k=None, min_p=None))
+    assert not off.filtered
+    assert [off.options(4, seed=1, number=0)[name] for name in ("top_k", "min_p")] == [0, 0.0]
 
 
 def test_how_answers_are_read():
@@ -315,6 +318,8 @@ def test_a_rollout_and_its_weights(monkeypatch):
     llm.llm_engine.has_unfinished_requests = lambda: False
     with pytest.raises(EngineError, match="vLLM has lost 2 of 2 prompts"):
         list(engine.generate(prompts(3, 5), 2, seed=0))
+    with pytest.raises(EngineError, match="num_generations must be 0 or positive, not -1"):
+        list(engine.generate(prompts(4), -1, seed=0))
     second = VllmEngine(lambda: model, sampling(), tokenizer=make_tokenizer())
     assert engine._llm is None  # one at a time
     assert_drawn_from(model, engine.generate(prompts(4), 1, seed=0))

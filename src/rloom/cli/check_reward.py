@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
-from pathlib import Path
+from itertools import islice
 from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 
+from rloom.cli.json_lines import read_rows
 from rloom.cli.messages import show_messages
 from rloom.cli.spec import find_reward
 from rloom.errors import ConfigError, DataError
@@ -64,13 +64,7 @@ def _built(function: Any) -> Any:
 
 def read_samples(path: str, limit: int) -> list[Sample]:
     """Prompts from a file of JSON lines, with their completions where it has any."""
-    if not Path(path).is_file():
-        raise DataError(f"there is no file {path}")
-    samples: list[Sample] = []
-    with open(path, encoding="utf-8") as file:
-        for number, line in enumerate(file, 1):
-            if line.strip() and len(samples) < limit:
-                samples.append(_sample(line, f"{path}, line {number}"))
+    samples = [_sample(row, where) for where, row in islice(read_rows(path), limit)]
     if not samples:
         raise DataError(f"{path} holds no prompts")
     with_completions = [bool(sample.completions) for sample in samples]
@@ -79,13 +73,7 @@ def read_samples(path: str, limit: int) -> list[Sample]:
     return samples
 
 
-def _sample(line: str, where: str) -> Sample:
-    try:
-        row = json.loads(line)
-    except ValueError as error:
-        raise DataError(f"{where} is not JSON: {error}") from None
-    if not isinstance(row, dict) or "prompt" not in row:
-        raise DataError(f'{where} has no "prompt"')
+def _sample(row: dict[str, Any], where: str) -> Sample:
     completions = row.pop("completions", [])
     if not isinstance(completions, list) or len(completions) == 1:
         raise DataError(f'{where}: "completions" is a list of at least two: a group is what RLOO compares within')

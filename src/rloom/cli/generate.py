@@ -3,20 +3,26 @@
 from __future__ import annotations
 
 import json
+import logging
 import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any, TextIO
 
+from rloom.cli.json_lines import read_rows
 from rloom.cli.messages import show_messages
 from rloom.errors import DataError
 from rloom.evaluation.writer import Writer
 from rloom.seeds import derive_seed
 from rloom.types import Completion, Group
 
+logger = logging.getLogger(__name__)
+
 PROMPTS_AT_ONCE = 512
+
+WRITTEN = ("index", "completions")
+"""Columns of the output that are not the input's."""
 
 
 def run(options: Any) -> int:
@@ -30,6 +36,7 @@ def run(options: Any) -> int:
         engine=options.engine,
         dtype=options.dtype,
         trust_remote_code=options.trust_remote_code,
+        stop_token_ids=options.stop_token_ids,
         temperature=options.temperature,
         top_p=options.top_p,
         top_k=options.top_k,
@@ -37,7 +44,7 @@ def run(options: Any) -> int:
         repetition_penalty=options.repetition_penalty,
         extra={"stop_strings": options.stop} if options.stop else {},
     )
-    start, tokens = time.perf_counter(), 0
+    start, tokens, missing = time.perf_counter(), 0, list[str]()
     with _opened(options.output) as file:
         for first in range(0, len(rows), PROMPTS_AT_ONCE):
             some = rows[first : first + PROMPTS_AT_ONCE]
@@ -45,6 +52,7 @@ def run(options: Any) -> int:
                 line = {"index": first + index, **_line(some[index], group)}  # groups come as they finish
                 file.write(json.dumps(line, ensure_ascii=False) + "\n")
                 tokens += sum(len(c.token_ids) for c in group.completions)
+                missing = missing or _tell_missing(group)
     seconds = time.perf_counter() - start
     print(
         f"{len(rows) * options.n} completions, {tokens} tokens in {seconds:.1f} s ({tokens / seconds:.0f} per second), "
@@ -57,15 +65,12 @@ def run(options: Any) -> int:
 def read_prompts(path: str) -> list[dict[str, Any]]:
     """Rows with a "prompt", text or messages, from JSON lines; other columns are passed through."""
     rows = []
-    for number, line in enumerate(Path(path).read_text(encoding="utf-8").splitlines(), 1):
-        if not line.strip():
-            continue
-        try:
-            row = json.loads(line)
-        except json.JSONDecodeError as error:
-            raise DataError(f"{path}, line {number}: not JSON ({error})") from error
-        if not isinstance(row, dict) or not row.get("prompt"):
-            raise DataError(f'{path}, line {number}: an object with a "prompt" is expected')
+    for where, row in read_rows(path):
+        if not row["prompt"]:
+            raise DataError(f"{where}: the prompt is empty; there is nothing to continue from")
+        for name in WRITTEN:
+            if name in row:
+                raise DataError(f'{where} has a column "{name}", which is what the verb writes itself: rename it')
         rows.append(row)
     if not rows:
         raise DataError(f"{path} has no prompts")
@@ -83,6 +88,18 @@ def _opened(path: str | None) -> Iterator[TextIO]:
 
 def _line(row: dict[str, Any], group: Group) -> dict[str, Any]:
     return {**row, "completions": [_written(completion) for completion in group.completions]}
+
+
+def _tell_missing(group: Group) -> list[str]:
+    """Which numbers an engine does not give, such as `model.generate`; said, since the verb promises them."""
+    found = [name for name in ("logprobs", "entropies") if any(getattr(c, name) is None for c in group.completions)]
+    if found:
+        logger.warning(
+            "completions without %s: the engine that wrote them does not give them. --engine native and forked do, "
+            "where they fit the model",
+            " and ".join(found),
+        )
+    return found
 
 
 def _written(completion: Completion) -> dict[str, Any]:

@@ -124,6 +124,8 @@ def _generate(verbs: Any) -> None:
     add("--min-p", type=float, help="keep tokens at least this likely, relative to the likeliest")
     add("--repetition-penalty", type=float, default=1.0, help="above 1: discourage tokens seen before")
     add("--stop", action="append", metavar="TEXT", help="end at this text; may be given several times")
+    stop_ids_help = "tokens that end a completion, beside the model's own"
+    add("--stop-token-ids", type=int, nargs="+", default=[], metavar="ID", help=stop_ids_help)
     add("--seed", type=int, default=0, help="of the sampling (default 0)")
     engines = ("native", "forked", "transformers", "vllm")
     add("--engine", choices=engines, help="default: the fastest of our own that fits the model")

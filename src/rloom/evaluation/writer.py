@@ -16,11 +16,15 @@ from rloom.generation.choose import choose_engine
 from rloom.generation.images import ImageRouter
 from rloom.generation.vllm.options import VllmOptions
 from rloom.models import load as loading
+from rloom.sampling_rules import check_sampling
 from rloom.types import Group
 
 
 class Writer:
-    """Loads a model, and has the fastest engine that fits it write completions."""
+    """Loads a model, and has the fastest engine that fits it write completions.
+
+    `stop_token_ids` end a completion beside the model's own end tokens.
+    """
 
     def __init__(
         self,
@@ -32,14 +36,16 @@ class Writer:
         dtype: Any = None,
         processing_class: Any = None,
         trust_remote_code: bool = False,
+        stop_token_ids: Sequence[int] = (),
         **sampling: Any,
     ) -> None:
+        check_sampling({"max_completion_length": max_completion_length, **sampling})  # before a model is loaded
         device = "cuda" if torch.cuda.is_available() else "cpu"
         init = {"dtype": dtype or ("auto" if device == "cuda" else "float32")}  # half precision is slow on most CPUs
         self.model = loading.load_for_inference(name, **init, trust_remote_code=trust_remote_code).to(device)
         self.processing = loading.load_processing_class(processing_class, self.model, None, trust_remote_code)
         self.tokenizer, self.trust_remote_code = loading.tokenizer_of(self.processing), trust_remote_code
-        ends = loading.agree_on_tokens(self.model, self.tokenizer, None, chat=chat)
+        ends = loading.agree_on_tokens(self.model, self.tokenizer, stop_token_ids, chat=chat)
         self.encoder = PromptEncoder(
             self.processing,
             template_kwargs={},

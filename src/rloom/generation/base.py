@@ -3,25 +3,39 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any, Protocol, runtime_checkable
 
+from rloom.errors import EngineError
+from rloom.sampling_rules import check_sampling
 from rloom.types import EOS, LENGTH, STOP_STRING, Completion, Group, Prompt
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sampling:
-    """How completions are drawn. `extra` holds options of one engine alone."""
+    """How completions are drawn. `extra` holds options of one engine alone.
+
+    Temperature 0 takes the likeliest token each time; `top_k=0`, `top_p=1`, `min_p=None` and `repetition_penalty=1`
+    are off. Values that cannot be drawn with are a [`ConfigError`].
+
+    >>> Sampling(max_completion_length=8, eos_token_ids=(2,), pad_token_id=0, temperature=-1)
+    Traceback (most recent call last):
+        ...
+    rloom.errors.ConfigError: temperature must be 0 (the likeliest token each time) or above, finite, not -1
+    """
 
     max_completion_length: int
     eos_token_ids: tuple[int, ...]
     pad_token_id: int
     temperature: float = 1.0
     top_p: float = 1.0
-    top_k: int = 0
+    top_k: int | None = 0
     min_p: float | None = None
     repetition_penalty: float = 1.0
     extra: dict[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        check_sampling({option.name: getattr(self, option.name) for option in fields(self)})
 
     @property
     def stop_strings(self) -> list[str]:
@@ -42,6 +56,13 @@ class Engine(Protocol):
     def generate(self, prompts: Sequence[Prompt], num_generations: int, *, seed: int) -> Iterator[Group]:
         """Yield each prompt's group as it finishes, in any order; equal `seed` and weights, equal tokens."""
         ...
+
+
+def nothing_asked(prompts: Sequence[Prompt], num_generations: int) -> bool:
+    """Whether no completion is asked for, which is done at once; fewer than none are refused."""
+    if num_generations < 0:
+        raise EngineError(f"num_generations must be 0 or positive, not {num_generations}")
+    return not prompts or num_generations == 0
 
 
 def cut_at_end(tokens: Sequence[int], eos_token_ids: Sequence[int]) -> Completion:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from rloom.errors import EngineError
-from rloom.generation.base import Sampling, is_end
+from rloom.generation.base import Sampling, is_end, nothing_asked
 from rloom.generation.native.noise import key_of
 from rloom.generation.native.sampler import Sampler
 from rloom.generation.padding import pad_left
@@ -68,7 +68,7 @@ class ForkedEngine:
 
     def generate(self, prompts: Sequence[Prompt], num_generations: int, *, seed: int) -> Iterator[Group]:
         """Yield the groups in order, once all are done."""
-        if not prompts or not num_generations:
+        if nothing_asked(prompts, num_generations):
             return
         rows = self._rows(prompts, num_generations, seed)
         for index, prompt in enumerate(prompts):

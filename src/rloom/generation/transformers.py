@@ -12,7 +12,7 @@ from transformers import GenerationConfig
 
 from rloom.data.model_inputs import fitted_to, join
 from rloom.errors import ConfigError, EngineError, did_you_mean
-from rloom.generation.base import Sampling, cut_at_end
+from rloom.generation.base import Sampling, cut_at_end, nothing_asked
 from rloom.generation.padding import pad_left
 from rloom.types import STOP_STRING, Completion, Group, Prompt
 
@@ -47,6 +47,8 @@ class TransformersEngine:
 
     def generate(self, prompts: Sequence[Prompt], num_generations: int, *, seed: int) -> Iterator[Group]:
         """Yield the groups in order, once all are done: `model.generate` hands over nothing earlier."""
+        if nothing_asked(prompts, num_generations):
+            return
         model = self.get_model()
         rows = [prompt.token_ids for prompt in prompts for _ in range(num_generations)]
         input_ids, attention_mask = pad_left(rows, self.sampling.pad_token_id, self.pad_to_multiple_of)

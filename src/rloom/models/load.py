@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -119,7 +120,7 @@ def tokenizer_of(processing_class: Any) -> PreTrainedTokenizerBase:
 
 
 def agree_on_tokens(
-    model: Any, tokenizer: Any, extra_stop: int | None, *, chat: bool = False, template: str | None = None
+    model: Any, tokenizer: Any, extra_stops: Sequence[int], *, chat: bool = False, template: str | None = None
 ) -> list[int]:
     """All tokens that end a completion; sets the padding token on model and tokenizer alike.
 
@@ -130,7 +131,8 @@ def agree_on_tokens(
     ends = [] if declared is None else [declared] if isinstance(declared, int) else list(declared)
     if tokenizer.eos_token_id is not None and tokenizer.eos_token_id not in ends:
         ends = [tokenizer.eos_token_id, *ends]
-    for stop in (extra_stop, end_of_turn(tokenizer, template) if chat else None):
+    _check_stops(extra_stops, model.config.get_text_config())
+    for stop in (*extra_stops, end_of_turn(tokenizer, template) if chat else None):
         if stop is not None and stop not in ends:
             ends.append(stop)
     if not ends:
@@ -143,6 +145,15 @@ def agree_on_tokens(
     model.config.get_text_config().pad_token_id = tokenizer.pad_token_id
     model.generation_config.pad_token_id = tokenizer.pad_token_id
     return ends
+
+
+def _check_stops(stops: Sequence[int], config: Any) -> None:
+    """A token that the model does not have would never end anything."""
+    for stop in stops:
+        if not 0 <= stop < config.vocab_size:
+            raise ConfigError(
+                f"the stop token {stop} is none of the model's, whose ids are 0 to {config.vocab_size - 1}"
+            )
 
 
 def end_of_turn(tokenizer: Any, template: str | None = None) -> int | None:

@@ -196,7 +196,8 @@ def load(
         )
     tokenizer = loading.tokenizer_of(processing_class)
     template = getattr(processing_class, "chat_template", None)
-    eos_token_ids = loading.agree_on_tokens(model, tokenizer, args.stop_token_id, chat=chat, template=template)
+    stops = [] if args.stop_token_id is None else [args.stop_token_id]
+    eos_token_ids = loading.agree_on_tokens(model, tokenizer, stops, chat=chat, template=template)
     model = loading.wrap_peft(model, peft_config, gradient_checkpointing=args.gradient_checkpointing)
     if args.disable_dropout:
         loading.disable_dropout(model)

@@ -15,7 +15,7 @@ import torch
 
 from rloom.data.model_inputs import placeholder_ids
 from rloom.errors import EngineError
-from rloom.generation.base import Sampling, has_stop, is_end
+from rloom.generation.base import Sampling, has_stop, is_end, nothing_asked
 from rloom.generation.native.noise import key_of
 from rloom.generation.native.pages import Pages
 from rloom.generation.native.proof import why_not_native
@@ -109,7 +109,7 @@ class NativeEngine:
 
     def generate(self, prompts: Listing[Prompt], num_generations: int, *, seed: int) -> Iterator[Group]:
         """Yield each prompt's group as it finishes; equal `seed` and weights, equal tokens."""
-        if num_generations == 0 or not prompts:
+        if nothing_asked(prompts, num_generations):
             return
         if any(prompt.inputs for prompt in prompts) and (reason := self.why_not_images(prompts)) is not None:
             raise EngineError(f"prompts with images do not run here: {reason}. Leave `engine` unset")

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from rloom.errors import EngineError
-from rloom.generation.base import Sampling
+from rloom.generation.base import Sampling, nothing_asked
 from rloom.generation.vllm import proof
 from rloom.generation.vllm.options import VllmOptions
 from rloom.generation.vllm.requests import Asking, check_lengths
@@ -77,7 +77,7 @@ class VllmEngine:
 
     def generate(self, prompts: Sequence[Prompt], num_generations: int, *, seed: int) -> Iterator[Group]:
         """Yield each prompt's group as it finishes; equal `seed` and weights, equal tokens."""
-        if num_generations == 0 or not prompts:
+        if nothing_asked(prompts, num_generations):
             return
         try:
             llm = self._ready()

@@ -90,7 +90,7 @@ class Asking:
             "seed": key_of(seed, number, 0),
             "temperature": s.temperature,
             "top_p": s.top_p,
-            "top_k": s.top_k,
+            "top_k": s.top_k or 0,
             "min_p": s.min_p or 0.0,
             "repetition_penalty": s.repetition_penalty,
             "max_tokens": s.max_completion_length,

@@ -18,7 +18,7 @@ import torch
 from safetensors.torch import save_file
 
 from rloom.errors import EngineError
-from rloom.generation.base import Sampling
+from rloom.generation.base import Sampling, nothing_asked
 from rloom.generation.vllm import proof
 from rloom.generation.vllm.client import HOW_TO_START, Client, ServerError
 from rloom.generation.vllm.options import VllmOptions
@@ -79,7 +79,7 @@ class VllmServerEngine:
 
     def generate(self, prompts: Sequence[Prompt], num_generations: int, *, seed: int) -> Iterator[Group]:
         """Yield each prompt's group as it finishes; equal `seed` and weights, equal tokens."""
-        if num_generations == 0 or not prompts:
+        if nothing_asked(prompts, num_generations):
             return
         change = "start the server with a larger --max-model-len"
         check_lengths(prompts, self.sampling.max_completion_length, self.max_model_length, change)
