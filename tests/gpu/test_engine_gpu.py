@@ -31,11 +31,11 @@ def make_prompts(lengths=(5, 130, 70, 300)):
     return [Prompt(content="", token_ids=[draw.randrange(3, 512) for _ in range(n)]) for n in lengths]
 
 
-def engine_for(model, compiled=False, **changes):
+def engine_for(model, compiled=False, merged=None, tokenizer=None, **changes):
     from rloom.generation import NativeEngine, Sampling
 
     options = {"max_completion_length": 90, "eos_token_ids": (2,), "pad_token_id": 0, **changes}
-    return NativeEngine(lambda: model, Sampling(**options), compiled=compiled)
+    return NativeEngine(lambda: model, Sampling(**options), compiled=compiled, merged=merged, tokenizer=tokenizer)
 
 
 def groups(engine, k=6, seed=0):
@@ -145,6 +145,121 @@ def test_joined_weights_are_no_second_copy():
     joined = JoinedLayers(block)
     assert len(joined.forwards()) == 2
     assert torch.cuda.memory_allocated() - before < 1 << 20  # of 64 MiB
+
+
+def check_against_plain(model, found, close=0.05):
+    for group in found:
+        for completion in group.completions:
+            truth = plain(model, group.prompt.token_ids, completion.token_ids)
+            assert (torch.tensor(completion.logprobs) - truth).abs().mean() < close
+
+
+@pytest.mark.parametrize("merged", [False, True])
+@pytest.mark.parametrize("compiled", [False, True])
+def test_lora(merged, compiled):
+    from peft import LoraConfig, get_peft_model
+
+    model = get_peft_model(make("qwen2"), LoraConfig(r=8, target_modules="all-linear"))
+    engine = engine_for(model.eval(), compiled=compiled, merged=merged)
+    for seed in range(2):  # the second with weights that have changed, in the graphs of the first
+        with torch.no_grad():
+            for name, parameter in model.named_parameters():
+                if "lora_B" in name:
+                    parameter.normal_(0, 0.05 * (1 + seed))
+        found = groups(engine, seed=seed)
+        assert any(bucket.graph is not None for bucket in engine.runner.buckets.values())
+        check_against_plain(model, found, 0.08)
+    assert bool(engine.runner.merged.copies) == merged
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen3", "gemma2", "gpt_neox", "phi3", "gpt2", "mixtral"])
+def test_greedy_in_float32_is_generates(name):
+    from tests import architectures
+    from tests.parity import test_native_engine as on_cpu
+
+    model = architectures.make(name).cuda()
+    prompts = on_cpu.make_prompts()
+    for prompt, (completion, _) in zip(prompts, on_cpu.run(model, prompts, 2, temperature=0.0), strict=True):
+        ids = torch.tensor([prompt.token_ids], device="cuda")
+        options = {"max_new_tokens": 14, "do_sample": False, "eos_token_id": 2, "pad_token_id": 0}
+        output = model.generate(input_ids=ids, attention_mask=torch.ones_like(ids), **options)[0, ids.shape[1] :]
+        assert completion.token_ids == output.tolist()[: len(completion.token_ids)]
+        assert len(completion.token_ids) == 14 or completion.token_ids[-1] == 2
+
+
+def test_a_model_that_waits_inside_runs_without_graphs(caplog):
+    """As some mixtures of experts do, which ask how many tokens each expert got."""
+
+    def wait(module, args, out):
+        assert not out.isnan().any().item()
+
+    model = make("qwen2")
+    model.model.norm.register_forward_hook(wait)
+    engine = engine_for(model)
+    check_against_plain(model, groups(engine))
+    assert "cannot be captured" in caplog.text
+    assert all(bucket.graph is None for bucket in engine.runner.buckets.values())
+
+
+def test_pages_that_run_out(monkeypatch):
+    model = make("qwen2")
+    engine = engine_for(model, eos_token_ids=())
+    monkeypatch.setattr(type(engine), "_plan_pages", lambda *args: 20)  # prompts take eleven, completions two each
+    found = groups(engine)
+    check_against_plain(model, found)
+    assert {len(c.token_ids) for group in found for c in group.completions} == {90}
+    assert engine.requeued > 0
+
+
+def test_stop_strings_are_found_while_steps_go_on(monkeypatch):
+    from rloom.generation.native.runner import Runner
+
+    class Words:
+        def decode(self, tokens, **options):
+            return " ".join(f"<{token}>" for token in tokens)
+
+    begun, go_on = [], Runner.go_on
+    monkeypatch.setattr(Runner, "go_on", lambda *args: begun.append(1) or go_on(*args))
+    model = make("qwen2")
+    stops = [f"<{token}>" for token in range(100, 110)]
+    engine = engine_for(model, extra={"stop_strings": stops}, tokenizer=Words())
+    found = groups(engine, k=8)
+    check_against_plain(model, found)
+    for group in found:
+        for completion in group.completions:
+            at = [index for index, token in enumerate(completion.token_ids) if 100 <= token < 110]
+            assert at in ([], [len(completion.token_ids) - 1])
+            assert (completion.stop_reason == "stop_string") == bool(at)
+    assert begun
+
+
+def test_engines_in_threads():
+    """A reward's model generates, and captures, while the policy does."""
+    from concurrent.futures import ThreadPoolExecutor
+
+    models = [make("qwen2"), make("gemma2")]
+    engines = [engine_for(model) for model in models]
+    with ThreadPoolExecutor(2) as threads:
+        found = list(threads.map(groups, engines * 3))
+    for model, one in zip(models * 3, found, strict=True):
+        check_against_plain(model, one)
+
+
+def test_images():
+    pytest.importorskip("PIL")
+    from tests.integration.test_vision import encoded, mixed_rows
+
+    model, _, prompts = encoded("qwen2.5-vl", mixed_rows())
+    exact = [c.token_ids for g in _greedy(model, prompts) for c in g.completions]
+    found = [c.token_ids for g in _greedy(model.cuda(), prompts) for c in g.completions]
+    assert found == exact
+
+
+def _greedy(model, prompts):
+    from rloom.generation import NativeEngine, Sampling
+
+    sampling = Sampling(max_completion_length=20, eos_token_ids=(2,), pad_token_id=0, temperature=0.0)
+    return sorted(NativeEngine(lambda: model, sampling).generate(prompts, 2, seed=0), key=lambda g: g.prompt.token_ids)
 
 
 @pytest.mark.parametrize("name", ["qwen2", "gemma2", "gpt_neox"])  # others in what is fused before they are compiled

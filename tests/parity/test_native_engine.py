@@ -128,7 +128,7 @@ def test_rows_wait_where_padded_memory_is_short(monkeypatch, free):
         held.append(sum(x.numel() * x.element_size() for pair in [*before, *cache.own, *prompts] for x in pair))
 
     monkeypatch.setattr(DenseCache, "_move", measured)
-    monkeypatch.setattr(module, "_free_memory", lambda device: free)
+    monkeypatch.setattr(module, "free_memory", lambda device: free)
     found = run(model, prompts, 4, seed=3, **options)
     assert [[c.token_ids for c in g] for g in found] == [[c.token_ids for c in g] for g in expected]
     assert max(held) < free
@@ -137,7 +137,7 @@ def test_rows_wait_where_padded_memory_is_short(monkeypatch, free):
 def test_no_room_for_a_single_completion_is_an_error(monkeypatch):
     from rloom.generation.native import engine as module
 
-    monkeypatch.setattr(module, "_free_memory", lambda device: 1)
+    monkeypatch.setattr(module, "free_memory", lambda device: 1)
     engine = NativeEngine(lambda: make("llama"), sampling(), prove=False)
     model = make("llama")
     engine.get_model = lambda: model

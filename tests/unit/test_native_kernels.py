@@ -110,20 +110,69 @@ def test_paged_attention_is_dense_attention(heads, widths, window, softcap, sink
 
 @pytest.mark.parametrize(
     "options",
-    [{}, {"temperature": 0.0}, {"temperature": 0.7, "top_k": 5}, {"top_p": 0.6}, {"min_p": 0.1, "temperature": 1.3}],
+    [
+        {},
+        {"temperature": 0.0},
+        {"temperature": 0.0, "top_k": 5},
+        {"temperature": 0.7, "top_k": 5},
+        {"top_p": 0.6},
+        {"min_p": 0.1, "temperature": 1.3},
+        {"top_k": 40, "top_p": 0.9, "min_p": 0.02, "temperature": 0.8},
+        {"repetition_penalty": 1.4},
+        {"repetition_penalty": 1.4, "top_k": 300, "top_p": 0.7, "never": (3, 8999)},
+        {"never": (3, 8999)},
+        {"top_k": 99_999},
+    ],
 )
 def test_the_draw(options):
     from rloom.generation.native.sample_kernels import draw
 
     torch.manual_seed(0)
-    sampler = Sampler(Sampling(max_completion_length=4, eos_token_ids=(), pad_token_id=0, **options))
+    options = dict(options)
+    never = options.pop("never", ())
+    sampler = Sampler(Sampling(max_completion_length=4, eos_token_ids=(), pad_token_id=0, **options), never)
+    seen = torch.rand(6, 9000) < 0.3
     logits = torch.randn(6, 9000) * 4
     keys, positions = torch.tensor([key_of(3, 0, i) for i in range(6)]), torch.arange(6) + 4
-    plain = sampler(logits, keys, positions)
-    found = draw(logits, sampler.filtered(logits) if sampler.filters else None, keys, positions, sampler)
+    plain = sampler(logits, keys, positions, seen)
+    found = draw(logits, sampler.changed(logits, seen), keys, positions, sampler)
     assert torch.equal(found.tokens, plain.tokens)
     for name in ("logprobs", "drawn_logprobs", "entropies"):
         torch.testing.assert_close(getattr(found, name), getattr(plain, name), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize(
+    "options", [{"top_k": 1}, {"top_k": 37}, {"top_p": 0.3}, {"top_p": 0.999}, {"top_k": 50, "top_p": 0.8}]
+)
+@pytest.mark.parametrize("shift", [0.0, -40.0])  # of both signs, and all below zero
+def test_what_filters_leave(options, dtype, shift, monkeypatch):
+    """Against a plain definition in float64: a token stays if fewer than k, or less than p, are above its logit."""
+    from rloom.generation.native import bound_kernels
+    from rloom.generation.native.sample_kernels import _parts
+
+    monkeypatch.setattr(bound_kernels, "BLOCK", 1024)
+    torch.manual_seed(0)
+    logits = ((torch.randn(4, 3000) * 3) + shift).to(dtype)
+    logits[:, 2000:] = -torch.inf
+    logits[1, :2000] = logits[1, 0]  # all alike
+    logits[2, 7:] = -torch.inf  # fewer than k
+    sampler = Sampler(Sampling(max_completion_length=4, eos_token_ids=(), pad_token_id=0, temperature=0.9, **options))
+    kept = logits.float() >= bound_kernels.bounds_of(logits, _parts(logits, 1 / 0.9), sampler)[:, None]
+    for line, found in zip(logits.double(), kept, strict=True):
+        left = torch.ones_like(found)
+        if "top_k" in options:
+            left &= (line[None] > line[:, None]).sum(1) < options["top_k"]
+        if "top_p" in options:
+            p = (line / 0.9).masked_fill(~left, -torch.inf).softmax(-1)
+            above = torch.where(line[None] > line[:, None], p[None], 0.0).sum(1)
+            left &= above < options["top_p"] * p.sum()
+        doubtful = torch.zeros_like(found)
+        if "top_p" in options:  # rounding decides
+            doubtful = (above - options["top_p"]).abs() < 1e-5
+        real = line > -torch.inf
+        assert torch.equal((found & real & ~doubtful), (left & real & ~doubtful))
+        assert (found & real).any()
 
 
 def test_rows_advance():

@@ -19,8 +19,10 @@ from rloom.models.load import base_of
 logger = logging.getLogger(__name__)
 
 OURS = frozenset({"stop_strings", "bos_token_id"})
-NEXT = {"native": "the library's cache, forked for each group,", "forked": "`model.generate`"}
 """Entries of `generation_kwargs` that our own engines honour; others are for `model.generate`."""
+
+NEXT = {"native": "the library's cache, forked for each group,", "forked": "`model.generate`"}
+"""What is used where an engine does not fit."""
 
 
 def choose_engine(
@@ -30,6 +32,7 @@ def choose_engine(
     wanted: str | None = None,
     tokenizer: Any = None,
     compiled: bool = False,
+    merged: bool | None = None,
     pad_to_multiple_of: int | None = None,
     never: Sequence[int] = (),
     vllm: VllmOptions | None = None,
@@ -40,7 +43,7 @@ def choose_engine(
     vLLM is run, which is never chosen unasked.
     """
     makers: dict[str, Callable[[], Engine]] = {
-        "native": lambda: _native(get_model, sampling, tokenizer, compiled),
+        "native": lambda: _native(get_model, sampling, tokenizer, compiled, merged),
         "forked": lambda: ForkedEngine(get_model, sampling, tokenizer=tokenizer),
         "transformers": lambda: TransformersEngine(
             get_model, sampling, pad_to_multiple_of=pad_to_multiple_of, tokenizer=tokenizer, never=never
@@ -79,10 +82,12 @@ def has_own_generate(model: Any) -> bool:
     return generate is None or not inspect.isfunction(generate) or generate.__module__ != GenerationMixin.__module__
 
 
-def _native(get_model: Callable[[], Any], sampling: Sampling, tokenizer: Any, compiled: bool) -> Engine:
+def _native(
+    get_model: Callable[[], Any], sampling: Sampling, tokenizer: Any, compiled: bool, merged: bool | None
+) -> Engine:
     from rloom.generation.native import NativeEngine
 
-    return NativeEngine(get_model, sampling, tokenizer=tokenizer, compiled=compiled)
+    return NativeEngine(get_model, sampling, tokenizer=tokenizer, compiled=compiled, merged=merged)
 
 
 def _vllm(get_model: Callable[[], Any], sampling: Sampling, tokenizer: Any, options: VllmOptions) -> Engine:

@@ -10,12 +10,12 @@ from collections.abc import Sequence as Listing
 from typing import Any
 
 import numpy as np
-import psutil
 import torch
 
 from rloom.data.model_inputs import placeholder_ids
 from rloom.errors import EngineError
 from rloom.generation.base import Sampling, has_stop, is_end, nothing_asked
+from rloom.generation.native.memory import free_memory
 from rloom.generation.native.noise import key_of
 from rloom.generation.native.pages import Pages
 from rloom.generation.native.proof import why_not_native
@@ -42,7 +42,8 @@ FIRST_AT_ONCE = 512
 class NativeEngine:
     """Samples from the trained weights themselves; nothing is copied or kept in step.
 
-    `get_model` gives the model; `compiled` has its decode step compiled, which takes some seconds once. Raises
+    `get_model` gives the model; `compiled` has its decode step compiled, which takes some seconds once; `merged` has
+    LoRA adapters merged into copies of their layers' weights (None: in float32, where there is room). Raises
     [`EngineError`] if the model does not decode here as it does on its own.
     """
 
@@ -58,10 +59,11 @@ class NativeEngine:
         tokenizer: Any = None,
         max_sequences: int = 512,
         compiled: bool = False,
+        merged: bool | None = None,
         prove: bool = True,
     ) -> None:
         self.get_model, self.sampling, self.tokenizer = get_model, sampling, tokenizer
-        self.max_sequences, self.compiled = max_sequences, compiled
+        self.max_sequences, self.compiled, self.merged = max_sequences, compiled, merged
         if sampling.stop_strings and tokenizer is None:
             raise EngineError("stop_strings need a tokenizer")
         # whether what is drawn from is another distribution than the plain one
@@ -78,7 +80,7 @@ class NativeEngine:
     def _new_runner(self, model: Any) -> Runner:
         return Runner(
             model, Sampler(self.sampling, _never(model)), max_new_tokens=self.sampling.max_completion_length,
-            eos_token_ids=self.sampling.eos_token_ids, compiled=self.compiled,
+            eos_token_ids=self.sampling.eos_token_ids, compiled=self.compiled, merged=self.merged,
         )  # fmt: skip
 
     def _current_runner(self) -> Runner:
@@ -193,7 +195,7 @@ class NativeEngine:
     def _room(self, runner: Runner) -> int:
         """Tokens whose keys and values may be kept."""
         assert runner.geometry is not None
-        return int(SHARE_OF_FREE_MEMORY * _free_memory(runner.device)) // runner.geometry.bytes_per_token
+        return int(SHARE_OF_FREE_MEMORY * free_memory(runner.device)) // runner.geometry.bytes_per_token
 
     def _advance(
         self, runner: Runner, cache: Any, scheduler: Scheduler, looks: deque[Look], end: Callable[..., None]
@@ -343,10 +345,3 @@ def _whereabouts(model: Any) -> tuple[Any, ...]:
     device = next(model.parameters()).device.type
     autocast = (torch.is_autocast_enabled(device), torch.get_autocast_dtype(device))
     return (id(model), hash(tuple(pointers)), hash(str(switches)), autocast)
-
-
-def _free_memory(device: torch.device) -> int:
-    if device.type != "cuda":
-        return int(psutil.virtual_memory().available)
-    free, _ = torch.cuda.mem_get_info(device)
-    return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from rloom.generation.native.joined import JoinedLayers, Siblings
+from rloom.models.attention import forwards_replaced
 
 logger = logging.getLogger(__name__)
 
@@ -29,7 +30,7 @@ class GatedBlocks:
         self.blocks = [
             (group, (block, _forward(block, group.weight)))
             for block, group in _candidates(joined, model)
-            if is_gated(block) and _kernel_works(group.weight, tried)
+            if _is_gated(block, group) and _kernel_works(group.weight, tried)
         ]
 
     def forwards(self) -> list[tuple[nn.Module, Callable[..., Tensor]]]:
@@ -39,7 +40,7 @@ class GatedBlocks:
 
 def _candidates(joined: JoinedLayers, model: nn.Module) -> Iterator[tuple[Any, Siblings]]:
     """Blocks whose gate and up are plain layers that nobody listens to: what adapters and hooks do would be missing."""
-    laid = {tuple(map(id, group.layers)): group for group in joined.groups}
+    laid = {tuple(map(id, group.owners)): group for group in joined.groups}
     for block in model.modules():
         parts = [getattr(block, name, None) for name in PARTS]
         group = laid.get((id(parts[0]), id(parts[1])))
@@ -66,8 +67,13 @@ def has_kernel(weight: Tensor) -> bool:
     return holds(len(weight) // 2, weight.device)
 
 
+def _is_gated(block: Any, group: Siblings) -> bool:
+    with forwards_replaced(group.forwards):  # an adapter's, where it is merged
+        return is_gated(block, *(layer.weight for layer in group.layers))
+
+
 @torch.no_grad()
-def is_gated(block: Any) -> bool:
+def is_gated(block: Any, gate: Tensor | None = None, up: Tensor | None = None) -> bool:
     """Whether a block does what its parts' names say: no other activation, nothing in between, no limits.
 
     >>> from transformers import LlamaConfig
@@ -79,10 +85,11 @@ def is_gated(block: Any) -> bool:
     down = block._modules.get("down_proj")
     if down is None:
         return False
-    gate, up = block.gate_proj.weight, block.up_proj.weight
+    gate = block.gate_proj.weight if gate is None else gate
+    up = block.up_proj.weight if up is None else up
     in_training = [module for module in block.modules() if module.training]
-    drawn = torch.randn((2, 1, gate.shape[1]), generator=torch.Generator().manual_seed(0))
-    drawn[1] *= 1000  # some models clamp what is large
+    drawn = torch.randn((1, 2, gate.shape[1]), generator=torch.Generator().manual_seed(0))
+    drawn[:, 1] *= 1000  # some models clamp what is large
     x = drawn.to(gate.device, gate.dtype)
     try:
         block._modules["down_proj"] = nn.Identity()  # weights of zero would hide what comes before them

@@ -7,7 +7,7 @@ are trained in place, and the next product sees what an update has written.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -20,7 +20,7 @@ ALIGNMENT = 64
 
 
 class JoinedLayers:
-    """The siblings of a model, laid together.
+    """The siblings of a model, laid together. `copies`: layers that are to be run in place of others.
 
     >>> block = nn.Module()
     >>> block.gate_proj, block.up_proj = nn.Linear(64, 32), nn.Linear(64, 32)
@@ -32,8 +32,8 @@ class JoinedLayers:
     True
     """
 
-    def __init__(self, model: nn.Module) -> None:
-        self.groups = [Siblings(layers) for layers in _siblings(model)]
+    def __init__(self, model: nn.Module, copies: Mapping[nn.Module, nn.Linear] | None = None) -> None:
+        self.groups = [Siblings(*pair) for pair in _siblings(model, copies or {})]
 
     def forwards(self) -> list[tuple[nn.Module, Callable[[Tensor], Tensor]]]:
         """The layers, each with the forward that uses the joined product; none that weights have been moved from."""
@@ -48,13 +48,13 @@ class JoinedLayers:
 class Siblings:
     """Layers that read one input, in the order in which they do, and their weights as one."""
 
-    def __init__(self, layers: list[nn.Linear]) -> None:
-        self.layers = layers
+    def __init__(self, owners: list[nn.Module], layers: list[nn.Linear]) -> None:
+        self.owners, self.layers = owners, layers  # whose forwards are replaced, and whose weights are used
         self.weight = _laid_together([layer.weight for layer in layers])
         self.bias = None if layers[0].bias is None else _laid_together([layer.bias for layer in layers])
         self.waiting: list[Tensor] = []  # the input of the first, and what the others will answer to it
         self.apart: list[bool] = []  # not empty: they do not read the same input after all
-        self.forwards = [(layer, self._forward(index)) for index, layer in enumerate(layers)]
+        self.forwards = [(owner, self._forward(index)) for index, owner in enumerate(owners)]
 
     def in_place(self) -> bool:
         """Whether the layers' weights are where they were laid: they may have been moved or replaced since."""
@@ -93,12 +93,16 @@ class Siblings:
         return forward
 
 
-def _siblings(model: nn.Module) -> Iterator[list[nn.Linear]]:
+def _siblings(
+    model: nn.Module, copies: Mapping[nn.Module, nn.Linear]
+) -> Iterator[tuple[list[nn.Module], list[nn.Linear]]]:
     for module in model.modules():
         for names in SIBLINGS:
-            layers = [layer for layer in (_plain(getattr(module, name, None)) for name in names) if layer is not None]
-            if len(layers) == len(names) and _can_join(layers):
-                yield layers
+            parts = [getattr(module, name, None) for name in names]
+            layers = [copies.get(part) or _plain(part) for part in parts]  # type: ignore[arg-type]
+            found = [layer for layer in layers if layer is not None]
+            if len(found) == len(names) and _can_join(found):
+                yield [p if p in copies else f for p, f in zip(parts, found, strict=True)], found  # type: ignore[misc]
 
 
 def _plain(layer: Any) -> nn.Linear | None:

@@ -172,10 +172,10 @@ def _tokens(config: Any, most: int) -> tuple[list[Prompt], list[list[list[int]]]
     """Two prompts of different lengths with two completions each, across any window of at most `most` tokens."""
     window = getattr(config, "sliding_window", None) or 0
     limit = getattr(config, "max_position_embeddings", None) or 1024
-    if window > max(most, LEAST):
+    if most < window < limit - 16:
         logger.info("a window of %d tokens was not tried out: that would take long here", window)
-    across = window + 8 if 0 < window <= most else 0
-    length = min(max(across, LEAST), max(8, limit - 8 if across else limit // 2))
+    across = window + 8 if 0 < window <= min(most, limit - 16) else 0
+    length = across or min(LEAST, max(8, limit // 2))
     draw = random.Random(0)
     vocabulary = min(config.vocab_size, 1000)
     tokens = lambda count: [draw.randrange(vocabulary) for _ in range(count)]  # noqa: E731

@@ -24,6 +24,7 @@ from rloom.generation.native.dense import DenseCache
 from rloom.generation.native.gated import GatedBlocks
 from rloom.generation.native.geometry import Geometry
 from rloom.generation.native.joined import JoinedLayers
+from rloom.generation.native.merged import MergedLayers, worth_merging
 from rloom.generation.native.paged import PAGE, PagedCache, Tables, fits_kernels, make_tables, rows_at_once
 from rloom.generation.native.proof import NOISE, difference
 from rloom.generation.native.rows import CHUNK, Look, Rows, groups_of
@@ -73,12 +74,14 @@ class Runner:
     """One model, its buckets and their graphs."""
 
     def __init__(
-        self, model: Any, sampler: Sampler, *, max_new_tokens: int, eos_token_ids: tuple[int, ...], compiled: bool
-    ) -> None:
+        self, model: Any, sampler: Sampler, *, max_new_tokens: int, eos_token_ids: tuple[int, ...], compiled: bool,
+        merged: bool | None = None,
+    ) -> None:  # fmt: skip
         self.model = model
         self.base = base_of(model)
         self.modules = list(model.modules())
-        self.joined = JoinedLayers(model)
+        self.merged = MergedLayers(model if worth_merging(model, merged) else nn.Module())
+        self.joined = JoinedLayers(model, self.merged.copies)
         self.gated = GatedBlocks(self.joined, model)
         self.sampler, self.max_new_tokens = sampler, max_new_tokens
         self.accepts = frozenset(inspect.signature(type(self.base).forward).parameters)
@@ -115,8 +118,8 @@ class Runner:
         for module in in_training:  # `eval` and `train` would walk the model anew at every hand-over
             module.training = False
         try:
-            forwards = [*self.joined.forwards(), *self.gated.forwards()]
-            with torch.no_grad(), native_attention(self.base), forwards_replaced(forwards):
+            forwards = dict([*self.merged.forwards(), *self.joined.forwards(), *self.gated.forwards()])
+            with torch.no_grad(), native_attention(self.base), forwards_replaced(list(forwards.items())):
                 yield
         finally:
             self.joined.forget()
@@ -203,6 +206,7 @@ class Runner:
     def make_cache(self, total_pages: int) -> Any:
         """For one rollout."""
         assert self.geometry is not None
+        self.merged.refresh()
         for bucket in self.buckets.values():
             bucket.starved = False
         if not self.paged:

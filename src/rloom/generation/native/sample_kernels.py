@@ -33,12 +33,22 @@ def _uniform(key, position):  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def sums(logits, parts, stride, width, stretches, inverse, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+def _scaled(line, offset, width, inverse, bounds, row, BOUNDED: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Logits over the temperature, −∞ for those below the row's bound."""
+    x = tl.load(line + offset, mask=offset < width, other=-float("inf")).to(tl.float32)
+    if BOUNDED:
+        x = tl.where(x >= tl.load(bounds + row), x, -float("inf"))
+    return x * inverse
+
+
+@triton.jit
+def sums(  # type: ignore[no-untyped-def]
+    logits, parts, bounds, stride, width, stretches, inverse, BOUNDED: tl.constexpr, BLOCK: tl.constexpr
+):  # fmt: skip
     """Of one stretch of one row: maximum, Σ exp, Σ exp·z; parts (B, stretches, 3)."""
     row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
     offset = part * BLOCK + tl.arange(0, BLOCK)
-    inside = offset < width
-    z = tl.load(logits + row * stride + offset, mask=inside, other=-float("inf")).to(tl.float32) * inverse
+    z = _scaled(logits + row * stride, offset, width, inverse, bounds, row, BOUNDED)
     top = tl.max(z, 0)
     safe = tl.where(top == -float("inf"), 0.0, top)
     e = tl.exp(z - safe)
@@ -50,9 +60,9 @@ def sums(logits, parts, stride, width, stretches, inverse, BLOCK: tl.constexpr):
 
 @triton.jit
 def pick(  # type: ignore[no-untyped-def]
-    logits, parts, plain, plain_parts, keys, positions, tokens, logprobs, drawn, entropies,
-    stride, plain_stride, width, stretches, inverse, plain_inverse,
-    GREEDY: tl.constexpr, FILTERED: tl.constexpr, PARTS: tl.constexpr, BLOCK: tl.constexpr,
+    logits, parts, bounds, plain, plain_parts, keys, positions, tokens, logprobs, drawn, entropies,
+    stride, plain_stride, width, stretches, inverse,
+    GREEDY: tl.constexpr, FILTERED: tl.constexpr, BOUNDED: tl.constexpr, PARTS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """One row: the stretch, the token, and what is remembered of them."""
     row = tl.program_id(0).to(tl.int64)
@@ -73,8 +83,7 @@ def pick(  # type: ignore[no-untyped-def]
         part = likeliest
     before = tl.sum(tl.where(index < part, totals, 0.0), 0)
     offset = part * BLOCK + tl.arange(0, BLOCK)
-    inside = offset < width
-    z = tl.load(logits + row * stride + offset, mask=inside, other=-float("inf")).to(tl.float32) * inverse
+    z = _scaled(logits + row * stride, offset, width, inverse, bounds, row, BOUNDED)
     e = tl.exp(z - top)
     best = tl.min(tl.where(z == tl.max(z, 0), offset, width), 0)
     found = tl.min(tl.where((before + tl.cumsum(e, 0) > target) & (e > 0), offset, width), 0)
@@ -92,38 +101,43 @@ def pick(  # type: ignore[no-untyped-def]
         top = tl.max(tops, 0)
         total = tl.sum(tl.load(where + 1, mask=there, other=0.0) * tl.exp(tops - top), 0)
         normalizer = top + tl.log(total)
-        chosen = tl.load(plain + row * plain_stride + token).to(tl.float32) * plain_inverse
+        chosen = tl.load(plain + row * plain_stride + token).to(tl.float32) * inverse
     weighted = tl.sum(tl.load(where + 2, mask=there, other=0.0) * tl.exp(tops - top), 0)
     tl.store(logprobs + row, chosen - normalizer)
     tl.store(entropies + row, normalizer - weighted / total)
 
 
-def _parts(logits: Tensor, inverse: float) -> Tensor:
+def _parts(logits: Tensor, inverse: float, bounds: Tensor | None = None) -> Tensor:
     rows, width = logits.shape
     stretches = triton.cdiv(width, STRETCH)
     parts = torch.empty((rows, stretches, 3), dtype=torch.float32, device=logits.device)
-    sums[(rows, stretches)](logits, parts, logits.stride(0), width, stretches, inverse, BLOCK=STRETCH, num_warps=4)
+    sums[(rows, stretches)](
+        logits, parts, parts if bounds is None else bounds, logits.stride(0), width, stretches, inverse,
+        BOUNDED=bounds is not None, BLOCK=STRETCH, num_warps=4,
+    )  # fmt: skip
     return parts
 
 
-def draw(logits: Tensor, filtered: Tensor | None, keys: Tensor, positions: Tensor, sampler: Any) -> Any:
-    """A [`Drawn`]: from `filtered` (already over the temperature) if given, else from the logits themselves."""
+def draw(logits: Tensor, changed: Tensor | None, keys: Tensor, positions: Tensor, sampler: Any) -> Any:
+    """A [`Drawn`]: from what the sampler's bounds leave of the logits, or of `changed` ones if given."""
+    from rloom.generation.native.bound_kernels import bounds_of
     from rloom.generation.native.sampler import Drawn
 
     logits = logits if logits.stride(-1) == 1 else logits.contiguous()
     rows, width = logits.shape
     inverse = 1.0 / sampler.temperature
     plain_parts = _parts(logits, inverse)
-    source, parts, scale = (
-        (logits, plain_parts, inverse) if filtered is None else (filtered, _parts(filtered, 1.0), 1.0)
-    )
+    source, parts = (logits, plain_parts) if changed is None else (changed, _parts(changed, inverse))
+    bounds = bounds_of(source, parts, sampler) if sampler.bounded else None
+    if bounds is not None:
+        parts = _parts(source, inverse, bounds)
     tokens = torch.empty(rows, dtype=torch.int64, device=logits.device)
     logprobs, drawn, entropies = torch.empty((3, rows), dtype=torch.float32, device=logits.device)
     stretches = parts.shape[1]
     pick[(rows,)](
-        source, parts, logits, plain_parts, keys, positions, tokens, logprobs, drawn, entropies,
-        source.stride(0), logits.stride(0), width, stretches, scale, inverse,
-        GREEDY=sampler.greedy, FILTERED=filtered is not None, PARTS=triton.next_power_of_2(stretches), BLOCK=STRETCH,
-        num_warps=8,
+        source, parts, parts if bounds is None else bounds, logits, plain_parts, keys, positions, tokens, logprobs,
+        drawn, entropies, source.stride(0), logits.stride(0), width, stretches, inverse,
+        GREEDY=sampler.greedy, FILTERED=parts is not plain_parts, BOUNDED=bounds is not None,
+        PARTS=triton.next_power_of_2(stretches), BLOCK=STRETCH, num_warps=8,
     )  # fmt: skip
     return Drawn(tokens=tokens, logprobs=logprobs, drawn_logprobs=drawn, entropies=entropies)

@@ -41,17 +41,17 @@ class Sampler:
         self.top_k, self.top_p, self.min_p = sampling.top_k, sampling.top_p, sampling.min_p
         self.penalty = sampling.repetition_penalty
         self.never = torch.tensor(list(never), dtype=torch.long) if never else None  # tokens that are not drawn
-        self.filters = bool(self.top_k) or self.top_p < 1.0 or bool(self.min_p) or self.penalty != 1.0 or bool(never)
+        self.bounded = bool(self.top_k) or self.top_p < 1.0 or bool(self.min_p)  # from some logit upwards
+        self.filters = self.bounded or self.penalty != 1.0 or bool(never)
 
     def __call__(self, logits: Tensor, keys: Tensor, positions: Tensor, seen: Tensor | None = None) -> Drawn:
         """From logits (B, V); `seen` (B, V) marks tokens that the repetition penalty is about."""
-        left = self.filtered(logits, seen) if self.filters else None
         if logits.is_cuda:
             from rloom.generation.native.sample_kernels import draw
 
-            return draw(logits, left, keys, positions, self)
+            return draw(logits, self.changed(logits, seen), keys, positions, self)
         z = logits.float() / self.temperature
-        kept = z if left is None else left
+        kept = self.filtered(logits, seen) if self.filters else z
         tokens = kept.argmax(-1) if self.greedy else _inverse(kept, uniform(keys, positions))
         plain = z.log_softmax(-1)
         chosen = tokens.unsqueeze(-1)
@@ -61,12 +61,8 @@ class Sampler:
 
     def filtered(self, logits: Tensor, seen: Tensor | None = None) -> Tensor:
         """Logits over the temperature as they are drawn from, −inf for tokens that the filters take out."""
-        z = logits.float()
-        if seen is not None and self.penalty != 1.0:
-            z = torch.where(seen, torch.where(z < 0, z * self.penalty, z / self.penalty), z)
-        z = z / self.temperature
-        if self.never is not None:
-            z = z.index_fill(-1, self.never, -torch.inf)
+        changed = self.changed(logits, seen)
+        z = (logits.float() if changed is None else changed) / self.temperature
         if self.top_k:
             least = z.topk(min(self.top_k, z.shape[-1])).values[..., -1:]
             z = z.masked_fill(z < least, -torch.inf)
@@ -76,6 +72,16 @@ class Sampler:
             p = z.softmax(-1)
             z = z.masked_fill(p < self.min_p * p.amax(-1, keepdim=True), -torch.inf)
         return z
+
+    def changed(self, logits: Tensor, seen: Tensor | None = None) -> Tensor | None:
+        """Logits with the repetition penalty, −inf for tokens that are never drawn; None if they stay what they are."""
+        penalised = seen is not None and self.penalty != 1.0
+        if not penalised and self.never is None:
+            return None
+        z = logits.float()
+        if penalised:
+            z = torch.where(seen, torch.where(z < 0, z * self.penalty, z / self.penalty), z)  # type: ignore[arg-type]
+        return z if self.never is None else z.index_fill(-1, self.never, -torch.inf)
 
 
 def _nucleus(z: Tensor, top_p: float) -> Tensor:

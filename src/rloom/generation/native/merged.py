@@ -1,0 +1,101 @@
+"""Layers under a LoRA adapter, run as single products with copies of their weights into which the adapter is merged.
+
+An adapter adds two small products and an addition to each layer, which in a decode step cost more than they compute.
+The copies are made anew for each rollout and stay where they are, so that captured graphs read them. They take memory,
+and in half precision they round part of what the adapter adds away: there it is done only if it is asked for.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from rloom.generation.native.memory import free_memory
+
+logger = logging.getLogger(__name__)
+
+SHARE_OF_FREE_MEMORY = 0.25
+"""What copies may take of what is free, where nobody asked for them."""
+
+
+class MergedLayers:
+    """Copies for a model's layers under adapters that are in use.
+
+    >>> from peft import LoraConfig, get_peft_model
+    >>> from transformers import LlamaConfig, LlamaForCausalLM
+    >>> sizes = {"hidden_size": 8, "intermediate_size": 8, "num_attention_heads": 1, "num_hidden_layers": 1}
+    >>> model = LlamaForCausalLM(LlamaConfig(**sizes, vocab_size=9))
+    >>> model = get_peft_model(model, LoraConfig(r=2, target_modules=["q_proj", "v_proj"]))
+    >>> len(MergedLayers(model).copies)
+    2
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self.copies: dict[nn.Module, nn.Linear] = {m: _copy(m) for m in model.modules() if can_merge(m)}
+
+    @torch.no_grad()
+    def refresh(self) -> None:
+        """Merge what the adapters are now."""
+        for layer, copy in self.copies.items():
+            copy.weight.copy_(merged_weight(layer))
+
+    def forwards(self) -> list[tuple[nn.Module, Callable[..., Tensor]]]:
+        """The layers, each with the forward that uses its copy."""
+        return [(layer, _forward(copy)) for layer, copy in self.copies.items()]
+
+
+def worth_merging(model: nn.Module, asked: bool | None) -> bool:
+    """Whether adapters are merged: as asked for, or where merged weights are the same up to what float32 rounds, and
+    there is room for them."""
+    layers: list[Any] = [layer for layer in model.modules() if can_merge(layer)]
+    weights: list[Tensor] = [layer.base_layer.weight for layer in layers]
+    if asked and not weights:
+        logger.warning("there is nothing to merge: no layer under a plain LoRA adapter that is switched on")
+    if asked is not None:
+        return asked
+    device = next(model.parameters()).device
+    if torch.is_autocast_enabled(device.type) or any(weight.dtype != torch.float32 for weight in weights):
+        return False
+    return sum(weight.nbytes for weight in weights) <= SHARE_OF_FREE_MEMORY * free_memory(device)
+
+
+def can_merge(layer: Any) -> bool:
+    """Whether it is a linear layer under plain LoRA (no DoRA or the like) that is switched on and not merged yet."""
+    if not hasattr(layer, "get_delta_weight") or not hasattr(layer, "lora_A"):
+        return False
+    base, active = layer.base_layer, _active(layer)
+    return (
+        type(base) is nn.Linear
+        and not any("forward" in x.__dict__ or x._forward_hooks or x._forward_pre_hooks for x in (layer, base))
+        and bool(active)
+        and not (layer.disable_adapters or layer.merged)
+        and not any(name in layer.lora_variant or layer.lora_bias.get(name) for name in active)
+    )
+
+
+def merged_weight(layer: Any) -> Tensor:
+    """The base's weight and what its adapters add, rounded once."""
+    weight = layer.base_layer.weight
+    added = sum(layer.get_delta_weight(name).float() for name in _active(layer))
+    return (weight.float() + added).to(weight.dtype)
+
+
+def _active(layer: Any) -> list[str]:
+    return [name for name in layer.active_adapters if name in layer.lora_A]
+
+
+def _copy(layer: Any) -> nn.Linear:
+    base = layer.base_layer
+    copy = nn.Linear(base.in_features, base.out_features, bias=False, device="meta")
+    copy.weight = nn.Parameter(base.weight.detach().clone(), requires_grad=False)
+    copy.bias = base.bias  # itself: it may be trained
+    return copy
+
+
+def _forward(copy: nn.Linear) -> Callable[..., Tensor]:
+    return lambda x, *args, **kwargs: functional.linear(x, copy.weight, copy.bias)

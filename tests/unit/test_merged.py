@@ -1,0 +1,135 @@
+"""LoRA adapters merged into copies of their layers' weights, for generation."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+
+from rloom import RLOOConfig
+from rloom.errors import ConfigError
+from rloom.generation import NativeEngine, Sampling
+from rloom.generation.native import merged
+from rloom.generation.native.merged import MergedLayers, can_merge, worth_merging
+from rloom.types import Prompt
+from tests.architectures import make
+
+PROMPTS = [Prompt(content="", token_ids=[5 + i % 9 for i in range(n)]) for n in (3, 20, 7)]
+
+
+def adapted(name="qwen2", dtype=torch.float32, size=0.3, **changes):
+    torch.manual_seed(0)
+    options = {"r": 4, "target_modules": ["q_proj", "v_proj", "gate_proj", "up_proj", "down_proj"], **changes}
+    model = get_peft_model(make(name), LoraConfig(**options)).to(dtype).eval()
+    disturb(model, size)
+    return model
+
+
+@torch.no_grad()
+def disturb(model, size=0.3):
+    for name, parameter in model.named_parameters():
+        if "lora_B" in name:
+            parameter.add_(torch.randn_like(parameter) * size)
+
+
+def draw(model, **options):
+    sampling = Sampling(max_completion_length=20, eos_token_ids=(2,), pad_token_id=0)
+    engine = NativeEngine(lambda: model, sampling, **options)
+    return engine, lambda: [g.completions for g in engine.generate(PROMPTS, 4, seed=3)]
+
+
+def same(found, expected, close=1e-4):
+    for one, other in zip(found, expected, strict=True):
+        assert [c.token_ids for c in one] == [c.token_ids for c in other]
+        logprobs = [torch.tensor([x for c in group for x in c.logprobs]) for group in (one, other)]
+        torch.testing.assert_close(*logprobs, rtol=0, atol=close)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"target_modules": "all-linear"},
+        {"target_modules": ["q_proj", "lm_head"]},
+        {"use_rslora": True, "lora_alpha": 32},
+        {"use_dora": True},  # left as it is
+        {"lora_dropout": 0.5},
+        {"bias": "all"},
+    ],
+)
+def test_draws_what_the_unmerged_adapter_draws(changes):
+    model = adapted(**changes)
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    engine, merging = draw(model)
+    same(merging(), draw(model, merged=False)[1]())
+    assert bool(engine.runner.merged.copies) != bool(changes.get("use_dora"))
+    assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
+    with model.disable_adapter():
+        bare = draw(model, merged=False)[1]()
+    assert [c.token_ids for c in merging()[0]] != [c.token_ids for c in bare[0]]  # or nothing would be shown
+
+
+def test_copies_follow_the_adapter():
+    model = adapted()
+    engine, merging = draw(model)
+    merging()
+    runner = engine.runner
+    disturb(model)
+    same(merging(), draw(model, merged=False)[1]())
+    assert engine.runner is runner  # its graphs, on a GPU, too
+    with model.disable_adapter():
+        same(merging(), draw(model, merged=False)[1]())
+    model.add_adapter("second", LoraConfig(r=2, target_modules=["q_proj", "o_proj"]))
+    model.set_adapter("second")
+    disturb(model)
+    same(merging(), draw(model, merged=False)[1]())
+    model.base_model.set_adapter(["default", "second"])
+    same(merging(), draw(model, merged=False)[1]())
+
+
+def test_siblings_of_copies_are_joined_with_plain_ones():
+    model = adapted()
+    runner = draw(model)[0]._current_runner()
+    layer = model.base_model.model.model.layers[0]
+    owners = [group.owners for group in runner.joined.groups]
+    assert [layer.self_attn.q_proj, layer.self_attn.k_proj, layer.self_attn.v_proj] in owners
+    assert [layer.mlp.gate_proj, layer.mlp.up_proj] in owners
+
+
+def test_where_it_rounds_it_is_asked_for(monkeypatch):
+    model = adapted(dtype=torch.bfloat16, size=0.02)
+    assert not worth_merging(model, None)
+    assert worth_merging(model, True)
+    found, expected = draw(model, merged=True)[1](), draw(model)[1]()
+    first = [torch.tensor([c.logprobs[0] for group in groups for c in group]) for groups in (found, expected)]
+    assert (first[0] - first[1]).abs().mean() < 0.05  # of different draws, mostly the same
+    exact = adapted()
+    assert worth_merging(exact, None)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert not worth_merging(exact, None)
+    monkeypatch.setattr(merged, "free_memory", lambda device: 1000)
+    assert not worth_merging(exact, None)
+    assert worth_merging(exact, True)
+
+
+def test_nothing_to_merge_is_told(caplog):
+    model = make("qwen2").eval()
+    draw(model, merged=True)[1]()
+    assert "there is nothing to merge" in caplog.text
+    assert MergedLayers(model).copies == {}
+
+
+def test_hooks_of_others_are_heard():
+    model = adapted()
+    layer = model.base_model.model.model.layers[0].self_attn.q_proj
+    assert can_merge(layer)
+    heard = []
+    layer.base_layer.register_forward_hook(lambda *args: heard.append(1))
+    assert not can_merge(layer)
+    draw(model)[1]()
+    assert heard
+
+
+def test_other_engines_refuse_the_option(tmp_path):
+    with pytest.raises(ConfigError, match="`merge_generation` has no effect with engine='forked'"):
+        RLOOConfig(output_dir=str(tmp_path), engine="forked", merge_generation=True)
