@@ -2,6 +2,8 @@
 
     python bench/engine.py small tldr reason          # forced lengths
     python bench/engine.py small --ragged             # lengths with a long tail
+    python bench/engine.py small --top-k 20 --top-p 0.95
+    python bench/engine.py small --lora 16 --merged 0 1
     python bench/engine.py --growth
 
 Prints ratio, tokens per second, milliseconds per decode step against the floor of the memory bus (weights, and keys
@@ -12,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import gc
+import itertools
 import json
 import time
 from dataclasses import replace
@@ -49,11 +52,11 @@ def clocked(run: Any) -> tuple[float, Any]:
     return time.perf_counter() - start, result
 
 
-def run_generate(model: Any, shape: Shape, ends: tuple[int, ...]) -> dict[str, float]:
+def run_generate(model: Any, shape: Shape, ends: tuple[int, ...], filters: dict[str, Any]) -> dict[str, float]:
     """As TRL does: every completion a row of its own, the forward as accelerate prepares it for `bf16=True`."""
     rows = [p.token_ids for p in prompts_of(shape) for _ in range(shape.k)]
     ids = torch.tensor(rows, device=model.device)
-    options = {"do_sample": True, "temperature": 1.0, "top_k": 0, "top_p": 1.0, "pad_token_id": 0}
+    options = {"do_sample": True, "temperature": 1.0, "top_k": 0, "top_p": 1.0, "pad_token_id": 0, **filters}
     options["eos_token_id"] = list(ends) or None
     model.generation_config.eos_token_id = None
 
@@ -81,11 +84,10 @@ def profile(engine: Any, prompts: list[Prompt], shape: Shape) -> None:
 
 
 def run_ours(
-    model: Any, shape: Shape, ends: tuple[int, ...], compiled: bool, repeat: int = 2, with_profile: bool = False
+    model: Any, shape: Shape, sampling: Sampling, *, repeat: int = 2, with_profile: bool = False, **options: Any
 ) -> dict[str, float]:
-    sampling = Sampling(max_completion_length=shape.completion, eos_token_ids=ends, pad_token_id=0)
     prompts = prompts_of(shape)
-    start, engine = clocked(lambda: NativeEngine(lambda: model, sampling, compiled=compiled))
+    start, engine = clocked(lambda: NativeEngine(lambda: model, sampling, **options))
     first, _ = clocked(lambda: list(engine.generate(prompts, shape.k, seed=0)))
     if torch.cuda.is_available():
         torch.cuda.reset_peak_memory_stats()
@@ -119,7 +121,9 @@ def steps(engine: Any, prompts: Any, shape: Shape, lengths: list[int], seconds: 
     with runner.ready():
         runner.prefill([p.token_ids for p in prompts])
         prefill, _ = clocked(lambda: runner.prefill([p.token_ids for p in prompts]))
-    weights = sum(p.numel() * p.element_size() for p in runner.model.parameters())
+    weights = sum(p.nbytes for p in runner.model.parameters())
+    if not runner.base.config.tie_word_embeddings:
+        weights -= runner.base.get_input_embeddings().weight.nbytes  # of which a step reads a line for each row
     live = shape.groups * shape.prompt + sum(n * n / 2 for n in lengths) / max(lengths)
     floor = (weights + live * runner.geometry.bytes_per_token) / BUS * 1e3
     each = (seconds - prefill) / max(lengths) * 1e3
@@ -132,26 +136,42 @@ def steps(engine: Any, prompts: Any, shape: Shape, lengths: list[int], seconds: 
 
 
 def compare(
-    name: str, shape: Shape, *, ragged: bool, ours_alone: bool, compiled: list[bool], with_profile: bool = False
-) -> None:
+    name: str, shape: Shape, *, ragged: bool, ours_alone: bool, compiled: list[bool], with_profile: bool = False,
+    filters: dict[str, Any] | None = None, lora: int = 0, merged: list[bool] | None = None,
+) -> None:  # fmt: skip
     dtype = torch.bfloat16 if torch.cuda.is_available() else torch.float32
     model = make_model(shape, dtype).eval()
+    if lora:
+        model = with_adapter(model, lora)
     ends = ends_of(shape, ragged)
+    sampling = Sampling(max_completion_length=shape.completion, eos_token_ids=ends, pad_token_id=0, **(filters or {}))
     theirs = None
     what = {"shape": name, "P": shape.prompt, "C": shape.completion, "K": shape.k, "N": shape.completions}
-    what["ragged"] = ragged
+    what |= {"ragged": ragged, **(filters or {}), **({"lora": lora} if lora else {})}
     if not ours_alone:
-        theirs = run_generate(model, shape, ends)
+        theirs = run_generate(model, shape, ends, filters or {})
         print("RESULT", json.dumps({**what, "peer": "generate", **theirs}), flush=True)
         clean()
-    for one in compiled:
-        ours = run_ours(model, shape, ends, one, with_profile=with_profile)
+    for one, copied in itertools.product(compiled, merged if lora and merged else [None]):
+        ours = run_ours(model, shape, sampling, with_profile=with_profile, compiled=one, merged=copied)
         ours["tokens_per_second"] = round(ours["tokens"] / ours["seconds"])
         if theirs is not None:
             ours["ratio"] = round(theirs["seconds"] / ours["seconds"], 2)
-        print("RESULT", json.dumps({**what, "peer": "rloom", "compiled": one, **ours}), flush=True)
+        print("RESULT", json.dumps({**what, "peer": "rloom", "compiled": one, "merged": copied, **ours}), flush=True)
     del model
     clean()
+
+
+def with_adapter(model: Any, rank: int) -> Any:
+    """LoRA on all linear layers, no longer at its beginning, where it adds nothing."""
+    from peft import LoraConfig, get_peft_model
+
+    model = get_peft_model(model, LoraConfig(r=rank, target_modules="all-linear")).eval()
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "lora_B" in name:
+                parameter.normal_(0, 0.01)
+    return model
 
 
 def clean() -> None:
@@ -186,13 +206,19 @@ def main() -> None:
     parser.add_argument("--ragged", action="store_true")
     parser.add_argument("--ours", action="store_true", help="leave model.generate out")
     parser.add_argument("--compile", type=int, nargs="*", default=[0], help="0, 1 or both")
+    parser.add_argument("--top-k", type=int)
+    parser.add_argument("--top-p", type=float)
+    parser.add_argument("--lora", type=int, default=0, help="rank of an adapter on all linear layers")
+    parser.add_argument("--merged", type=int, nargs="*", help="0, 1 or both: whether the adapter is merged into copies")
     parser.add_argument("--profile", action="store_true")
     parser.add_argument("--growth", action="store_true")
     arguments = parser.parse_args()
     for name in arguments.shapes:
         compiled = [bool(c) for c in arguments.compile]
         options = {"ragged": arguments.ragged, "ours_alone": arguments.ours, "with_profile": arguments.profile}
-        compare(name, SHAPES[name], compiled=compiled, **options)
+        options |= {"lora": arguments.lora, "merged": [bool(m) for m in arguments.merged or []]}
+        filters = {key: getattr(arguments, key) for key in ("top_k", "top_p") if getattr(arguments, key) is not None}
+        compare(name, SHAPES[name], compiled=compiled, filters=filters, **options)
     if arguments.growth:
         growth()
 

@@ -110,7 +110,7 @@ def bounds_of(logits: Tensor, parts: Tensor, sampler: Any) -> Tensor:
     _bound[(rows,)](
         logits, parts, bounds, logits.stride(0), width, stretches, 1.0 / sampler.temperature,
         min(sampler.top_k or 0, width), sampler.top_p, math.log(sampler.min_p) if sampler.min_p else 0.0,
-        TOP_K=bool(sampler.top_k), TOP_P=sampler.top_p < 1.0, MIN_P=bool(sampler.min_p), BITS=DIGITS.get(logits.dtype, 32),
-        PARTS=triton.next_power_of_2(stretches), BLOCK=BLOCK, num_warps=16,
+        TOP_K=bool(sampler.top_k), TOP_P=sampler.top_p < 1.0, MIN_P=bool(sampler.min_p),
+        BITS=DIGITS.get(logits.dtype, 32), PARTS=triton.next_power_of_2(stretches), BLOCK=BLOCK, num_warps=16,
     )  # fmt: skip
     return bounds

@@ -319,7 +319,8 @@ class Runner:
                 torch.cuda.current_stream().wait_stream(stream)
                 graph = torch.cuda.CUDAGraph()
                 self.pool = self.pool or torch.cuda.graph_pool_handle()
-                with torch.cuda.graph(graph, pool=self.pool):
+                # by thread: rewards may run a model, and take memory, in another meanwhile
+                with torch.cuda.graph(graph, pool=self.pool, capture_error_mode="thread_local"):
                     self._step(rows, cache)
             bucket.graph = graph
         except torch.OutOfMemoryError:
