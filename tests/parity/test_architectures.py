@@ -18,7 +18,7 @@ from rloom.models.attention import CompiledLayers, packed_attention, running
 from rloom.models.logprobs import Forward
 from rloom.models.proof import why_not_packed
 from rloom.types import Rollout
-from tests.architectures import ARCHITECTURES, VOCAB, make
+from tests.architectures import ARCHITECTURES, GQA, VOCAB, make
 
 
 @pytest.fixture(scope="module")
@@ -175,3 +175,16 @@ def test_what_does_not_fit_is_found(config, reason, caplog):
 
     assert not proves_packing(model)
     assert "training uses padded micro-batches" in caplog.text
+
+
+@pytest.mark.parametrize("window", [40, 1500])
+def test_a_window_that_does_not_arrive_is_found(window, monkeypatch):
+    from rloom.models import attention
+
+    sizes = {"sliding_window": window, "max_position_embeddings": 4096, "initializer_range": 0.5}
+    torch.manual_seed(0)
+    model = tf.MistralForCausalLM(tf.MistralConfig(**{**GQA, **sizes}))
+    assert why_not_packed(model) is None
+    original = attention.attend_packed
+    monkeypatch.setattr(attention, "attend_packed", lambda *args: original(*args[:5], None, *args[6:]))
+    assert "packed and padded forwards" in why_not_packed(model)

@@ -19,11 +19,12 @@ from rloom.models.attention import num_calls, packed_attention, running
 from rloom.models.load import base_of, has_virtual_tokens, keeps_other_state
 from rloom.models.logprobs import Forward
 from rloom.models.looking import sees_ahead
+from rloom.models.windows import window_to_cross
 from rloom.types import Rollout
 
 logger = logging.getLogger(__name__)
 
-LONGEST_WINDOW = 1024  # windows up to this are crossed in the proof; longer ones would make it slow
+WITH_GRADIENT = 1024  # tokens of a window up to which gradients are compared too; activations of more take memory
 
 
 def proves_packing(model: Any) -> bool:
@@ -91,7 +92,12 @@ def why_not_packed(model: Any, rollout: Rollout | None = None) -> str | None:
     try:
         if rollout is not None and sees_ahead(model, rollout.prompt_ids[0], rollout.prompt_inputs[0]):
             return f"image tokens of {type(base).__name__} see each other both ways"
-        return _compare(model, base, _rollout(base.config.get_text_config()) if rollout is None else rollout)
+        if rollout is not None:
+            return _compare(model, base, rollout)
+        config = base.config.get_text_config()
+        window = window_to_cross(model, config)
+        reason = _compare(model, base, _rollout(config, window if window <= WITH_GRADIENT else 0))
+        return _across(model, base, window) if reason is None and window > WITH_GRADIENT else reason
     except Exception as error:  # whatever an architecture does not like about packed rows, padded ones remain
         logger.debug("the packed forward failed", exc_info=True)
         return f"{type(base).__name__} does not run on packed rows ({type(error).__name__}: {str(error)[:120]})"
@@ -99,18 +105,27 @@ def why_not_packed(model: Any, rollout: Rollout | None = None) -> str | None:
         model.train(training)
 
 
-def _compare(model: Any, base: Any, rollout: Rollout) -> str | None:
+def _across(model: Any, base: Any, window: int) -> str | None:
+    """What is wrong across a long window; nothing that is known of, where there is no memory to try it."""
+    try:
+        return _compare(model, base, _rollout(base.config.get_text_config(), window), with_gradient=False)
+    except torch.OutOfMemoryError:
+        logger.info("a window of %d tokens was not tried out: there is no memory for it", window)
+        return None
+
+
+def _compare(model: Any, base: Any, rollout: Rollout, *, with_gradient: bool = True) -> str | None:
     config = base.config.get_text_config()
     rows = list(range(len(rollout)))
     device = next(model.parameters()).device
     forward = Forward(model, temperature=1.0)
-    probe = _probe(model)
+    probe = _probe(model) if with_gradient else None
     padded = Batcher(packed=False, pad_token_id=0).make(rollout, rows, device)
     packing = Batcher(packed=True, pad_token_id=0)
     packing.images_packed = True
     packed = packing.make(rollout, rows, device)
     assert packed.packed is not None
-    with torch.enable_grad():
+    with torch.set_grad_enabled(with_gradient):
         plain = forward(model, padded).logprobs
         plain_grad = None if probe is None else _gradient(plain, probe)
         with packed_attention([base]), running(packed.packed):
@@ -132,11 +147,10 @@ def _compare(model: Any, base: Any, rollout: Rollout) -> str | None:
     return None
 
 
-def _rollout(config: Any) -> Rollout:
-    """Two prompts of different lengths with two completions each, across any attention window that is not too long."""
-    window = getattr(config, "sliding_window", None) or 0
+def _rollout(config: Any, window: int = 0) -> Rollout:
+    """Two prompts of different lengths with two completions each, the longer across the window if there is one."""
     limit = getattr(config, "max_position_embeddings", None) or 1024
-    length = min(window + 8 if window <= LONGEST_WINDOW else 24, max(8, limit // 2))
+    length = window + 8 if window else min(24, max(8, limit // 2))
     draw = random.Random(0)
     tokens = min(config.vocab_size, 1000)
     lengths = [(length, 5), (length, 3), (4, 6), (4, 2)]

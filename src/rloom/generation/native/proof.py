@@ -20,6 +20,7 @@ from rloom.generation.native.rows import not_finite
 from rloom.generation.native.scheduler import Scheduler, Sequence, SharedPrompt
 from rloom.models.load import has_virtual_tokens, keeps_other_state
 from rloom.models.looking import one_row, sees_ahead
+from rloom.models.windows import window_to_cross
 from rloom.types import Prompt
 
 if TYPE_CHECKING:
@@ -27,8 +28,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-LONGEST_WINDOW = 8192  # windows up to this are crossed in the proof, on a GPU
-TRIED_ON_CPU = 10**11  # tokens times weights: ten to twenty seconds
 LEAST = 72  # tokens of the longer prompt: more than a page
 STEPS = 3
 NOISE = 0.06
@@ -58,7 +57,7 @@ def why_not_native(model: Any, runner: Runner, pictured: list[Prompt] | None = N
     try:
         with torch.no_grad():
             if pictured is None:
-                return _compare(model, runner, name, *_tokens(text, _tokens_to_try(model)))
+                return _compare(model, runner, name, *_tokens(text, window_to_cross(model, text)))
             if sees_ahead(model, pictured[0].token_ids, pictured[0].inputs):
                 return f"image tokens of {name} see each other both ways"
             return _compare(model, runner, name, *_after(pictured, placeholder_ids(base.config)))
@@ -161,21 +160,10 @@ def _after(pictured: list[Prompt], placeholders: tuple[int, ...]) -> tuple[list[
     return prompts, [[[draw.choice(words) for _ in range(STEPS + 1)] for _ in range(2)] for _ in prompts]
 
 
-def _tokens_to_try(model: Any) -> int:
-    """How long a prompt may be for the proof to stay quick."""
-    if next(model.parameters()).device.type != "cpu":
-        return LONGEST_WINDOW
-    return min(LONGEST_WINDOW, TRIED_ON_CPU // sum(p.numel() for p in model.parameters()))
-
-
-def _tokens(config: Any, most: int) -> tuple[list[Prompt], list[list[list[int]]]]:
-    """Two prompts of different lengths with two completions each, across any window of at most `most` tokens."""
-    window = getattr(config, "sliding_window", None) or 0
+def _tokens(config: Any, window: int) -> tuple[list[Prompt], list[list[list[int]]]]:
+    """Two prompts of different lengths with two completions each, across the window if there is one."""
     limit = getattr(config, "max_position_embeddings", None) or 1024
-    if most < window < limit - 16:
-        logger.info("a window of %d tokens was not tried out: that would take long here", window)
-    across = window + 8 if 0 < window <= min(most, limit - 16) else 0
-    length = across or min(LEAST, max(8, limit // 2))
+    length = max(window + 8, LEAST) if window else min(LEAST, max(8, limit // 2))
     draw = random.Random(0)
     vocabulary = min(config.vocab_size, 1000)
     tokens = lambda count: [draw.randrange(vocabulary) for _ in range(count)]  # noqa: E731
