@@ -505,12 +505,12 @@ class RLOOConfig(OlderNames, TrainingArguments, metaclass=_Remembering):
     # -- refusals
 
     def _check_sampling(self) -> None:
+        check_sampling({name: getattr(self, name) for name in RULES})
         if self.temperature <= 0:  # what can be sampled with need not teach anything
             raise ConfigError(
                 f"temperature must be above 0, not {self.temperature}: at 0 all completions of a prompt are the same "
                 "and there is nothing to compare"
             )
-        check_sampling({name: getattr(self, name) for name in RULES})
 
     @property
     def instead_of_error(self) -> str | float:
@@ -557,7 +557,7 @@ class RLOOConfig(OlderNames, TrainingArguments, metaclass=_Remembering):
         if self.engine is not None:
             check_choice("engine", self.engine, ENGINES)
         resolve_vllm(self, given=self._given)
-        if self.merge_generation is not None and self.engine not in (None, "native"):
+        if self.merge_generation and self.engine not in (None, "native"):
             raise ConfigError(f"`merge_generation` has no effect with engine={self.engine!r}: leave one of them out")
         if self.use_transformers_continuous_batching or self.use_transformers_paged:
             raise ConfigError(

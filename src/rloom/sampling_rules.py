@@ -17,11 +17,11 @@ Rule = tuple[Callable[[Any], bool], str]
 
 
 def _number(holds: Callable[[Any], bool]) -> Callable[[Any], bool]:
-    return lambda value: isinstance(value, Real) and holds(value)
+    return lambda value: isinstance(value, Real) and not isinstance(value, bool) and holds(value)
 
 
 def _whole(holds: Callable[[Any], bool]) -> Callable[[Any], bool]:
-    return lambda value: isinstance(value, Integral) and holds(value)
+    return lambda value: isinstance(value, Integral) and not isinstance(value, bool) and holds(value)
 
 
 def _or_none(holds: Callable[[Any], bool]) -> Callable[[Any], bool]:
@@ -61,6 +61,10 @@ def check_sampling(values: Mapping[str, Any]) -> None:
 
 def _check_stops(name: str, stops: Any) -> None:
     """Every text has the empty one in it, so that a completion would end with its first token."""
-    for stop in [] if not stops or isinstance(stops, str) else stops:
+    if stops is None or isinstance(stops, str):
+        return
+    if not isinstance(stops, list | tuple):
+        raise ConfigError(f"{name} must be a text or a list of texts, not {stops!r}")
+    for stop in stops:
         if not isinstance(stop, str) or not stop:
             raise ConfigError(f"{name} must be texts of at least one character, not {stop!r}: take it out")

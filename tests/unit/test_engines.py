@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 import shutil
 from concurrent.futures import ThreadPoolExecutor
 
@@ -285,6 +286,78 @@ def test_texts_are_looked_at_once_for_several_tokens():
     engine = NativeEngine(lambda: model, options, tokenizer=Counting())
     list(engine.generate(prompts(3), 1, seed=0))
     assert len(calls) <= 2 * (1 + 40 // 4)  # what is new, and its end
+
+
+@pytest.mark.parametrize("chunk", [1, 4, 16])
+@pytest.mark.parametrize("tail", [[240, 98], [240, 159, 152, 128], [98, 98]])
+def test_bytes_that_are_no_character_hide_no_stop_string(chunk, tail):
+    """Some decoders make a run of bytes that is none unreadable as a whole, with the line's end in it."""
+    from rloom.generation.native.scheduler import Sequence, SharedPrompt
+
+    class Fallback:
+        def decode(self, tokens, **options):
+            runs = "".join(chr(t) if t in (97, 98) else f"<{t}>" for t in tokens).replace("><", ",")
+            read = lambda found: bytes(map(int, found[1].split(","))).decode(errors="replace")  # noqa: E731
+            whole = lambda found: "\ufffd" if "\ufffd" in read(found) else read(found)  # noqa: E731
+            return re.sub(r"<([0-9,]+)>", whole, runs)
+
+    tokens = [97, 98, 10, *tail, *[98] * 12]
+    options = sampling(max_completion_length=99, eos_token_ids=(), extra={"stop_strings": ["\n"]})
+    engine = NativeEngine(make_model, options, tokenizer=Fallback(), prove=False)
+    sequence = Sequence(SharedPrompt([5]), 0, 0, key=0)
+    for start in range(0, len(tokens), chunk):
+        part = tokens[start : start + chunk]
+        if engine._may_stop(sequence, part):
+            engine._append_one_by_one(sequence, part, torch.zeros(len(part), 3).numpy())
+        else:
+            sequence.extend(part, torch.zeros(len(part), 3).numpy())
+        if sequence.stop_reason:
+            break
+    assert (sequence.tokens, sequence.stop_reason) == (tokens[:3], "stop_string")
+
+
+@pytest.mark.parametrize("how", ["model", "layers", "wrapper"])
+def test_models_that_somebody_compiled(how):
+    expected = [c.token_ids for g in _drawn(make_model().eval()) for c in g.completions]
+    model = make_model().eval()
+    torch._dynamo.reset()
+    if how == "model":
+        model.compile(backend="eager")
+    elif how == "layers":
+        for layer in model.model.layers:
+            layer.compile(backend="eager")
+    else:
+        model = torch.compile(model, backend="eager")
+    assert [c.token_ids for g in _drawn(model) for c in g.completions] == expected
+    torch._dynamo.reset()
+
+
+def _drawn(model):
+    engine = NativeEngine(lambda: model, sampling())
+    return sorted(engine.generate(prompts(1, 3, 9), 2, seed=3), key=lambda group: len(group.prompt.token_ids))
+
+
+def test_an_engine_made_while_another_thread_generates():
+    model = make_model().eval()
+    options = sampling(max_completion_length=60)
+    engine = NativeEngine(lambda: model, options)
+    with ThreadPoolExecutor(1) as thread:
+        running = thread.submit(lambda: [list(engine.generate(prompts(3, 9, 20), 8, seed=s)) for s in range(4)])
+        made = [choose_engine(lambda: model, options) for _ in range(4)]
+        running.result()
+    assert {type(one) for one in made} == {NativeEngine}
+
+
+def test_engines_of_one_model_leave_each_other_alone():
+    model = make_model(hidden_size=64).eval()
+    engines = [NativeEngine(lambda: model, sampling()) for _ in range(2)]
+    runners = []
+    for seed in range(3):
+        for engine in engines:
+            list(engine.generate(prompts(3, 9), 2, seed=seed))
+            runners.append(engine.runner)
+    assert len(set(map(id, runners[2:]))) == 2
+    assert runners[-1].joined.forwards()
 
 
 def test_first_tokens_are_drawn_some_at_a_time(monkeypatch):

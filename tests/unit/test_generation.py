@@ -156,3 +156,26 @@ def test_fake_engine_is_an_engine_and_may_lose_a_completion():
     assert isinstance(fake, Engine)
     assert tokens(fake.generate(PROMPTS[:1], 3, seed=0)) == [[[4, 2], [6, 2]]]
     assert fake.calls == [(PROMPTS[:1], 3, 0)]
+
+
+def test_numbers_of_numpys_become_plain_ones():
+    import numpy as np
+
+    sampling = Sampling(
+        max_completion_length=np.int64(4),
+        eos_token_ids=(2,),
+        pad_token_id=0,
+        temperature=np.float32(0.5),
+        top_k=np.int64(3),
+    )
+    values = (sampling.max_completion_length, sampling.temperature, sampling.top_k)
+    assert values == (4, 0.5, 3)
+    assert [type(value) for value in values] == [int, float, int]
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"top_k": True}, {"temperature": True}, {"extra": {"stop_strings": 5}}, {"temperature": "0.7"}]
+)
+def test_what_is_no_number_is_refused(wrong):
+    with pytest.raises(ConfigError, match="must be"):
+        Sampling(**{"max_completion_length": 4, "eos_token_ids": (2,), "pad_token_id": 0, **wrong})

@@ -7,7 +7,7 @@ import torch
 from peft import LoraConfig, get_peft_model
 
 from rloom import RLOOConfig
-from rloom.errors import ConfigError
+from rloom.errors import ConfigError, EngineError
 from rloom.generation import NativeEngine, Sampling
 from rloom.generation.native import merged
 from rloom.generation.native.merged import MergedLayers, can_merge, worth_merging
@@ -128,6 +128,52 @@ def test_hooks_of_others_are_heard():
     assert not can_merge(layer)
     draw(model)[1]()
     assert heard
+
+
+def test_hooks_that_come_later_are_heard():
+    model = adapted()
+    engine, merging = draw(model)
+    merging()
+    layer = model.base_model.model.model.layers[0].self_attn.q_proj
+    heard = []
+    layer.lora_B["default"].register_forward_hook(lambda *args: heard.append(1))
+    merging()
+    assert heard
+    assert layer not in engine.runner.merged.copies
+
+
+def test_adapters_in_half_precision_are_left_beside():
+    model = adapted(size=0.1)
+    for name, parameter in model.named_parameters():
+        if "lora_" in name:
+            parameter.data = parameter.data.bfloat16()
+    assert not worth_merging(model, None)
+
+
+@pytest.mark.parametrize("merging", [False, True])
+def test_an_adapter_that_adds_nothing_yet_is_tried_too(merging):
+    """Of one that changes what a layer does nothing would be seen while it adds nothing."""
+    targets = ["q_proj.weight", "k_proj.weight", "v_proj.weight"]
+    config = LoraConfig(r=4, target_modules=[], target_parameters=targets)
+    model = get_peft_model(make("qwen2"), config).eval()
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    engine, _ = draw(model, merged=merging)
+    assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
+    disturb(model)
+    for group in engine.generate(PROMPTS, 2, seed=1):
+        for completion in group.completions:
+            ids = torch.tensor([group.prompt.token_ids + completion.token_ids])
+            with torch.no_grad():
+                logprobs = model(input_ids=ids).logits[0].log_softmax(-1)[len(group.prompt.token_ids) - 1 : -1]
+            truth = logprobs.gather(-1, torch.tensor(completion.token_ids)[:, None])[:, 0]
+            torch.testing.assert_close(torch.tensor(completion.logprobs), truth, rtol=0, atol=1e-4)
+
+
+def test_an_adapter_that_looks_at_the_prompt_is_refused():
+    config = LoraConfig(r=4, target_modules=["q_proj", "v_proj"], alora_invocation_tokens=[5], task_type="CAUSAL_LM")
+    model = get_peft_model(make("qwen2"), config).eval()
+    with pytest.raises(EngineError):
+        draw(model)
 
 
 def test_other_engines_refuse_the_option(tmp_path):

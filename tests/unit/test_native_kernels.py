@@ -122,6 +122,9 @@ def test_paged_attention_is_dense_attention(heads, widths, window, softcap, sink
         {"repetition_penalty": 1.4, "top_k": 300, "top_p": 0.7, "never": (3, 8999)},
         {"never": (3, 8999)},
         {"top_k": 99_999},
+        {"min_p": 1.0, "temperature": 0.7},
+        {"min_p": 1.0, "temperature": 1.3, "top_k": 9},
+        {"top_p": 1e-50},
     ],
 )
 def test_the_draw(options):
@@ -158,7 +161,8 @@ def test_what_filters_leave(options, dtype, shift, monkeypatch):
     logits[1, :2000] = logits[1, 0]  # all alike
     logits[2, 7:] = -torch.inf  # fewer than k
     sampler = Sampler(Sampling(max_completion_length=4, eos_token_ids=(), pad_token_id=0, temperature=0.9, **options))
-    kept = logits.float() >= bound_kernels.bounds_of(logits, _parts(logits, 1 / 0.9), sampler)[:, None]
+    scaled = logits.float() * torch.tensor(1 / 0.9)
+    kept = scaled >= bound_kernels.bounds_of(logits, _parts(logits, 1 / 0.9), sampler)[:, None]
     for line, found in zip(logits.double(), kept, strict=True):
         left = torch.ones_like(found)
         if "top_k" in options:

@@ -16,7 +16,7 @@ def read_rows(path: str) -> Iterator[tuple[str, dict[str, Any]]]:
 
     Read as bytes, whose lines end with a line feed and nothing else: U+2028 and its like may stand in a text.
     """
-    if not Path(path).exists():  # a pipe is no file, and will do
+    if not Path(path).exists() or Path(path).is_dir():  # a pipe is no file, and will do
         raise DataError(f"there is no file {path}")
     with open(path, "rb") as file:
         for number, line in enumerate(file, 1):

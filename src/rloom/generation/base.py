@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, fields
+from numbers import Integral
 from typing import Any, Protocol, runtime_checkable
 
 from rloom.errors import EngineError
-from rloom.sampling_rules import check_sampling
+from rloom.sampling_rules import RULES, check_sampling
 from rloom.types import EOS, LENGTH, STOP_STRING, Completion, Group, Prompt
 
 
@@ -36,6 +37,11 @@ class Sampling:
 
     def __post_init__(self) -> None:
         check_sampling({option.name: getattr(self, option.name) for option in fields(self)})
+        for name in RULES:  # numbers of numpy's are no numbers to kernels
+            value = getattr(self, name)
+            if value is not None:
+                whole = isinstance(value, Integral)
+                object.__setattr__(self, name, int(value) if whole else float(value))
 
     @property
     def stop_strings(self) -> list[str]:
@@ -100,4 +106,5 @@ def has_stop(tokens: Sequence[int], stops: Sequence[str], tokenizer: Any, new: i
     longest = max(len(stop.encode()) for stop in stops)
     tail = list(tokens[-(longest + 7 + new) :])  # a token is at least a byte
     text = tokenizer.decode(tail, clean_up_tokenization_spaces=False)  # which would take back what was there
-    return any(stop in text for stop in stops)
+    # Bytes that are no character yet may hide what came before them: then each token has to be looked at.
+    return any(stop in text for stop in stops) or (new > 1 and "\N{REPLACEMENT CHARACTER}" in text)

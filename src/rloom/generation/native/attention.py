@@ -54,7 +54,7 @@ _active = _Active()
 def prefilling(cache: Cache | None, row: PackedRow) -> Iterator[dict[int, Layer]]:
     """Attention calls are about these prompts; yields what each layer keeps, filled as they come."""
     _active.cache, _active.prompts, _active.rows = cache, row, None
-    _active.found, _active.calls = {}, 0
+    _active.found, _active.calls, _active.order = {}, 0, ()
     try:
         with running(row):
             yield _active.found
@@ -104,7 +104,9 @@ def _attention(
 ) -> tuple[Tensor, None]:
     """The function that transformers calls. Returns (B, T, H, E)."""
     scale = query.shape[-1] ** -0.5 if scaling is None else float(scaling)
-    if torch.compiler.is_compiling():  # one operator: a layer's number in here would have every layer compiled anew
+    if torch.compiler.is_compiling() and query.shape[2] == 1:
+        # One operator: a layer's number in here would have every layer compiled anew. (Prompts are run by compiled
+        # layers only where somebody else compiled them.)
         options = (scale, sliding_window or 0, softcap or 0.0)
         return torch.ops.rloom.native_decode(query, key, value, s_aux, *options), None
     return _run(query, key, value, s_aux, int(module.layer_idx), scale, sliding_window or 0, softcap or 0.0), None
@@ -140,7 +142,7 @@ def _run(
 
 def _run_next(query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None, *options: Any) -> Tensor:
     """The layer whose turn it is: they come in the same order each time."""
-    return _run(query, key, value, sinks, _active.order[_active.calls], *options)
+    return _run(query, key, value, sinks, _turn(), *options)
 
 
 def _run_next_rotating(
@@ -148,8 +150,11 @@ def _run_next_rotating(
     scale: float, window: int, cap: float,
 ) -> Tensor:  # fmt: skip
     """The same for query and key that are still to be rotated."""
-    layer = _active.order[_active.calls]
-    return _run(query, key, value, sinks, layer, scale, window, cap, (cos, sin))
+    return _run(query, key, value, sinks, _turn(), scale, window, cap, (cos, sin))
+
+
+def _turn() -> int:
+    return _active.order[_active.calls] if _active.order else _active.calls
 
 
 AttentionInterface.register(NAME, _attention)

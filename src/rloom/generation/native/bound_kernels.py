@@ -19,6 +19,10 @@ DIGITS = {torch.bfloat16: 16, torch.float16: 20, torch.float32: 32}
 """Bits of a float32 in which logits of a type differ."""
 
 
+LEAST_TOP_P = 1e-30
+"""Less would be nothing in float32, and keep nothing; this keeps the likeliest."""
+
+
 @triton.jit
 def _ordered(x):  # type: ignore[no-untyped-def]
     """float32 → uint32, in the same order."""
@@ -71,7 +75,8 @@ def _search(  # type: ignore[no-untyped-def]
         digit = tl.where(tl.sum(above_first, 0) < wanted, one ^ one, digit)
         found = found | (digit << shift)
         shift = shift - 2
-    return found
+    rest = (one << (32 - BITS)) - 1 if BITS < 32 else one - one
+    return tl.where((found >> 31) != 0, found, found | rest)  # bits that were not looked at are 0, in negative keys 1
 
 
 @triton.jit
@@ -96,20 +101,21 @@ def _bound(  # type: ignore[no-untyped-def]
             held += weight
         nucleus = _search(line, width, least, top_p * tl.sum(held, 0), top, inverse, False, BITS, BLOCK)
         least = tl.maximum(least, nucleus)
-    bound = _value(least)
+    bound = _value(least) * inverse
     if MIN_P:
-        bound = tl.maximum(bound, (top + log_min_p) / inverse)
+        bound = tl.maximum(bound, tl.minimum(top + log_min_p, top))
     tl.store(bounds + row, bound)
 
 
 def bounds_of(logits: Tensor, parts: Tensor, sampler: Any) -> Tensor:
-    """(B,): the least of each row's logits that may be drawn. `parts`: the sums of the rows, at the temperature."""
+    """(B,): the least of each row's logits, over the temperature, that may be drawn. `parts`: the sums of the rows."""
     rows, width = logits.shape
     stretches = parts.shape[1]
     bounds = torch.empty(rows, dtype=torch.float32, device=logits.device)
+    log_min_p = math.log(sampler.min_p) if sampler.min_p else 0.0
     _bound[(rows,)](
         logits, parts, bounds, logits.stride(0), width, stretches, 1.0 / sampler.temperature,
-        min(sampler.top_k or 0, width), sampler.top_p, math.log(sampler.min_p) if sampler.min_p else 0.0,
+        min(sampler.top_k or 0, width), max(sampler.top_p, LEAST_TOP_P), log_min_p,
         TOP_K=bool(sampler.top_k), TOP_P=sampler.top_p < 1.0, MIN_P=bool(sampler.min_p),
         BITS=DIGITS.get(logits.dtype, 32), PARTS=triton.next_power_of_2(stretches), BLOCK=BLOCK, num_warps=16,
     )  # fmt: skip

@@ -16,6 +16,7 @@ from rloom.data.model_inputs import placeholder_ids
 from rloom.errors import EngineError
 from rloom.generation.base import Sampling, has_stop, is_end, nothing_asked
 from rloom.generation.native.memory import free_memory
+from rloom.generation.native.merged import can_merge
 from rloom.generation.native.noise import key_of
 from rloom.generation.native.pages import Pages
 from rloom.generation.native.proof import why_not_native
@@ -73,7 +74,9 @@ class NativeEngine:
         self._seen: tuple[Any, ...] | None = None  # the weights that the runner was made for
         self.requeued = 0
         if prove:
-            reason = why_not_native(get_model(), self._new_runner(get_model()))
+            model = get_model()
+            with lock_of(base_of(model)):  # another thread may generate with it
+                reason = why_not_native(model, self._new_runner(model))
             if reason is not None:
                 raise EngineError(reason)
 
@@ -101,8 +104,10 @@ class NativeEngine:
         if self._images is None:
             ordered = sorted((p for p in prompts if p.inputs), key=lambda prompt: len(prompt.token_ids))
             some = ordered[:1] + ordered[1:][-1:]
+            model = self.get_model()
             try:
-                self._images = (why_not_native(self.get_model(), self._current_runner(), some),)
+                with lock_of(base_of(model)):
+                    self._images = (why_not_native(model, self._current_runner(), some),)
             except torch.OutOfMemoryError:  # which may be otherwise next time
                 return "there was no memory left to try it"
         return self._images[0]
@@ -260,7 +265,7 @@ class NativeEngine:
             before = None if seen is None else seen[lines]
             drawn.append(runner.draw(logits[lines], part, torch.zeros_like(part), before))
         stats = torch.cat([x.stats() for x in drawn]).cpu().numpy()
-        if np.isnan(stats[:, 0]).any():
+        if np.isnan(stats[:, :2]).any():
             raise not_finite()
         return torch.cat([x.tokens for x in drawn]).tolist(), stats
 
@@ -340,7 +345,8 @@ def _whereabouts(model: Any) -> tuple[Any, ...]:
     pointers = [x.data_ptr() for x in (*model.parameters(), *model.buffers())]
     adapters = [m for m in model.modules() if hasattr(m, "disable_adapters") and hasattr(m, "merged")]
     switches = [
-        (m.disable_adapters, m.merged, m.active_adapters, sorted(getattr(m, "scaling", {}).items())) for m in adapters
+        (m.disable_adapters, m.merged, m.active_adapters, sorted(getattr(m, "scaling", {}).items()), can_merge(m))
+        for m in adapters
     ]
     device = next(model.parameters()).device.type
     autocast = (torch.is_autocast_enabled(device), torch.get_autocast_dtype(device))

@@ -7,6 +7,7 @@ are trained in place, and the next product sees what an update has written.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -17,6 +18,9 @@ from torch.nn import functional
 SIBLINGS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 ALIGNMENT = 64
 """Bytes that every weight must begin at a multiple of, as it does in memory of its own: kernels rely on it."""
+
+
+_laid: weakref.WeakValueDictionary[int, Tensor] = weakref.WeakValueDictionary()  # by address
 
 
 class JoinedLayers:
@@ -58,16 +62,8 @@ class Siblings:
 
     def in_place(self) -> bool:
         """Whether the layers' weights are where they were laid: they may have been moved or replaced since."""
-        for whole, parts in (
-            (self.weight, [x.weight for x in self.layers]),
-            (self.bias, [x.bias for x in self.layers]),
-        ):
-            expected = 0 if whole is None else whole.data_ptr()
-            for part in parts if whole is not None else ():
-                if part.data_ptr() != expected:
-                    return False
-                expected += part.numel() * part.element_size()
-        return True
+        weights_lie = _lie_in(self.weight, [x.weight for x in self.layers])
+        return weights_lie and (self.bias is None or _lie_in(self.bias, [x.bias for x in self.layers]))
 
     def _forward(self, index: int) -> Callable[[Tensor], Tensor]:
         """Of one layer. Only for steps of one token a row: longer inputs gain nothing, and would keep more memory."""
@@ -107,6 +103,8 @@ def _siblings(
 
 def _plain(layer: Any) -> nn.Linear | None:
     """The linear layer itself, or the one under an adapter; None for any other kind."""
+    if hasattr(layer, "parameter_name"):  # an adapter of the weight itself, which it changes while it is used
+        return None
     layer = getattr(layer, "base_layer", layer)
     if type(layer) is not nn.Linear or "forward" in layer.__dict__:  # quantized, or accelerate moves its weights about
         return None
@@ -137,8 +135,22 @@ def _laid_together(parameters: list[Any]) -> Tensor:
     Each gets a storage of its own over its part, by way of DLPack: plain views would share one, and what is saved by
     storage (accelerate, safetensors) would leave all but one of them out.
     """
+    known = _laid.get(parameters[0].data_ptr())
+    if known is not None and _lie_in(known, parameters):
+        return known  # by another engine of the same model
     with torch.inference_mode(False), torch.no_grad():
         whole = torch.cat([p.data for p in parameters])
         for parameter, part in zip(parameters, whole.split([len(p) for p in parameters]), strict=True):
             parameter.data = torch.from_dlpack(part)
+    _laid[whole.data_ptr()] = whole
     return whole
+
+
+def _lie_in(whole: Tensor, parts: list[Any]) -> bool:
+    """Whether these tensors lie in it one after the other, and fill it."""
+    expected = whole.data_ptr()
+    for part in parts:
+        if part.data_ptr() != expected:
+            return False
+        expected += _bytes(part)
+    return expected == whole.data_ptr() + _bytes(whole)

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from rloom.generation.native.joined import SIBLINGS
 from rloom.generation.native.memory import free_memory
 
 logger = logging.getLogger(__name__)
@@ -36,13 +37,20 @@ class MergedLayers:
     """
 
     def __init__(self, model: nn.Module) -> None:
-        self.copies: dict[nn.Module, nn.Linear] = {m: _copy(m) for m in model.modules() if can_merge(m)}
+        layers: list[Any] = [layer for layer in model.modules() if can_merge(layer)]
+        self.copies: dict[nn.Module, nn.Linear] = {layer: _copy(layer.base_layer) for layer in layers}
+        for layer in _siblings_without(self.copies, model):  # so that they can be one product
+            self.copies[layer] = _copy(layer)
+        if self.copies:
+            self.refresh()
 
     @torch.no_grad()
     def refresh(self) -> None:
         """Merge what the adapters are now."""
-        for layer, copy in self.copies.items():
-            copy.weight.copy_(merged_weight(layer))
+        device = next((copy.weight.device.type for copy in self.copies.values()), "cpu")
+        with torch.autocast(device, enabled=False):
+            for layer, copy in self.copies.items():
+                copy.weight.copy_(layer.weight if type(layer) is nn.Linear else merged_weight(layer))
 
     def forwards(self) -> list[tuple[nn.Module, Callable[..., Tensor]]]:
         """The layers, each with the forward that uses its copy."""
@@ -59,7 +67,8 @@ def worth_merging(model: nn.Module, asked: bool | None) -> bool:
     if asked is not None:
         return asked
     device = next(model.parameters()).device
-    if torch.is_autocast_enabled(device.type) or any(weight.dtype != torch.float32 for weight in weights):
+    parts = [*weights, *(part for layer in layers for name in _active(layer) for part in _adapter(layer, name))]
+    if torch.is_autocast_enabled(device.type) or any(part.dtype != torch.float32 for part in parts):
         return False
     return sum(weight.nbytes for weight in weights) <= SHARE_OF_FREE_MEMORY * free_memory(device)
 
@@ -71,8 +80,10 @@ def can_merge(layer: Any) -> bool:
     base, active = layer.base_layer, _active(layer)
     return (
         type(base) is nn.Linear
-        and not any("forward" in x.__dict__ or x._forward_hooks or x._forward_pre_hooks for x in (layer, base))
+        and type(base.weight) is nn.Parameter
+        and not any("forward" in x.__dict__ or x._forward_hooks or x._forward_pre_hooks for x in layer.modules())
         and bool(active)
+        and not layer.fan_in_fan_out
         and not (layer.disable_adapters or layer.merged)
         and not any(name in layer.lora_variant or layer.lora_bias.get(name) for name in active)
     )
@@ -81,16 +92,36 @@ def can_merge(layer: Any) -> bool:
 def merged_weight(layer: Any) -> Tensor:
     """The base's weight and what its adapters add, rounded once."""
     weight = layer.base_layer.weight
-    added = sum(layer.get_delta_weight(name).float() for name in _active(layer))
-    return (weight.float() + added).to(weight.dtype)
+    merged = weight.float()
+    for name in _active(layer):
+        down, up = _adapter(layer, name)
+        merged = merged + (up.float() @ down.float()) * layer.scaling[name]
+    return merged.to(weight.dtype)
+
+
+def _adapter(layer: Any, name: str) -> tuple[Tensor, Tensor]:
+    return layer.lora_A[name].weight, layer.lora_B[name].weight
+
+
+def _siblings_without(copies: dict[nn.Module, nn.Linear], model: nn.Module) -> list[nn.Linear]:
+    """Plain layers that read the same input as some that have copies."""
+    found: list[nn.Linear] = []
+    for module in model.modules():
+        for names in SIBLINGS:
+            parts = [getattr(module, name, None) for name in names]
+            plain = [part for part in parts if type(part) is nn.Linear and "forward" not in part.__dict__]
+            if any(part in copies for part in parts) and len(plain) + sum(part in copies for part in parts) == len(
+                parts
+            ):
+                found += plain
+    return found
 
 
 def _active(layer: Any) -> list[str]:
     return [name for name in layer.active_adapters if name in layer.lora_A]
 
 
-def _copy(layer: Any) -> nn.Linear:
-    base = layer.base_layer
+def _copy(base: nn.Linear) -> nn.Linear:
     copy = nn.Linear(base.in_features, base.out_features, bias=False, device="meta")
     copy.weight = nn.Parameter(base.weight.detach().clone(), requires_grad=False)
     copy.bias = base.bias  # itself: it may be trained

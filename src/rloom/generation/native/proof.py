@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import logging
 import random
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -55,7 +57,7 @@ def why_not_native(model: Any, runner: Runner, pictured: list[Prompt] | None = N
     training = model.training
     model.eval()
     try:
-        with torch.no_grad():
+        with torch.no_grad(), _stirred(model):
             if pictured is None:
                 return _compare(model, runner, name, *_tokens(text, window_to_cross(model, text)))
             if sees_ahead(model, pictured[0].token_ids, pictured[0].inputs):
@@ -68,6 +70,20 @@ def why_not_native(model: Any, runner: Runner, pictured: list[Prompt] | None = N
         return f"{name} does not run with the engine's attention ({type(error).__name__}: {str(error)[:120]})"
     finally:
         model.train(training)
+
+
+@contextmanager
+def _stirred(model: Any) -> Iterator[None]:
+    """Adapters that add nothing yet add something meanwhile: else what is wrong with them would not be seen."""
+    fresh = [p for name, p in model.named_parameters() if "lora_B" in name and p.numel() and not p.any()]
+    for index, parameter in enumerate(fresh):
+        noise = torch.randn(parameter.shape, generator=torch.Generator().manual_seed(index))
+        parameter.copy_(0.1 * noise)
+    try:
+        yield
+    finally:
+        for parameter in fresh:
+            parameter.zero_()
 
 
 def _compare(

@@ -40,7 +40,7 @@ class Look:
             self.arrived.synchronize()
         tokens, stats = self.tokens.numpy(), self.stats.numpy()
         drawn = tokens >= 0
-        if np.isnan(stats[..., 0][drawn]).any():
+        if np.isnan(stats[..., :2][drawn]).any():
             raise not_finite()
         return [row[:count].tolist() for row, count in zip(tokens, drawn.sum(1), strict=True)], stats
 

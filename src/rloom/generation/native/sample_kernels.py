@@ -35,10 +35,10 @@ def _uniform(key, position):  # type: ignore[no-untyped-def]
 @triton.jit
 def _scaled(line, offset, width, inverse, bounds, row, BOUNDED: tl.constexpr):  # type: ignore[no-untyped-def]
     """Logits over the temperature, −∞ for those below the row's bound."""
-    x = tl.load(line + offset, mask=offset < width, other=-float("inf")).to(tl.float32)
+    z = tl.load(line + offset, mask=offset < width, other=-float("inf")).to(tl.float32) * inverse
     if BOUNDED:
-        x = tl.where(x >= tl.load(bounds + row), x, -float("inf"))
-    return x * inverse
+        z = tl.where(z >= tl.load(bounds + row), z, -float("inf"))
+    return z
 
 
 @triton.jit
