@@ -398,3 +398,38 @@ def test_sum_and_norm_as_one(width, dtype):
     exact = (a + b).double()
     expected = weight.double() * exact * torch.rsqrt(exact.pow(2).mean(-1, keepdim=True) + 1e-6)
     torch.testing.assert_close(normed.double(), expected, rtol=0.02, atol=0.005)
+
+
+def kept_by_definition(line, temperature, top_k, top_p, min_p):
+    """In float64: fewer than k above a token's logit, and less than p of the probability that is left."""
+    values, inverse, counts = line.double().unique(return_inverse=True, return_counts=True)  # ascending
+    above = counts.flip(0).cumsum(0).flip(0) - counts
+    left = above < (top_k or len(line))
+    p = torch.where(left, counts * ((values - values[-1]) / temperature).exp(), 0.0)
+    left &= p.flip(0).cumsum(0).flip(0) - p < top_p * p.sum()
+    if min_p:
+        left &= ((values - values[-1]) / temperature).exp() >= min_p
+    return left[inverse], (p.flip(0).cumsum(0).flip(0) - p)[inverse] / p.sum()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize(
+    "options",
+    [{"top_k": 20}, {"top_p": 0.9}, {"min_p": 0.05}, {"top_k": 50, "top_p": 0.8, "min_p": 0.01, "temperature": 0.7}],
+)
+def test_what_filters_leave_of_a_large_vocabulary(options, dtype):
+    from rloom.generation import Sampling
+    from rloom.generation.native.bound_kernels import bounds_of
+    from rloom.generation.native.sample_kernels import _parts
+    from rloom.generation.native.sampler import Sampler
+
+    torch.manual_seed(0)
+    logits = (torch.randn(8, 151_936, device="cuda") * 3 - 5).to(dtype)
+    sampler = Sampler(Sampling(max_completion_length=4, eos_token_ids=(), pad_token_id=0, **options))
+    scaled = logits.float() * torch.tensor(1 / sampler.temperature, device="cuda")
+    kept = scaled >= bounds_of(logits, _parts(logits, 1 / sampler.temperature), sampler)[:, None]
+    for line, found in zip(logits, kept, strict=True):
+        expected, above = kept_by_definition(line, sampler.temperature, sampler.top_k, sampler.top_p, sampler.min_p)
+        sure = (above - sampler.top_p).abs() > 1e-5
+        assert torch.equal(found & sure, expected & sure)
+        assert found.any()
