@@ -32,8 +32,8 @@ class MergedLayers:
     >>> sizes = {"hidden_size": 8, "intermediate_size": 8, "num_attention_heads": 1, "num_hidden_layers": 1}
     >>> model = LlamaForCausalLM(LlamaConfig(**sizes, vocab_size=9))
     >>> model = get_peft_model(model, LoraConfig(r=2, target_modules=["q_proj", "v_proj"]))
-    >>> len(MergedLayers(model).copies)
-    2
+    >>> len(MergedLayers(model).copies)  # of the keys' layer too, so that the three are one product
+    3
     """
 
     def __init__(self, model: nn.Module) -> None:
