@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from peft import LoraConfig, get_peft_model
+from peft import AdaLoraConfig, IA3Config, LoHaConfig, LoraConfig, VeraConfig, get_peft_model
 
 from rloom import RLOOConfig
 from rloom.errors import ConfigError, EngineError
@@ -128,6 +128,28 @@ def test_hooks_of_others_are_heard():
     assert not can_merge(layer)
     draw(model)[1]()
     assert heard
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        AdaLoraConfig(init_r=4, target_r=2, total_step=9, target_modules=["q_proj", "v_proj"]),
+        LoHaConfig(r=4, target_modules=["q_proj", "v_proj"]),
+        IA3Config(target_modules=["k_proj", "down_proj"], feedforward_modules=["down_proj"]),
+        VeraConfig(r=4, target_modules=["q_proj", "o_proj"]),
+        LoraConfig(r=4, target_modules=["embed_tokens", "q_proj"]),
+        LoraConfig(r=4, target_modules=["q_proj"], lora_bias=True),
+    ],
+    ids=lambda config: type(config).__name__,
+)
+def test_other_kinds_of_adapters_are_left_as_they_are(config):
+    torch.manual_seed(0)
+    model = get_peft_model(make("qwen2"), config).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.requires_grad:
+                parameter.add_(torch.randn_like(parameter) * 0.2)
+    same(draw(model)[1](), draw(model, merged=False)[1]())
 
 
 def test_hooks_that_come_later_are_heard():

@@ -75,7 +75,7 @@ def worth_merging(model: nn.Module, asked: bool | None) -> bool:
 
 def can_merge(layer: Any) -> bool:
     """Whether it is a linear layer under plain LoRA (no DoRA or the like) that is switched on and not merged yet."""
-    if not hasattr(layer, "get_delta_weight") or not hasattr(layer, "lora_A"):
+    if not isinstance(getattr(layer, "lora_A", None), nn.ModuleDict) or not hasattr(layer, "base_layer"):
         return False
     base, active = layer.base_layer, _active(layer)
     return (
@@ -83,9 +83,12 @@ def can_merge(layer: Any) -> bool:
         and type(base.weight) is nn.Parameter
         and not any("forward" in x.__dict__ or x._forward_hooks or x._forward_pre_hooks for x in layer.modules())
         and bool(active)
-        and not layer.fan_in_fan_out
+        and all(type(part[name]) is nn.Linear for part in (layer.lora_A, layer.lora_B) for name in active)
+        and not getattr(layer, "fan_in_fan_out", False)
         and not (layer.disable_adapters or layer.merged)
-        and not any(name in layer.lora_variant or layer.lora_bias.get(name) for name in active)
+        and not any(
+            name in getattr(layer, "lora_variant", ()) or layer.lora_B[name].bias is not None for name in active
+        )
     )
 
 
