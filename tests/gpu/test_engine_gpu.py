@@ -49,6 +49,13 @@ def plain(model, prompt, tokens, temperature=1.0):
     return logprobs.gather(-1, torch.tensor(tokens, device="cuda")[:, None])[:, 0].cpu()
 
 
+def check_against_plain(model, found, close=0.05):
+    for group in found:
+        for completion in group.completions:
+            truth = plain(model, group.prompt.token_ids, completion.token_ids)
+            assert (torch.tensor(completion.logprobs) - truth).abs().mean() < close
+
+
 @pytest.mark.parametrize(("name", "whole"), [*itertools.product(CONFIGS, [False]), *itertools.product(CONFIGS, [True])])
 def test_sampling_logprobs_are_a_plain_forwards(name, whole, monkeypatch):
     if whole:  # rows in one program each, as in large batches with short prompts
@@ -92,10 +99,7 @@ def test_rollouts_that_are_interleaved_do_not_mix():
     rollouts = [engine.generate(make_prompts(), 6, seed=seed) for seed in (0, 1)]
     found = [group for pair in itertools.zip_longest(*rollouts) for group in pair if group is not None]
     assert len(found) == 8
-    for group in found:
-        for completion in group.completions:
-            truth = plain(model, group.prompt.token_ids, completion.token_ids)
-            assert (torch.tensor(completion.logprobs) - truth).abs().mean() < 0.05
+    check_against_plain(model, found)
 
 
 def test_a_graph_sees_the_weights_of_the_last_update():
@@ -106,10 +110,7 @@ def test_a_graph_sees_the_weights_of_the_last_update():
         for parameter in model.parameters():
             parameter.add_(torch.randn_like(parameter) * 0.05)
     before = {size: bucket.graph for size, bucket in engine.runner.buckets.items()}
-    for group in groups(engine, seed=1):
-        for completion in group.completions:
-            truth = plain(model, group.prompt.token_ids, completion.token_ids)
-            assert (torch.tensor(completion.logprobs) - truth).abs().mean() < 0.05
+    check_against_plain(model, groups(engine, seed=1))
     assert any(graph is not None and engine.runner.buckets[size].graph is graph for size, graph in before.items())
 
 
@@ -130,10 +131,7 @@ def test_joined_weights_are_saved_whole_and_trained(tmp_path):
     optimizer.step()
     model.zero_grad(set_to_none=True)
     optimizer = None
-    for group in groups(engine, seed=3):
-        for completion in group.completions:
-            truth = plain(model, group.prompt.token_ids, completion.token_ids)
-            assert (torch.tensor(completion.logprobs) - truth).abs().mean() < 0.05
+    check_against_plain(model, groups(engine, seed=3))
 
 
 def test_joined_weights_are_no_second_copy():
@@ -145,13 +143,6 @@ def test_joined_weights_are_no_second_copy():
     joined = JoinedLayers(block)
     assert len(joined.forwards()) == 2
     assert torch.cuda.memory_allocated() - before < 1 << 20  # of 64 MiB
-
-
-def check_against_plain(model, found, close=0.05):
-    for group in found:
-        for completion in group.completions:
-            truth = plain(model, group.prompt.token_ids, completion.token_ids)
-            assert (torch.tensor(completion.logprobs) - truth).abs().mean() < close
 
 
 @pytest.mark.parametrize("merged", [False, True])
@@ -281,10 +272,7 @@ def test_compiled_steps(name, monkeypatch):
     monkeypatch.setattr(
         Runner, "go_on", lambda runner, cache, steps: begun.append(steps) or go_on(runner, cache, steps)
     )
-    for group in groups(engine):
-        for completion in group.completions:
-            truth = plain(model, group.prompt.token_ids, completion.token_ids)
-            assert (torch.tensor(completion.logprobs) - truth).abs().mean() < 0.05
+    check_against_plain(model, groups(engine))
     assert any(bucket.graph is not None for bucket in engine.runner.buckets.values())
     assert ("rloom.native_decode_rotating.default" in seen) == (name != "gpt_neox")
     assert ("rloom.add_norm.default" in seen) == (name == "qwen2")

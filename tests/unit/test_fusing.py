@@ -12,7 +12,7 @@ from torch._inductor.decomposition import select_decomp_table
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from rloom.generation.base import Sampling
-from rloom.generation.native import NativeEngine, attention, fusing, runner
+from rloom.generation.native import NativeEngine, attention, compiled, fusing, runner
 from rloom.types import Prompt
 
 pytest.importorskip("triton")
@@ -394,7 +394,7 @@ def test_another_runner_compiles_nothing_anew(monkeypatch):
     torch._dynamo.reset()
     layer = torch.nn.LayerNorm(8)
     for _ in range(3):
-        options = {"post_grad_custom_pre_pass": runner._fusing()}
+        options = {"post_grad_custom_pre_pass": compiled._fusing()}
         torch.compile(layer.forward, dynamic=True, options=options)(torch.randn(3, 8))
     torch._dynamo.reset()
     assert len(found) == 1
@@ -413,5 +413,5 @@ def test_what_stacks_share_is_compiled_once():
     model = torch.nn.Module()
     model.first, model.second = (MODELS["llama"]().model for _ in range(2))
     model.second.rotary_emb = model.first.rotary_emb
-    parts = runner.beside(model)
+    parts = compiled.beside(model)
     assert len(parts) == len(set(parts)) == 3

@@ -10,7 +10,7 @@ from rloom import RLOOConfig
 from rloom.errors import ConfigError, EngineError
 from rloom.generation import NativeEngine, Sampling
 from rloom.generation.native import merged
-from rloom.generation.native.merged import MergedLayers, can_merge, worth_merging
+from rloom.generation.native.merged import MergedLayers, can_merge
 from rloom.types import Prompt
 from tests.architectures import make
 
@@ -23,6 +23,10 @@ def adapted(name="qwen2", dtype=torch.float32, size=0.3, **changes):
     model = get_peft_model(make(name), LoraConfig(**options)).to(dtype).eval()
     disturb(model, size)
     return model
+
+
+def merges(model, asked):
+    return bool(MergedLayers(model, asked).copies)
 
 
 @torch.no_grad()
@@ -98,18 +102,18 @@ def test_siblings_of_copies_are_joined_with_plain_ones():
 
 def test_where_it_rounds_it_is_asked_for(monkeypatch):
     model = adapted(dtype=torch.bfloat16, size=0.02)
-    assert not worth_merging(model, None)
-    assert worth_merging(model, True)
+    assert not merges(model, None)
+    assert merges(model, True)
     found, expected = draw(model, merged=True)[1](), draw(model)[1]()
     first = [torch.tensor([c.logprobs[0] for group in groups for c in group]) for groups in (found, expected)]
     assert (first[0] - first[1]).abs().mean() < 0.05  # of different draws, mostly the same
     exact = adapted()
-    assert worth_merging(exact, None)
+    assert merges(exact, None)
     with torch.autocast("cpu", torch.bfloat16):
-        assert not worth_merging(exact, None)
+        assert not merges(exact, None)
     monkeypatch.setattr(merged, "free_memory", lambda device: 1000)
-    assert not worth_merging(exact, None)
-    assert worth_merging(exact, True)
+    assert not merges(exact, None)
+    assert merges(exact, True)
 
 
 def test_nothing_to_merge_is_told(caplog):
@@ -169,7 +173,7 @@ def test_adapters_in_half_precision_are_left_beside():
     for name, parameter in model.named_parameters():
         if "lora_" in name:
             parameter.data = parameter.data.bfloat16()
-    assert not worth_merging(model, None)
+    assert not merges(model, None)
 
 
 @pytest.mark.parametrize("merging", [False, True])

@@ -101,10 +101,14 @@ def is_end(tokens: Sequence[int], sampling: Sampling, tokenizer: Any = None) -> 
     return LENGTH if len(tokens) >= sampling.max_completion_length else None
 
 
+def stop_window(stops: Sequence[str]) -> int:
+    """Tokens in which what comes before the last of a stop string lies: each is at least a byte. And some to spare."""
+    return max(len(stop.encode()) for stop in stops) + 7
+
+
 def has_stop(tokens: Sequence[int], stops: Sequence[str], tokenizer: Any, new: int = 1) -> bool:
     """Whether one of the last `new` tokens may have completed a stop string."""
-    longest = max(len(stop.encode()) for stop in stops)
-    tail = list(tokens[-(longest + 7 + new) :])  # a token is at least a byte
+    tail = list(tokens[-(stop_window(stops) + new) :])
     text = tokenizer.decode(tail, clean_up_tokenization_spaces=False)  # which would take back what was there
     # Bytes that are no character yet may hide what came before them: then each token has to be looked at.
     return any(stop in text for stop in stops) or (new > 1 and "\N{REPLACEMENT CHARACTER}" in text)

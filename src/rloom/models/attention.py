@@ -53,7 +53,7 @@ _active = _Active()
 _here = threading.local()  # .running: what this thread runs; a reward may have an engine of its own in another
 
 
-def _running() -> _Running:
+def _current() -> _Running:
     """What this thread runs. With gradient checkpointing layers run again inside the backward, which torch may do in a
     thread of its own: there it is the row that is trained on."""
     return getattr(_here, "running", None) or _active.trained
@@ -182,7 +182,7 @@ def running(row: PackedRow) -> Iterator[None]:
 
 def num_calls() -> int:
     """Attention calls since the row began to run: one per layer, or the model does not use the interface."""
-    return _running().calls
+    return _current().calls
 
 
 def shared_prefix_attention(
@@ -221,10 +221,10 @@ def attend_packed(
     sinks: Tensor | None,
 ) -> Tensor:
     """Attention over the row that is running: (1, H, T, D) → (1, T, H, D)."""
-    running = _running()
-    row = running.row
+    now = _current()
+    row = now.row
     assert row is not None, "packed attention was called outside of a packed forward"
-    running.calls += 1
+    now.calls += 1
     if _fits_kernels(query, value, dropout):
         q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
         options = Options(scale=scale, window=window, softcap=softcap)
@@ -246,11 +246,11 @@ def _fits_kernels(query: Tensor, value: Tensor, dropout: float) -> bool:
 
 def _tiles(q: Tensor, v: Tensor) -> Tiles:
     """The active row in tiles, cut once for all layers."""
-    running, size = _running(), launch(max(q.shape[-1], v.shape[-1])).tile
-    assert running.row is not None
-    if size not in running.tiles:
-        running.tiles[size] = Tiles.of(running.row, q.device, size)
-    return running.tiles[size]
+    now, size = _current(), launch(max(q.shape[-1], v.shape[-1])).tile
+    assert now.row is not None
+    if size not in now.tiles:
+        now.tiles[size] = Tiles.of(now.row, q.device, size)
+    return now.tiles[size]
 
 
 class _SharedPrefix(torch.autograd.Function):
@@ -291,7 +291,7 @@ def _options(scale: float, window: int, softcap: float) -> Options:
 
 
 def _operator(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, *options: Any) -> tuple[Tensor, Tensor]:
-    _running().calls += 1
+    _current().calls += 1
     return prefix_forward(q, k, v, sinks, _tiles(q, v), _options(*options))
 
 

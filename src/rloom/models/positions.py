@@ -1,4 +1,5 @@
-"""Positions in several dimensions, where a model counts those of images so; completions go on after the largest."""
+"""Positions: in several dimensions, where a model counts those of images so (completions go on after the largest), and
+how far they may go."""
 
 from __future__ import annotations
 
@@ -8,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from rloom.models.load import context_length, has_position_table
 from rloom.types import MicroBatch, PackedRow
 
 
@@ -36,3 +38,22 @@ def image_positions(rope_index: Callable[..., Any], batch: MicroBatch, row: Pack
         after = int(positions.max()) + 1
         completions += [torch.arange(after, after + length).expand(3, 1, length) for length in block.completions]
     return torch.cat([*prompts, *completions], dim=-1).to(row.input_ids.device, non_blocking=True)
+
+
+def position_limit(model: Any) -> int | None:
+    """Positions up to which rows of a batch do not influence each other, or that there are at all; None: no such limit.
+
+    With dynamic and long RoPE the longest row of a batch decides the frequencies of all.
+    """
+    config = model.config.get_text_config()
+    rope = getattr(config, "rope_parameters", None) or {}
+    kinds = [rope, *(value for value in rope.values() if isinstance(value, dict))]
+    limits = [config.max_position_embeddings for kind in kinds if kind.get("rope_type") == "dynamic"]
+    limits += [
+        kind.get("original_max_position_embeddings") or config.max_position_embeddings
+        for kind in kinds
+        if kind.get("rope_type") == "longrope"
+    ]
+    if has_position_table(model):
+        limits.append(context_length(model) or 0)
+    return min((limit for limit in limits if limit), default=None)

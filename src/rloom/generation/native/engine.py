@@ -14,7 +14,7 @@ import torch
 
 from rloom.data.model_inputs import placeholder_ids
 from rloom.errors import EngineError
-from rloom.generation.base import Sampling, has_stop, is_end, nothing_asked
+from rloom.generation.base import Sampling, has_stop, is_end, nothing_asked, stop_window
 from rloom.generation.native.memory import free_memory
 from rloom.generation.native.merged import can_merge
 from rloom.generation.native.noise import key_of
@@ -65,7 +65,8 @@ class NativeEngine:
     ) -> None:
         self.get_model, self.sampling, self.tokenizer = get_model, sampling, tokenizer
         self.max_sequences, self.compiled, self.merged = max_sequences, compiled, merged
-        if sampling.stop_strings and tokenizer is None:
+        self.stops = sampling.stop_strings
+        if self.stops and tokenizer is None:
             raise EngineError("stop_strings need a tokenizer")
         # whether what is drawn from is another distribution than the plain one
         self.filtered = Sampler(sampling, _never(get_model())).filters
@@ -288,8 +289,10 @@ class NativeEngine:
 
     def _may_stop(self, sequence: Sequence, tokens: list[int]) -> bool:
         """Whether a stop string is complete after some of these: then it is found out after which."""
-        stops = self.sampling.stop_strings
-        return bool(stops and tokens) and has_stop([*sequence.tokens, *tokens], stops, self.tokenizer, len(tokens))
+        if not self.stops or not tokens:
+            return False
+        before = sequence.tokens[-stop_window(self.stops) :]
+        return has_stop([*before, *tokens], self.stops, self.tokenizer, len(tokens))
 
     def _append_one_by_one(self, sequence: Sequence, tokens: list[int], stats: np.ndarray) -> None:
         """A stop string may be complete before the last of them."""

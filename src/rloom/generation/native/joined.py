@@ -92,13 +92,20 @@ class Siblings:
 def _siblings(
     model: nn.Module, copies: Mapping[nn.Module, nn.Linear]
 ) -> Iterator[tuple[list[nn.Module], list[nn.Linear]]]:
+    for parts in siblings_in(model):
+        layers = [copies.get(part) or _plain(part) for part in parts]
+        found = [layer for layer in layers if layer is not None]
+        if len(found) == len(parts) and _can_join(found):
+            yield [p if p in copies else f for p, f in zip(parts, found, strict=True)], found
+
+
+def siblings_in(model: nn.Module) -> Iterator[list[nn.Module]]:
+    """Layers, of whatever kind, whose names say that they read the same input."""
     for module in model.modules():
         for names in SIBLINGS:
             parts = [getattr(module, name, None) for name in names]
-            layers = [copies.get(part) or _plain(part) for part in parts]  # type: ignore[arg-type]
-            found = [layer for layer in layers if layer is not None]
-            if len(found) == len(names) and _can_join(found):
-                yield [p if p in copies else f for p, f in zip(parts, found, strict=True)], found  # type: ignore[misc]
+            if all(isinstance(part, nn.Module) for part in parts):
+                yield parts  # type: ignore[misc]
 
 
 def _plain(layer: Any) -> nn.Linear | None:

@@ -15,17 +15,18 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from rloom.generation.native.joined import SIBLINGS
+from rloom.generation.native.joined import siblings_in
 from rloom.generation.native.memory import free_memory
 
 logger = logging.getLogger(__name__)
 
-SHARE_OF_FREE_MEMORY = 0.25
+SHARE_FOR_COPIES = 0.25
 """What copies may take of what is free, where nobody asked for them."""
 
 
 class MergedLayers:
-    """Copies for a model's layers under adapters that are in use.
+    """Copies for a model's layers under adapters that are in use; `asked`: None, where that is exact and there is room.
+    `forwards`: the layers, each with the forward that uses its copy.
 
     >>> from peft import LoraConfig, get_peft_model
     >>> from transformers import LlamaConfig, LlamaForCausalLM
@@ -36,13 +37,14 @@ class MergedLayers:
     3
     """
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, asked: bool | None = True) -> None:
         layers: list[Any] = [layer for layer in model.modules() if can_merge(layer)]
-        self.copies: dict[nn.Module, nn.Linear] = {layer: _copy(layer.base_layer) for layer in layers}
-        for layer in _siblings_without(self.copies, model):  # so that they can be one product
-            self.copies[layer] = _copy(layer)
-        if self.copies:
-            self.refresh()
+        self.copies: dict[nn.Module, nn.Linear] = {}
+        if _worth_merging(layers, asked):
+            self.copies = {layer: _copy(layer.base_layer) for layer in layers}
+            self.copies |= {layer: _copy(layer) for layer in _plain_siblings(self.copies, model)}
+        self.forwards = [(layer, _forward(copy)) for layer, copy in self.copies.items()]
+        self.refresh()
 
     @torch.no_grad()
     def refresh(self) -> None:
@@ -52,25 +54,19 @@ class MergedLayers:
             for layer, copy in self.copies.items():
                 copy.weight.copy_(layer.weight if type(layer) is nn.Linear else merged_weight(layer))
 
-    def forwards(self) -> list[tuple[nn.Module, Callable[..., Tensor]]]:
-        """The layers, each with the forward that uses its copy."""
-        return [(layer, _forward(copy)) for layer, copy in self.copies.items()]
 
-
-def worth_merging(model: nn.Module, asked: bool | None) -> bool:
-    """Whether adapters are merged: as asked for, or where merged weights are the same up to what float32 rounds, and
-    there is room for them."""
-    layers: list[Any] = [layer for layer in model.modules() if can_merge(layer)]
-    weights: list[Tensor] = [layer.base_layer.weight for layer in layers]
-    if asked and not weights:
+def _worth_merging(layers: list[Any], asked: bool | None) -> bool:
+    """As asked for, or where merged weights are the same up to what float32 rounds, and there is room for them."""
+    if asked and not layers:
         logger.warning("there is nothing to merge: no layer under a plain LoRA adapter that is switched on")
-    if asked is not None:
-        return asked
-    device = next(model.parameters()).device
+    if asked is not None or not layers:
+        return bool(asked)
+    weights: list[Tensor] = [layer.base_layer.weight for layer in layers]
     parts = [*weights, *(part for layer in layers for name in _active(layer) for part in _adapter(layer, name))]
+    device = weights[0].device
     if torch.is_autocast_enabled(device.type) or any(part.dtype != torch.float32 for part in parts):
         return False
-    return sum(weight.nbytes for weight in weights) <= SHARE_OF_FREE_MEMORY * free_memory(device)
+    return sum(weight.nbytes for weight in weights) <= SHARE_FOR_COPIES * free_memory(device)
 
 
 def can_merge(layer: Any) -> bool:
@@ -106,17 +102,14 @@ def _adapter(layer: Any, name: str) -> tuple[Tensor, Tensor]:
     return layer.lora_A[name].weight, layer.lora_B[name].weight
 
 
-def _siblings_without(copies: dict[nn.Module, nn.Linear], model: nn.Module) -> list[nn.Linear]:
-    """Plain layers that read the same input as some that have copies."""
+def _plain_siblings(copies: dict[nn.Module, nn.Linear], model: nn.Module) -> list[nn.Linear]:
+    """Layers without an adapter that read the same input as some that have copies: with copies they are one product."""
     found: list[nn.Linear] = []
-    for module in model.modules():
-        for names in SIBLINGS:
-            parts = [getattr(module, name, None) for name in names]
-            plain = [part for part in parts if type(part) is nn.Linear and "forward" not in part.__dict__]
-            if any(part in copies for part in parts) and len(plain) + sum(part in copies for part in parts) == len(
-                parts
-            ):
-                found += plain
+    for parts in siblings_in(model):
+        plain = [part for part in parts if type(part) is nn.Linear and "forward" not in part.__dict__]
+        copied = sum(part in copies for part in parts)
+        if copied and copied + len(plain) == len(parts):
+            found += plain
     return found
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import bisect
-import functools
 import inspect
 import logging
 import threading
@@ -16,23 +15,23 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers.modeling_layers import GradientCheckpointingLayer
 
 from rloom.data.model_inputs import fitted_to, join_packed
 from rloom.generation.native.attention import decoding, native_attention, prefilling
+from rloom.generation.native.compiled import compiled_forwards
 from rloom.generation.native.dense import DenseCache
 from rloom.generation.native.gated import GatedBlocks
 from rloom.generation.native.geometry import Geometry
 from rloom.generation.native.joined import JoinedLayers
-from rloom.generation.native.merged import MergedLayers, worth_merging
+from rloom.generation.native.merged import MergedLayers
 from rloom.generation.native.paged import PAGE, PagedCache, Tables, fits_kernels, make_tables, rows_at_once
 from rloom.generation.native.proof import NOISE, difference
 from rloom.generation.native.rows import CHUNK, Look, Rows, groups_of
 from rloom.generation.native.sampler import Drawn, Sampler
 from rloom.generation.native.scheduler import Sequence, SharedPrompt
 from rloom.models.attention import forwards_replaced
-from rloom.models.load import base_of, context_length, has_position_table
-from rloom.models.positions import prompt_positions, rope_index_of
+from rloom.models.load import base_of
+from rloom.models.positions import position_limit, prompt_positions, rope_index_of
 from rloom.types import Block, PackedRow
 
 logger = logging.getLogger(__name__)
@@ -80,7 +79,7 @@ class Runner:
         self.model = model
         self.base = base_of(model)
         self.modules = list(model.modules())
-        self.merged = MergedLayers(model if worth_merging(model, merged) else nn.Module())
+        self.merged = MergedLayers(model, merged)
         self.joined = JoinedLayers(model, self.merged.copies)
         self.gated = GatedBlocks(self.joined, model)
         self.sampler, self.max_new_tokens = sampler, max_new_tokens
@@ -118,7 +117,7 @@ class Runner:
         for module in in_training:  # `eval` and `train` would walk the model anew at every hand-over
             module.training = False
         try:
-            forwards = dict([*self.merged.forwards(), *self.joined.forwards(), *self.gated.forwards()])
+            forwards = dict([*self.merged.forwards, *self.joined.forwards(), *self.gated.forwards()])
             with torch.no_grad(), native_attention(self.base), forwards_replaced(list(forwards.items())):
                 yield
         finally:
@@ -373,39 +372,11 @@ class Runner:
     @contextmanager
     def _compiled_layers(self) -> Iterator[None]:
         if not self.compiled:
-            with nullcontext():
-                yield
+            yield
             return
-        if not self.layers:
-            on_gpu = self.device.type == "cuda"  # where launches cost more than what they compute
-            options = {"post_grad_custom_pre_pass": _fusing()} if on_gpu else None
-            layers = [m for m in self.base.modules() if isinstance(m, GradientCheckpointingLayer)]
-            self.layers = [(layer, torch.compile(layer.forward, dynamic=True, options=options)) for layer in layers]
-            others = beside(self.base) if on_gpu else []
-            self.layers += [(part, torch.compile(part.forward, dynamic=True)) for part in others]
+        self.layers = self.layers or compiled_forwards(self.base, on_gpu=self.device.type == "cuda")
         with forwards_replaced(self.layers):
             yield
-
-
-@functools.cache  # the compiler takes another one for another compiler: the next runner would have all compiled anew
-def _fusing() -> Any:
-    from rloom.generation.native.fusing import Fusing  # of the compiler's inner parts, which not every run needs
-
-    return Fusing()
-
-
-def beside(model: nn.Module) -> list[nn.Module]:
-    """What stands beside the layers and is a handful of small operations: the norm at the end, the rotations' angles.
-
-    >>> from transformers import LlamaConfig, LlamaModel
-    >>> model = LlamaModel(LlamaConfig(hidden_size=8, intermediate_size=8, num_attention_heads=1, vocab_size=9))
-    >>> [type(part).__name__ for part in beside(model)]
-    ['LlamaRMSNorm', 'LlamaRotaryEmbedding']
-    """
-    is_stack = lambda m: isinstance(m, nn.ModuleList) and any(isinstance(x, GradientCheckpointingLayer) for x in m)  # noqa: E731
-    around = [module for module in model.modules() if any(map(is_stack, module.children()))]
-    parts = dict.fromkeys(part for module in around for part in module.children())  # stacks may share some
-    return [part for part in parts if not isinstance(part, (nn.Embedding, nn.Linear)) and not list(part.children())]
 
 
 def _warn_not_compiled(error: Exception) -> None:
@@ -423,25 +394,6 @@ def _next_size(count: int) -> int:
     """
     index = bisect.bisect_left(BUCKETS, count)
     return BUCKETS[index] if index < len(BUCKETS) else -(-count // 512) * 512
-
-
-def position_limit(model: Any) -> int | None:
-    """Positions up to which rows of a batch do not influence each other, or that there are at all; None: no such limit.
-
-    With dynamic and long RoPE the longest row of a batch decides the frequencies of all.
-    """
-    config = model.config.get_text_config()
-    rope = getattr(config, "rope_parameters", None) or {}
-    kinds = [rope, *(value for value in rope.values() if isinstance(value, dict))]
-    limits = [config.max_position_embeddings for kind in kinds if kind.get("rope_type") == "dynamic"]
-    limits += [
-        kind.get("original_max_position_embeddings") or config.max_position_embeddings
-        for kind in kinds
-        if kind.get("rope_type") == "longrope"
-    ]
-    if has_position_table(model):
-        limits.append(context_length(model) or 0)
-    return min((limit for limit in limits if limit), default=None)
 
 
 def prompt_row(prompts: list[list[int]], device: torch.device) -> PackedRow:
