@@ -72,7 +72,8 @@ def attention_for_text(config: Any, ours: str = NAME) -> Any:
         if part is config.get_text_config():
             return ours
         inner = {name: within(p) for name in part.sub_configs if (p := getattr(part, name)) is not None}
-        return {"": ours if part is config else part._attn_implementation, **inner}
+        own = ours if part is config else part._attn_implementation
+        return {"": own, **inner} if inner else own
 
     return within(config)
 

@@ -213,7 +213,8 @@ class UpdateLoop(Trainer):
             "budget": self.learner.budget.state_dict(),
             "composition": self.shaper.composition.state_dict() if self.shaper.composition else {},
             "loss": [float(self._tr_loss), self._total_loss_scalar],
-            "steps": [self._globalstep_last_logged, self._initial_global_step],
+            # a Trainer before 5.19 counts all steps, and has no first
+            "steps": [self._globalstep_last_logged, getattr(self, "_initial_global_step", 0)],
             "elapsed": self._elapsed + time.time() - self._train_began,
         }
 
