@@ -70,7 +70,8 @@ class Siblings:
         self.whole = [_laid_together([x.weight for x in layers], behind)]
         self.whole += [] if layers[0].bias is None else [_laid_together([x.bias for x in layers], behind)]
         end = sum(x.out_features for x in layers) + behind  # another engine may have rows behind that this has not
-        self.weight, self.bias = [*(part[:end] for part in self.whole), None][:2]
+        self.weight = self.whole[0][:end]
+        self.bias = self.whole[1][:end] if len(self.whole) > 1 else None
         if adapters is not None:
             adapters.down = self.weight[end - behind :]
         self.waiting: list[Tensor] = []  # the input of the first, and what the others will answer to it
