@@ -10,7 +10,8 @@ from rloom import RLOOConfig
 from rloom.errors import ConfigError, EngineError
 from rloom.generation import NativeEngine, Sampling
 from rloom.generation.native import merged
-from rloom.generation.native.merged import MergedLayers, can_merge
+from rloom.generation.native.adapters import is_plain_lora
+from rloom.generation.native.merged import MergedLayers
 from rloom.types import Prompt
 from tests.architectures import make
 
@@ -126,10 +127,10 @@ def test_nothing_to_merge_is_told(caplog):
 def test_hooks_of_others_are_heard():
     model = adapted()
     layer = model.base_model.model.model.layers[0].self_attn.q_proj
-    assert can_merge(layer)
+    assert is_plain_lora(layer)
     heard = []
     layer.base_layer.register_forward_hook(lambda *args: heard.append(1))
-    assert not can_merge(layer)
+    assert not is_plain_lora(layer)
     draw(model)[1]()
     assert heard
 

@@ -15,8 +15,8 @@ import torch
 from rloom.data.model_inputs import placeholder_ids
 from rloom.errors import EngineError
 from rloom.generation.base import Sampling, has_stop, is_end, nothing_asked, stop_window
+from rloom.generation.native.adapters import is_plain_lora
 from rloom.generation.native.memory import free_memory
-from rloom.generation.native.merged import can_merge
 from rloom.generation.native.noise import key_of
 from rloom.generation.native.pages import Pages
 from rloom.generation.native.proof import why_not_native
@@ -348,7 +348,7 @@ def _whereabouts(model: Any) -> tuple[Any, ...]:
     pointers = [x.data_ptr() for x in (*model.parameters(), *model.buffers())]
     adapters = [m for m in model.modules() if hasattr(m, "disable_adapters") and hasattr(m, "merged")]
     switches = [
-        (m.disable_adapters, m.merged, m.active_adapters, sorted(getattr(m, "scaling", {}).items()), can_merge(m))
+        (m.disable_adapters, m.merged, m.active_adapters, sorted(getattr(m, "scaling", {}).items()), is_plain_lora(m))
         for m in adapters
     ]
     device = next(model.parameters()).device.type

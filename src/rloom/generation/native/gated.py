@@ -44,7 +44,7 @@ def _candidates(joined: JoinedLayers, model: nn.Module) -> Iterator[tuple[Any, S
     for block in model.modules():
         parts = [getattr(block, name, None) for name in PARTS]
         group = laid.get((id(parts[0]), id(parts[1])))
-        if group is None or group.bias is not None or not has_kernel(group.weight):
+        if group is None or group.bias is not None or group.adapters is not None or not has_kernel(group.weight):
             continue
         if "forward" not in block.__dict__ and not any(_has_hooks(part) for part in parts):
             yield block, group

@@ -1,4 +1,4 @@
-"""Linear layers that read the same input run as one product: query, key and value; gate and up.
+"""Linear layers that read the same input run as one product: query, key and value; gate and up; and what adapters add.
 
 A decode step multiplies few rows with many weights, and a product with a small matrix takes as long as its launch. The
 weights are laid one after the other in memory, and stay the model's own parameters there: nothing is copied when they
@@ -7,6 +7,7 @@ are trained in place, and the next product sees what an update has written.
 
 from __future__ import annotations
 
+import itertools
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
@@ -14,6 +15,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
+
+from rloom.generation.native.adapters import is_plain_lora
+from rloom.generation.native.low_rank import LowRank, low_rank_of
 
 SIBLINGS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 ALIGNMENT = 64
@@ -37,11 +41,18 @@ class JoinedLayers:
     """
 
     def __init__(self, model: nn.Module, copies: Mapping[nn.Module, nn.Linear] | None = None) -> None:
-        self.groups = [Siblings(*pair) for pair in _siblings(model, copies or {})]
+        self.groups = [Siblings(*parts) for parts in _siblings(model, copies or {})]
+        self.adapters = [group.adapters for group in self.groups if group.adapters is not None]
+        self.refresh()
 
     def forwards(self) -> list[tuple[nn.Module, Callable[[Tensor], Tensor]]]:
         """The layers, each with the forward that uses the joined product; none that weights have been moved from."""
         return [pair for group in self.groups if group.in_place() for pair in group.forwards]
+
+    def refresh(self) -> None:
+        """Copy what adapters are now."""
+        for adapters in self.adapters:
+            adapters.refresh()
 
     def forget(self) -> None:
         """Let go of answers that nobody has asked for."""
@@ -50,12 +61,19 @@ class JoinedLayers:
 
 
 class Siblings:
-    """Layers that read one input, in the order in which they do, and their weights as one."""
+    """Layers that read one input, in the order in which they do, and their weights as one; with `adapters`, what those
+    add too."""
 
-    def __init__(self, owners: list[nn.Module], layers: list[nn.Linear]) -> None:
+    def __init__(self, owners: list[nn.Module], layers: list[nn.Linear], adapters: LowRank | None = None) -> None:
         self.owners, self.layers = owners, layers  # whose forwards are replaced, and whose weights are used
-        self.weight = _laid_together([layer.weight for layer in layers])
-        self.bias = None if layers[0].bias is None else _laid_together([layer.bias for layer in layers])
+        self.adapters, behind = adapters, 0 if adapters is None else adapters.rows
+        self.whole = [_laid_together([x.weight for x in layers], behind)]
+        self.whole += [] if layers[0].bias is None else [_laid_together([x.bias for x in layers], behind)]
+        end = sum(x.out_features for x in layers) + behind  # another engine may have rows behind that this has not
+        self.weight = self.whole[0][:end]
+        self.bias = self.whole[1][:end] if len(self.whole) > 1 else None
+        if adapters is not None:
+            adapters.down = self.weight[end - behind :]
         self.waiting: list[Tensor] = []  # the input of the first, and what the others will answer to it
         self.apart: list[bool] = []  # not empty: they do not read the same input after all
         self.forwards = [(owner, self._forward(index)) for index, owner in enumerate(owners)]
@@ -65,22 +83,27 @@ class Siblings:
         weights_lie = _lie_in(self.weight, [x.weight for x in self.layers])
         return weights_lie and (self.bias is None or _lie_in(self.bias, [x.bias for x in self.layers]))
 
-    def _forward(self, index: int) -> Callable[[Tensor], Tensor]:
+    def _forward(self, index: int) -> Callable[..., Tensor]:
         """Of one layer. Only for steps of one token a row: longer inputs gain nothing, and would keep more memory."""
-        layer, waiting, apart, last = self.layers[index], self.waiting, self.apart, len(self.layers) - 1
+        waiting, apart, last = self.waiting, self.apart, len(self.layers) - 1
         weight, bias, sizes = self.weight, self.bias, [x.out_features for x in self.layers]
+        up, owners = (None, None) if self.adapters is None else (self.adapters.up, self.adapters.owners)
+        alone = _alone(self.owners[index], self.layers[index])
 
-        def forward(x: Tensor) -> Tensor:
-            if apart or x.dim() < 3 or x.shape[-2] > 1:
-                return functional.linear(x, layer.weight, layer.bias)
+        def forward(x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+            if apart or args or kwargs or x.dim() < 3 or x.shape[-2] > 1:
+                return alone(x, *args, **kwargs)
             if index == 0:
-                answers = functional.linear(x, weight, bias).split(sizes, -1)
-                waiting[:] = [x, *answers[1:]]
+                product = functional.linear(x, weight, bias)
+                if up is not None:
+                    product = torch.ops.rloom.add_low_rank(product, up, owners)
+                answers = product.split(sizes, -1)
+                waiting[:] = [x, *answers[1:]] if last else []
                 return answers[0]
             if not waiting or waiting[0] is not x:
                 apart.append(True)
                 waiting.clear()
-                return functional.linear(x, layer.weight, layer.bias)
+                return alone(x)
             answer = waiting[index]
             if index == last:
                 waiting.clear()
@@ -89,14 +112,28 @@ class Siblings:
         return forward
 
 
+def _alone(owner: Any, layer: nn.Linear) -> Callable[..., Tensor]:
+    """What one does by itself: with an adapter that is left beside it, or as the plain product that it is."""
+    if hasattr(owner, "base_layer") and owner.base_layer is layer:
+        return owner.forward
+    return lambda x, *args, **kwargs: functional.linear(x, layer.weight, layer.bias)
+
+
 def _siblings(
     model: nn.Module, copies: Mapping[nn.Module, nn.Linear]
-) -> Iterator[tuple[list[nn.Module], list[nn.Linear]]]:
-    for parts in siblings_in(model):
+) -> Iterator[tuple[list[nn.Module], list[nn.Linear], LowRank | None]]:
+    done: set[nn.Module] = set()
+    alone = ([module] for module in model.modules() if is_plain_lora(module))
+    for parts in itertools.chain(siblings_in(model), alone):
         layers = [copies.get(part) or _plain(part) for part in parts]
         found = [layer for layer in layers if layer is not None]
-        if len(found) == len(parts) and _can_join(found):
-            yield [p if p in copies else f for p, f in zip(parts, found, strict=True)], found
+        if len(found) < len(parts) or not done.isdisjoint(parts) or not _can_join(found):
+            continue
+        adapters = low_rank_of(parts, found) if copies.keys().isdisjoint(parts) else None
+        if len(parts) > 1 or adapters is not None:
+            done.update(parts)
+            keep = adapters is not None
+            yield [p if keep or p in copies else f for p, f in zip(parts, found, strict=True)], found, adapters
 
 
 def siblings_in(model: nn.Module) -> Iterator[list[nn.Module]]:
@@ -136,28 +173,29 @@ def _bytes(p: Tensor) -> int:
     return p.numel() * p.element_size()
 
 
-def _laid_together(parameters: list[Any]) -> Tensor:
-    """One buffer in which the parameters lie one after the other from now on.
+def _laid_together(parameters: list[Any], behind: int = 0) -> Tensor:
+    """One buffer in which the parameters lie one after the other from now on, and `behind` rows of zeros after them.
 
     Each gets a storage of its own over its part, by way of DLPack: plain views would share one, and what is saved by
     storage (accelerate, safetensors) would leave all but one of them out.
     """
     known = _laid.get(parameters[0].data_ptr())
-    if known is not None and _lie_in(known, parameters):
+    if known is not None and _lie_in(known, parameters, behind):
         return known  # by another engine of the same model
     with torch.inference_mode(False), torch.no_grad():
-        whole = torch.cat([p.data for p in parameters])
-        for parameter, part in zip(parameters, whole.split([len(p) for p in parameters]), strict=True):
+        zeros = parameters[0].data.new_zeros((behind, *parameters[0].shape[1:]))
+        whole = torch.cat([*(p.data for p in parameters), zeros])
+        for parameter, part in zip(parameters, whole.split([*map(len, parameters), behind]), strict=False):
             parameter.data = torch.from_dlpack(part)
     _laid[whole.data_ptr()] = whole
     return whole
 
 
-def _lie_in(whole: Tensor, parts: list[Any]) -> bool:
-    """Whether these tensors lie in it one after the other, and fill it."""
+def _lie_in(whole: Tensor, parts: list[Any], behind: int = 0) -> bool:
+    """Whether these tensors lie in it one after the other, from its beginning, and so many rows after them."""
     expected = whole.data_ptr()
     for part in parts:
         if part.data_ptr() != expected:
             return False
         expected += _bytes(part)
-    return expected == whole.data_ptr() + _bytes(whole)
+    return sum(map(len, parts)) + behind <= len(whole)

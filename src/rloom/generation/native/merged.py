@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from rloom.generation.native.adapters import is_plain_lora, parts_of
 from rloom.generation.native.joined import siblings_in
 from rloom.generation.native.memory import free_memory
 
@@ -38,7 +39,7 @@ class MergedLayers:
     """
 
     def __init__(self, model: nn.Module, asked: bool | None = True) -> None:
-        layers: list[Any] = [layer for layer in model.modules() if can_merge(layer)]
+        layers: list[Any] = [layer for layer in model.modules() if is_plain_lora(layer)]
         self.copies: dict[nn.Module, nn.Linear] = {}
         if _worth_merging(layers, asked):
             self.copies = {layer: _copy(layer.base_layer) for layer in layers}
@@ -62,44 +63,20 @@ def _worth_merging(layers: list[Any], asked: bool | None) -> bool:
     if asked is not None or not layers:
         return bool(asked)
     weights: list[Tensor] = [layer.base_layer.weight for layer in layers]
-    parts = [*weights, *(part for layer in layers for name in _active(layer) for part in _adapter(layer, name))]
+    parts = [*weights, *(matrix for layer in layers for down, up, _ in parts_of(layer) for matrix in (down, up))]
     device = weights[0].device
     if torch.is_autocast_enabled(device.type) or any(part.dtype != torch.float32 for part in parts):
         return False
     return sum(weight.nbytes for weight in weights) <= SHARE_FOR_COPIES * free_memory(device)
 
 
-def can_merge(layer: Any) -> bool:
-    """Whether it is a linear layer under plain LoRA (no DoRA or the like) that is switched on and not merged yet."""
-    if not isinstance(getattr(layer, "lora_A", None), nn.ModuleDict) or not hasattr(layer, "base_layer"):
-        return False
-    base, active = layer.base_layer, _active(layer)
-    return (
-        type(base) is nn.Linear
-        and type(base.weight) is nn.Parameter
-        and not any("forward" in x.__dict__ or x._forward_hooks or x._forward_pre_hooks for x in layer.modules())
-        and bool(active)
-        and all(type(part[name]) is nn.Linear for part in (layer.lora_A, layer.lora_B) for name in active)
-        and not getattr(layer, "fan_in_fan_out", False)
-        and not (layer.disable_adapters or layer.merged)
-        and not any(
-            name in getattr(layer, "lora_variant", ()) or layer.lora_B[name].bias is not None for name in active
-        )
-    )
-
-
 def merged_weight(layer: Any) -> Tensor:
     """The base's weight and what its adapters add, rounded once."""
     weight = layer.base_layer.weight
     merged = weight.float()
-    for name in _active(layer):
-        down, up = _adapter(layer, name)
-        merged = merged + (up.float() @ down.float()) * layer.scaling[name]
+    for down, up, scaling in parts_of(layer):
+        merged = merged + (up.float() @ down.float()) * scaling
     return merged.to(weight.dtype)
-
-
-def _adapter(layer: Any, name: str) -> tuple[Tensor, Tensor]:
-    return layer.lora_A[name].weight, layer.lora_B[name].weight
 
 
 def _plain_siblings(copies: dict[nn.Module, nn.Linear], model: nn.Module) -> list[nn.Linear]:
@@ -111,10 +88,6 @@ def _plain_siblings(copies: dict[nn.Module, nn.Linear], model: nn.Module) -> lis
         if copied and copied + len(plain) == len(parts):
             found += plain
     return found
-
-
-def _active(layer: Any) -> list[str]:
-    return [name for name in layer.active_adapters if name in layer.lora_A]
 
 
 def _copy(base: nn.Linear) -> nn.Linear:

@@ -206,6 +206,7 @@ class Runner:
         """For one rollout."""
         assert self.geometry is not None
         self.merged.refresh()
+        self.joined.refresh()
         for bucket in self.buckets.values():
             bucket.starved = False
         if not self.paged:

@@ -1,0 +1,36 @@
+"""What is known of a layer under LoRA adapters: whether it is of the plain kind, and what its adapters are made of."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor, nn
+
+
+def is_plain_lora(layer: Any) -> bool:
+    """Whether it is a linear layer under plain LoRA (no DoRA or the like) that is switched on and not merged yet."""
+    if not isinstance(getattr(layer, "lora_A", None), nn.ModuleDict) or not hasattr(layer, "base_layer"):
+        return False
+    base, active = layer.base_layer, _active(layer)
+    return (
+        type(base) is nn.Linear
+        and type(base.weight) is nn.Parameter
+        and not any("forward" in x.__dict__ or x._forward_hooks or x._forward_pre_hooks for x in layer.modules())
+        and bool(active)
+        and all(type(part[name]) is nn.Linear for part in (layer.lora_A, layer.lora_B) for name in active)
+        and not getattr(layer, "fan_in_fan_out", False)
+        and not (layer.disable_adapters or layer.merged)
+        and not any(
+            name in getattr(layer, "lora_variant", ()) or layer.lora_B[name].bias is not None for name in active
+        )
+    )
+
+
+def parts_of(layer: Any) -> list[tuple[Tensor, Tensor, float]]:
+    """Of each adapter in use: down (R, in), up (out, R), and the scale of what they add."""
+    adapters = [(layer.lora_A[name], layer.lora_B[name], layer.scaling[name]) for name in _active(layer)]
+    return [(down.weight, up.weight, scaling) for down, up, scaling in adapters]
+
+
+def _active(layer: Any) -> list[str]:
+    return [name for name in layer.active_adapters if name in layer.lora_A]

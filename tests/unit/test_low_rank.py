@@ -1,0 +1,126 @@
+"""LoRA adapters beside their layers in decode steps: one product and one kernel for layers that read the same input."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+import torch
+import transformers as tf
+from peft import LoraConfig, get_peft_model
+
+from rloom.generation.native import low_rank
+from rloom.generation.native.joined import JoinedLayers
+from rloom.generation.native.low_rank_kernels import add_low_rank
+from rloom.models.attention import forwards_replaced
+from tests.unit.test_joined import IDS, counted
+from tests.unit.test_merged import disturb, draw, same
+
+pytestmark = pytest.mark.skipif(
+    not torch.cuda.is_available() and os.environ.get("TRITON_INTERPRET") != "1", reason="the kernel runs on a GPU"
+)
+SIZES = {"vocab_size": 64, "hidden_size": 128, "intermediate_size": 192, "num_hidden_layers": 2}
+ALL = {"r": 4, "target_modules": "all-linear"}
+
+
+@pytest.fixture(autouse=True)
+def on_a_cpu(monkeypatch):
+    """As if it were a GPU, and float32 a type that is not merged."""
+    monkeypatch.setattr(low_rank, "has_kernel", lambda weight: True)
+    monkeypatch.setattr("rloom.generation.native.merged._worth_merging", lambda layers, asked: bool(asked))
+
+
+def adapted(config=tf.Qwen2Config, **options):
+    torch.manual_seed(0)
+    model = tf.AutoModelForCausalLM.from_config(config(**SIZES, num_attention_heads=2, num_key_value_heads=1))
+    model = get_peft_model(model, LoraConfig(**{**ALL, **options})).eval()
+    disturb(model)
+    return model
+
+
+@pytest.mark.parametrize("rows", [1, 17, 40])
+@pytest.mark.parametrize("rank", [16, 48, 144])
+def test_the_kernel(rows, rank):
+    torch.manual_seed(0)
+    product, up = torch.randn(rows, 1, 192 + 2 * rank), torch.randn(rank, 192)
+    found = add_low_rank(product, up, torch.tensor([0, 0, 1], dtype=torch.int32))
+    base, first, second = product.split([192, rank, rank], -1)
+    expected = base + torch.cat([first @ up[:, :128], second @ up[:, 128:]], -1)
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("options", "products"),
+    [
+        ({}, 2 * 4 + 1),  # as without adapters
+        ({"target_modules": ["q_proj", "v_proj", "down_proj"]}, 2 * 4 + 1),
+        ({"rank_pattern": {"k_proj": 24}, "use_rslora": True, "lora_alpha": 3}, 2 * 4 + 1),
+        ({"target_modules": ["q_proj"], "use_dora": True}, None),  # left as it is
+        ({"target_modules": ["o_proj"], "lora_bias": True}, None),
+    ],
+)
+@torch.no_grad()
+def test_one_product_has_what_adapters_add(options, products):
+    model = adapted(**options)
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    expected = model(IDS, use_cache=False).logits
+    joined = JoinedLayers(model)
+    assert bool(joined.adapters) == (products is not None)
+    with forwards_replaced(joined.forwards()), counted() as seen:
+        torch.testing.assert_close(model(IDS, use_cache=False).logits, expected, rtol=1e-4, atol=1e-5)
+    assert products is None or seen.count == products
+    assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
+    prompts = IDS.view(2, 6)  # longer inputs run as they are
+    expected = model(prompts, use_cache=False).logits
+    with forwards_replaced(joined.forwards()):
+        torch.testing.assert_close(model(prompts, use_cache=False).logits, expected)
+
+
+@torch.no_grad()
+def test_several_adapters_and_switches():
+    model = adapted()
+    model.add_adapter("other", LoraConfig(r=20, target_modules=["q_proj", "o_proj"]))
+    disturb(model)
+    for active in (["default"], ["default", "other"], ["other"]):
+        model.base_model.set_adapter(active)
+        expected = model(IDS, use_cache=False).logits
+        joined = JoinedLayers(model)
+        with forwards_replaced(joined.forwards()):
+            torch.testing.assert_close(model(IDS, use_cache=False).logits, expected, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("options", [{}, {"target_modules": ["q_proj", "v_proj"]}, {"lora_dropout": 0.5}])
+def test_draws_what_the_adapter_draws(options, monkeypatch):
+    model = adapted(**options)
+    engine, drawing = draw(model)
+    found = drawing()
+    assert engine.runner.joined.adapters
+    disturb(model)  # an update, which the next rollout sees
+    after = drawing()
+    assert [c.token_ids for c in after[0]] != [c.token_ids for c in found[0]]
+    monkeypatch.setattr(low_rank, "has_kernel", lambda weight: False)
+    plain, drawing = draw(model)
+    same(after, drawing())
+    assert not plain.runner.joined.adapters
+
+
+def test_engines_of_one_model_leave_weights_where_they_are():
+    model = adapted()
+    engine, drawing = draw(model)
+    with_adapter, weights = drawing(), [p.data_ptr() for p in model.parameters()]
+    with model.disable_adapter():
+        other, drawing_without = draw(model)
+        without = drawing_without()
+    assert [c.token_ids for c in without[0]] != [c.token_ids for c in with_adapter[0]]
+    assert not other.runner.joined.adapters
+    runner = engine.runner
+    same(drawing(), with_adapter)
+    assert engine.runner is runner
+    assert [p.data_ptr() for p in model.parameters()] == weights
+
+
+def test_weights_take_only_the_adapters_more():
+    model = adapted()
+    JoinedLayers(model)
+    base = model.base_model.model.model.layers[0].mlp.down_proj.base_layer.weight
+    assert base.untyped_storage().nbytes() == base.nbytes  # and are saved as what they are
