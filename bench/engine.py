@@ -4,6 +4,7 @@
     python bench/engine.py small --ragged             # lengths with a long tail
     python bench/engine.py small --top-k 20 --top-p 0.95
     python bench/engine.py small --lora 16 --merged 0 1
+    python bench/engine.py small --lora 16 --four-bit
     python bench/engine.py --growth
 
 Prints ratio, tokens per second, milliseconds per decode step against the floor of the memory bus (weights, and keys
@@ -16,6 +17,7 @@ import argparse
 import gc
 import itertools
 import json
+import tempfile
 import time
 from dataclasses import replace
 from typing import Any
@@ -137,10 +139,12 @@ def steps(engine: Any, prompts: Any, shape: Shape, lengths: list[int], seconds: 
 
 def compare(
     name: str, shape: Shape, *, ragged: bool, ours_alone: bool, compiled: list[bool], with_profile: bool = False,
-    filters: dict[str, Any] | None = None, lora: int = 0, merged: list[bool] | None = None,
+    filters: dict[str, Any] | None = None, lora: int = 0, merged: list[bool] | None = None, four_bit: bool = False,
 ) -> None:  # fmt: skip
     dtype = torch.bfloat16 if torch.cuda.is_available() else torch.float32
     model = make_model(shape, dtype).eval()
+    if four_bit:
+        model = in_four_bits(model)
     if lora:
         model = with_adapter(model, lora)
     ends = ends_of(shape, ragged)
@@ -148,6 +152,7 @@ def compare(
     theirs = None
     what = {"shape": name, "P": shape.prompt, "C": shape.completion, "K": shape.k, "N": shape.completions}
     what |= {"ragged": ragged, **(filters or {}), **({"lora": lora} if lora else {})}
+    what |= {"four_bit": True} if four_bit else {}
     if not ours_alone:
         theirs = run_generate(model, shape, ends, filters or {})
         print("RESULT", json.dumps({**what, "peer": "generate", **theirs}), flush=True)
@@ -160,6 +165,19 @@ def compare(
         print("RESULT", json.dumps({**what, "peer": "rloom", "compiled": one, "merged": copied, **ours}), flush=True)
     del model
     clean()
+
+
+def in_four_bits(model: Any) -> Any:
+    """Its linear layers in NF4, as bitsandbytes has them."""
+    from transformers import AutoModelForCausalLM, BitsAndBytesConfig
+
+    options = {"bnb_4bit_quant_type": "nf4", "bnb_4bit_compute_dtype": model.dtype}
+    with tempfile.TemporaryDirectory() as folder:
+        model.save_pretrained(folder)
+        return AutoModelForCausalLM.from_pretrained(
+            folder, quantization_config=BitsAndBytesConfig(load_in_4bit=True, **options), dtype=model.dtype,
+            device_map=model.device.type,
+        ).eval()  # fmt: skip
 
 
 def with_adapter(model: Any, rank: int) -> Any:
@@ -210,13 +228,18 @@ def main() -> None:
     parser.add_argument("--top-p", type=float)
     parser.add_argument("--lora", type=int, default=0, help="rank of an adapter on all linear layers")
     parser.add_argument("--merged", type=int, nargs="*", help="0, 1 or both: whether the adapter is merged into copies")
+    parser.add_argument("--four-bit", action="store_true", help="the layers' weights in NF4")
     parser.add_argument("--profile", action="store_true")
     parser.add_argument("--growth", action="store_true")
     arguments = parser.parse_args()
     for name in arguments.shapes:
         compiled = [bool(c) for c in arguments.compile]
         options = {"ragged": arguments.ragged, "ours_alone": arguments.ours, "with_profile": arguments.profile}
-        options |= {"lora": arguments.lora, "merged": [bool(m) for m in arguments.merged or []]}
+        options |= {
+            "four_bit": arguments.four_bit,
+            "lora": arguments.lora,
+            "merged": [bool(m) for m in arguments.merged or []],
+        }
         filters = {key: getattr(arguments, key) for key in ("top_k", "top_p") if getattr(arguments, key) is not None}
         compare(name, SHAPES[name], compiled=compiled, filters=filters, **options)
     if arguments.growth:

@@ -161,6 +161,30 @@ def test_lora(merged, compiled):
         assert any(bucket.graph is not None for bucket in engine.runner.buckets.values())
         check_against_plain(model, found, 0.08)
     assert bool(engine.runner.merged.copies) == merged
+    assert bool(engine.runner.joined.adapters) != merged
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("rows", [1, 6])  # one row has a kernel of its own
+def test_four_bit_bases(rows, compiled, tmp_path):
+    pytest.importorskip("bitsandbytes", reason="needs bitsandbytes")
+    from peft import LoraConfig, get_peft_model
+
+    make("qwen2").save_pretrained(tmp_path)
+    options = {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "bnb_4bit_compute_dtype": torch.bfloat16}
+    model = tf.AutoModelForCausalLM.from_pretrained(
+        tmp_path, quantization_config=tf.BitsAndBytesConfig(**options), dtype=torch.bfloat16, device_map="cuda"
+    )
+    model = get_peft_model(model, LoraConfig(r=8, target_modules="all-linear")).eval()
+    engine = engine_for(model, compiled=compiled)
+    for seed in range(2):
+        with torch.no_grad():
+            for name, parameter in model.named_parameters():
+                if "lora_B" in name:
+                    parameter.normal_(0, 0.05 * (1 + seed))
+        found = list(engine.generate(make_prompts((9,)), rows, seed=seed))
+        assert any(bucket.graph is not None for bucket in engine.runner.buckets.values())
+        check_against_plain(model, found, 0.1)
 
 
 @pytest.mark.parametrize("name", ["llama", "qwen3", "gemma2", "gpt_neox", "phi3", "gpt2", "mixtral"])
@@ -421,3 +445,19 @@ def test_what_filters_leave_of_a_large_vocabulary(options, dtype):
         sure = (above - sampler.top_p).abs() > 1e-5
         assert torch.equal(found & sure, expected & sure)
         assert found.any()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("rows", [1, 17, 130])
+@pytest.mark.parametrize(("sizes", "rank"), [((1536, 256, 256), 16), ((8960, 8960), 64), ((896,), 144)])
+def test_what_adapters_add(sizes, rank, rows, dtype):
+    from rloom.generation.native.low_rank_kernels import COLUMNS, add_low_rank
+
+    torch.manual_seed(0)
+    n = sum(sizes)
+    product = torch.randn(rows, 1, n + len(sizes) * rank, device="cuda").to(dtype)
+    up = torch.randn(rank, n, device="cuda").to(dtype) / rank
+    owners = torch.arange(len(sizes)).repeat_interleave(torch.tensor(sizes) // COLUMNS).int().cuda()
+    base, *low = product.double().split([n, *[rank] * len(sizes)], -1)
+    expected = base + torch.cat([a @ b for a, b in zip(low, up.double().split(sizes, 1), strict=True)], -1)
+    torch.testing.assert_close(add_low_rank(product, up, owners).double(), expected, rtol=0.01, atol=0.005)

@@ -45,8 +45,10 @@ def load_policy(
     *,
     trust_remote_code: bool,
     quantization_config: Any = None,
+    device: Any = None,
 ) -> Any:
-    """The model to train: loaded if it is a name or path, else as given."""
+    """The model to train: loaded if it is a name or path, else as given. A quantized one is loaded where it is trained,
+    `device`: it cannot be moved there."""
     if not isinstance(model, str):
         for name, value in (("model_init_kwargs", init_kwargs), ("quantization_config", quantization_config)):
             if value is not None:
@@ -57,6 +59,8 @@ def load_policy(
         if "quantization_config" in kwargs:
             raise ConfigError("`quantization_config` is given twice: as an argument and in `model_init_kwargs`")
         kwargs["quantization_config"] = quantization_config
+    if device is not None and kwargs.get("quantization_config") is not None:
+        kwargs.setdefault("device_map", {"": device})
     kwargs.setdefault("trust_remote_code", trust_remote_code)
     return load_model(model, **kwargs)
 

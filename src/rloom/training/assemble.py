@@ -186,6 +186,7 @@ def load(
         args.model_init_kwargs,
         trust_remote_code=args.trust_remote_code,
         quantization_config=quantization_config,
+        device=None if args.deepspeed or args.fsdp else args.device,
     )
     processing_class = loading.load_processing_class(processing_class, model, revision, args.trust_remote_code)
     vision = is_vision(processing_class)

@@ -74,12 +74,20 @@ class NativeEngine:
         self._images: tuple[str | None] | None = None  # why prompts with images cannot be had, once that was tried
         self._seen: tuple[Any, ...] | None = None  # the weights that the runner was made for
         self.requeued = 0
-        if prove:
-            model = get_model()
-            with lock_of(base_of(model)):  # another thread may generate with it
-                reason = why_not_native(model, self._new_runner(model))
-            if reason is not None:
-                raise EngineError(reason)
+        if prove and (reason := self._why_not(get_model())) is not None:
+            raise EngineError(reason)
+
+    def _why_not(self, model: Any) -> str | None:
+        """What goes wrong here, if anything does; adapters that round too much away when merged are left unmerged."""
+        with lock_of(base_of(model)):  # another thread may generate with it
+            runner: Runner | None = self._new_runner(model)
+            assert runner is not None
+            reason, merged = why_not_native(model, runner), bool(runner.merged.copies)
+            if reason is None or not merged:
+                return reason
+            logger.warning("adapters are not merged into copies of their layers: with those, %s", reason)
+            self.merged, runner = False, None  # and with it the memory of the copies
+            return why_not_native(model, self._new_runner(model))
 
     def _new_runner(self, model: Any) -> Runner:
         return Runner(
