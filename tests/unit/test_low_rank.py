@@ -11,6 +11,7 @@ from peft import LoraConfig, get_peft_model
 
 from rloom.generation.native import low_rank
 from rloom.generation.native.joined import JoinedLayers
+from rloom.generation.native.low_rank import AdaptedLayers
 from rloom.generation.native.low_rank_kernels import add_low_rank
 from rloom.models.attention import forwards_replaced
 from tests.unit.test_joined import IDS, counted
@@ -26,7 +27,7 @@ ALL = {"r": 4, "target_modules": "all-linear"}
 @pytest.fixture(autouse=True)
 def on_a_cpu(monkeypatch):
     """As if it were a GPU, and float32 a type that is not merged."""
-    monkeypatch.setattr(low_rank, "has_kernel", lambda weight: True)
+    monkeypatch.setattr(low_rank, "has_kernel", lambda device, dtype: True)
     monkeypatch.setattr("rloom.generation.native.merged._worth_merging", lambda layers, asked: bool(asked))
 
 
@@ -43,7 +44,8 @@ def adapted(config=tf.Qwen2Config, **options):
 def test_the_kernel(rows, rank):
     torch.manual_seed(0)
     product, up = torch.randn(rows, 1, 192 + 2 * rank), torch.randn(rank, 192)
-    found = add_low_rank(product, up, torch.tensor([0, 0, 1], dtype=torch.int32))
+    base, low = product.split([192, 2 * rank], -1)
+    found = add_low_rank(base, low, up, torch.tensor([0, 0, 1], dtype=torch.int32))
     base, first, second = product.split([192, rank, rank], -1)
     expected = base + torch.cat([first @ up[:, :128], second @ up[:, 128:]], -1)
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-4)
@@ -98,10 +100,43 @@ def test_draws_what_the_adapter_draws(options, monkeypatch):
     disturb(model)  # an update, which the next rollout sees
     after = drawing()
     assert [c.token_ids for c in after[0]] != [c.token_ids for c in found[0]]
-    monkeypatch.setattr(low_rank, "has_kernel", lambda weight: False)
+    monkeypatch.setattr(low_rank, "has_kernel", lambda device, dtype: False)
     plain, drawing = draw(model)
     same(after, drawing())
     assert not plain.runner.joined.adapters
+
+
+@torch.no_grad()
+def test_layers_that_cannot_be_laid_together_are_run_by_themselves():
+    model = adapted()
+    for module in model.modules():  # as DeepSpeed has them
+        if type(module) is torch.nn.Linear and module.out_features >= 64:
+            module.weight.data = torch.cat([module.weight.data, module.weight.data])[: module.out_features]
+    joined, by_themselves = JoinedLayers(model), AdaptedLayers(model)
+    assert not joined.groups
+    assert len(by_themselves.forwards) == 2 * 7
+    for ids in (IDS, IDS.view(2, 6)):
+        expected = model(ids, use_cache=False).logits
+        with forwards_replaced(by_themselves.forwards):
+            torch.testing.assert_close(model(ids, use_cache=False).logits, expected, rtol=1e-4, atol=1e-5)
+
+
+def test_a_four_bit_base(tmp_path, monkeypatch):
+    pytest.importorskip("bitsandbytes", reason="needs bitsandbytes")
+    torch.manual_seed(0)
+    options = {**SIZES, "intermediate_size": 256, "num_attention_heads": 2, "num_key_value_heads": 1}
+    tf.LlamaForCausalLM(tf.LlamaConfig(**options)).save_pretrained(tmp_path)
+    quantized = tf.BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_compute_dtype=torch.float32)
+    model = tf.AutoModelForCausalLM.from_pretrained(tmp_path, quantization_config=quantized, device_map="cpu")
+    model = get_peft_model(model, LoraConfig(**ALL)).eval()
+    disturb(model)
+    engine, drawing = draw(model)
+    found = drawing()
+    assert len(engine.runner.adapted.forwards) == 2 * 7
+    monkeypatch.setattr(low_rank, "has_kernel", lambda device, dtype: False)
+    plain, drawing = draw(model)
+    same(found, drawing(), close=1e-3)
+    assert not plain.runner.adapted.forwards
 
 
 def test_engines_of_one_model_leave_weights_where_they_are():

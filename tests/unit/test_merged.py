@@ -10,7 +10,7 @@ from rloom import RLOOConfig
 from rloom.errors import ConfigError, EngineError
 from rloom.generation import NativeEngine, Sampling
 from rloom.generation.native import merged
-from rloom.generation.native.adapters import is_plain_lora
+from rloom.generation.native.adapters import is_over_linear
 from rloom.generation.native.merged import MergedLayers
 from rloom.types import Prompt
 from tests.architectures import make
@@ -117,6 +117,17 @@ def test_where_it_rounds_it_is_asked_for(monkeypatch):
     assert merges(exact, True)
 
 
+def test_what_rounds_too_much_away_is_left_unmerged(monkeypatch, caplog):
+    from rloom.generation.native import engine as engines
+
+    why = engines.why_not_native
+    monkeypatch.setattr(engines, "why_not_native", lambda m, r: "it differs" if r.merged.copies else why(m, r))
+    engine, merging = draw(adapted(), merged=True)
+    merging()
+    assert not engine.runner.merged.copies
+    assert "adapters are not merged into copies of their layers: with those, it differs" in caplog.text
+
+
 def test_nothing_to_merge_is_told(caplog):
     model = make("qwen2").eval()
     draw(model, merged=True)[1]()
@@ -127,10 +138,10 @@ def test_nothing_to_merge_is_told(caplog):
 def test_hooks_of_others_are_heard():
     model = adapted()
     layer = model.base_model.model.model.layers[0].self_attn.q_proj
-    assert is_plain_lora(layer)
+    assert is_over_linear(layer)
     heard = []
     layer.base_layer.register_forward_hook(lambda *args: heard.append(1))
-    assert not is_plain_lora(layer)
+    assert not is_over_linear(layer)
     draw(model)[1]()
     assert heard
 

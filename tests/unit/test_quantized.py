@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from rloom.errors import ConfigError
+from rloom.models import load
 from rloom.models.adapters import keep_differentiable, lora, quantization_config, save_merged
 from rloom.models.load import wrap_peft
 from tests.standins import save_llama
@@ -86,3 +87,14 @@ def test_contradictions_are_refused(model):
         quantization_config(load_in_4bit=True, quant_type="nf5")
     with pytest.raises(ConfigError, match="no adapter to merge"):
         save_merged(model, None, "nowhere")
+
+
+def test_it_is_loaded_where_it_is_trained(tmp_path, monkeypatch):
+    asked = []
+    monkeypatch.setattr(load, "load_model", lambda name, **kwargs: asked.append(kwargs.get("device_map")))
+    options = {"trust_remote_code": False, "device": torch.device("cpu")}
+    load.load_policy("m", None, **options)
+    load.load_policy("m", None, quantization_config=quantization_config(load_in_4bit=True), **options)
+    own = {"device_map": {"": 1}}
+    load.load_policy("m", own, quantization_config=quantization_config(load_in_4bit=True), **options)
+    assert asked == [None, {"": torch.device("cpu")}, {"": 1}]

@@ -8,14 +8,12 @@ from torch import Tensor, nn
 
 
 def is_plain_lora(layer: Any) -> bool:
-    """Whether it is a linear layer under plain LoRA (no DoRA or the like) that is switched on and not merged yet."""
+    """Whether it is a layer under plain LoRA (no DoRA or the like) that is switched on and not merged yet."""
     if not isinstance(getattr(layer, "lora_A", None), nn.ModuleDict) or not hasattr(layer, "base_layer"):
         return False
-    base, active = layer.base_layer, _active(layer)
+    active = _active(layer)
     return (
-        type(base) is nn.Linear
-        and type(base.weight) is nn.Parameter
-        and not any("forward" in x.__dict__ or x._forward_hooks or x._forward_pre_hooks for x in layer.modules())
+        not any("forward" in x.__dict__ or x._forward_hooks or x._forward_pre_hooks for x in layer.modules())
         and bool(active)
         and all(type(part[name]) is nn.Linear for part in (layer.lora_A, layer.lora_B) for name in active)
         and not getattr(layer, "fan_in_fan_out", False)
@@ -23,6 +21,13 @@ def is_plain_lora(layer: Any) -> bool:
         and not any(
             name in getattr(layer, "lora_variant", ()) or layer.lora_B[name].bias is not None for name in active
         )
+    )
+
+
+def is_over_linear(layer: Any) -> bool:
+    """Whether it is such a layer over a linear one whose weights can be added to: not one that is quantized."""
+    return (
+        is_plain_lora(layer) and type(layer.base_layer) is nn.Linear and type(layer.base_layer.weight) is nn.Parameter
     )
 
 

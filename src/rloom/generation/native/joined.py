@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from rloom.generation.native.adapters import is_plain_lora
+from rloom.generation.native.adapters import is_over_linear
 from rloom.generation.native.low_rank import LowRank, low_rank_of
 
 SIBLINGS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
@@ -48,6 +48,10 @@ class JoinedLayers:
     def forwards(self) -> list[tuple[nn.Module, Callable[[Tensor], Tensor]]]:
         """The layers, each with the forward that uses the joined product; none that weights have been moved from."""
         return [pair for group in self.groups if group.in_place() for pair in group.forwards]
+
+    def owners(self) -> list[nn.Module]:
+        """The layers whose forwards are replaced."""
+        return [owner for group in self.groups for owner in group.owners]
 
     def refresh(self) -> None:
         """Copy what adapters are now."""
@@ -96,7 +100,8 @@ class Siblings:
             if index == 0:
                 product = functional.linear(x, weight, bias)
                 if up is not None:
-                    product = torch.ops.rloom.add_low_rank(product, up, owners)
+                    base, low = product.split([up.shape[1], product.shape[-1] - up.shape[1]], -1)
+                    product = torch.ops.rloom.add_low_rank(base, low, up, owners)
                 answers = product.split(sizes, -1)
                 waiting[:] = [x, *answers[1:]] if last else []
                 return answers[0]
@@ -123,7 +128,7 @@ def _siblings(
     model: nn.Module, copies: Mapping[nn.Module, nn.Linear]
 ) -> Iterator[tuple[list[nn.Module], list[nn.Linear], LowRank | None]]:
     done: set[nn.Module] = set()
-    alone = ([module] for module in model.modules() if is_plain_lora(module))
+    alone = ([module] for module in model.modules() if is_over_linear(module))
     for parts in itertools.chain(siblings_in(model), alone):
         layers = [copies.get(part) or _plain(part) for part in parts]
         found = [layer for layer in layers if layer is not None]

@@ -16,35 +16,34 @@ RANKS = 64
 
 @triton.jit
 def _add_low_rank(  # type: ignore[no-untyped-def]
-    product, up, owners, out, rows, product_b, N: tl.constexpr, RANK: tl.constexpr, AT_ONCE: tl.constexpr,
+    base, low, up, owners, out, rows, base_b, low_b, N: tl.constexpr, RANK: tl.constexpr, AT_ONCE: tl.constexpr,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """out = product[:, :N] + low · up: `low` stands behind the N columns, RANK of it for each layer."""
+    """out = base + low · up: of `low` each layer has RANK columns."""
     part = tl.program_id(0)
     m = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
     n = part * COLUMNS + tl.arange(0, COLUMNS)
     inside = (m < rows)[:, None]
-    line = product + m.to(tl.int64)[:, None] * product_b
-    low = line + N + tl.load(owners + part) * RANK
+    line = m.to(tl.int64)[:, None]
+    low += tl.load(owners + part) * RANK
     k = tl.arange(0, AT_ONCE)
-    total = tl.load(line + n[None, :], mask=inside, other=0.0).to(tl.float32)
+    total = tl.load(base + line * base_b + n[None, :], mask=inside, other=0.0).to(tl.float32)
     for start in range(0, RANK, AT_ONCE):
-        a = tl.load(low + (start + k)[None, :], mask=inside & (start + k < RANK)[None, :], other=0.0)
+        a = tl.load(low + line * low_b + (start + k)[None, :], mask=inside & (start + k < RANK)[None, :], other=0.0)
         b = tl.load(up + (start + k)[:, None] * N + n[None, :], mask=(start + k < RANK)[:, None], other=0.0)
         total = tl.dot(a, b, total, input_precision="ieee")
-    tl.store(out + m.to(tl.int64)[:, None] * N + n[None, :], total.to(out.dtype.element_ty), mask=inside)
+    tl.store(out + line * N + n[None, :], total.to(out.dtype.element_ty), mask=inside)
 
 
-def add_low_rank(product: Tensor, up: Tensor, owners: Tensor) -> Tensor:
-    """(B, 1, N) of (B, 1, N + layers · R), `up` (R, N), and the layer of every `COLUMNS` columns."""
+def add_low_rank(base: Tensor, low: Tensor, up: Tensor, owners: Tensor) -> Tensor:
+    """(B, 1, N) of `base` (B, 1, N), `low` (B, 1, layers · R), `up` (R, N), and the layer of each `COLUMNS` columns."""
     rank, n = up.shape
-    rows = product.numel() // product.shape[-1]
-    product = product.contiguous()
-    out = torch.empty((*product.shape[:-1], n), dtype=product.dtype, device=product.device)
+    out = torch.empty(base.shape, dtype=base.dtype, device=base.device)
+    base, low = (x.flatten(0, -2) if x.stride(-1) == 1 else x.flatten(0, -2).contiguous() for x in (base, low))
     at_once = min(RANKS, triton.next_power_of_2(rank))
-    block = 16 if rows <= 16 else 32
-    _add_low_rank[(n // COLUMNS, triton.cdiv(rows, block))](
-        product, up, owners, out, rows, product.shape[-1], N=n, RANK=rank, AT_ONCE=at_once, ROWS=block,
-        COLUMNS=COLUMNS, num_warps=4,
+    block = 16 if len(base) <= 16 else 32
+    _add_low_rank[(n // COLUMNS, triton.cdiv(len(base), block))](
+        base, low, up, owners, out, len(base), base.stride(0), low.stride(0), N=n, RANK=rank, AT_ONCE=at_once,
+        ROWS=block, COLUMNS=COLUMNS, num_warps=4,
     )  # fmt: skip
     return out

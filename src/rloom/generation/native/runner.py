@@ -23,6 +23,7 @@ from rloom.generation.native.dense import DenseCache
 from rloom.generation.native.gated import GatedBlocks
 from rloom.generation.native.geometry import Geometry
 from rloom.generation.native.joined import JoinedLayers
+from rloom.generation.native.low_rank import AdaptedLayers
 from rloom.generation.native.merged import MergedLayers
 from rloom.generation.native.paged import PAGE, PagedCache, Tables, fits_kernels, make_tables, rows_at_once
 from rloom.generation.native.proof import NOISE, difference
@@ -81,6 +82,7 @@ class Runner:
         self.modules = list(model.modules())
         self.merged = MergedLayers(model, merged)
         self.joined = JoinedLayers(model, self.merged.copies)
+        self.adapted = AdaptedLayers(model, {*self.merged.copies, *self.joined.owners()})
         self.gated = GatedBlocks(self.joined, model)
         self.sampler, self.max_new_tokens = sampler, max_new_tokens
         self.accepts = frozenset(inspect.signature(type(self.base).forward).parameters)
@@ -117,7 +119,8 @@ class Runner:
         for module in in_training:  # `eval` and `train` would walk the model anew at every hand-over
             module.training = False
         try:
-            forwards = dict([*self.merged.forwards, *self.joined.forwards(), *self.gated.forwards()])
+            forwards = dict([*self.merged.forwards, *self.adapted.forwards])
+            forwards |= dict([*self.joined.forwards(), *self.gated.forwards()])
             with torch.no_grad(), native_attention(self.base), forwards_replaced(list(forwards.items())):
                 yield
         finally:
@@ -205,8 +208,8 @@ class Runner:
     def make_cache(self, total_pages: int) -> Any:
         """For one rollout."""
         assert self.geometry is not None
-        self.merged.refresh()
-        self.joined.refresh()
+        for copies in (self.merged, self.joined, self.adapted):
+            copies.refresh()
         for bucket in self.buckets.values():
             bucket.starved = False
         if not self.paged:
