@@ -211,9 +211,57 @@ def test_a_model_that_waits_inside_runs_without_graphs(caplog):
     model = make("qwen2")
     model.model.norm.register_forward_hook(wait)
     engine = engine_for(model)
-    check_against_plain(model, groups(engine))
-    assert "cannot be captured" in caplog.text
+    for _ in range(2):
+        check_against_plain(model, groups(engine))
+        torch.nn.functional.dropout(torch.ones(9, device="cuda"))  # torch's generator goes on
+    assert "cannot be captured in a CUDA graph, and runs without: CUDA error: operation not permitted" in caplog.text
     assert all(bucket.graph is None for bucket in engine.runner.buckets.values())
+    assert torch.cuda.current_stream() == torch.cuda.default_stream()
+    other = engine_for(make("qwen2"))  # one that can be
+    groups(other)
+    assert any(bucket.graph is not None for bucket in other.runner.buckets.values())
+
+
+def test_a_reward_that_draws_while_graphs_are_recorded(caplog):
+    """Its calls may fail and are made again; the engine's steps are right whatever happens."""
+    import threading
+
+    import rloom
+    from rloom.rewards import FunctionReward, RewardBatch, RewardSet
+
+    calls = []
+
+    @rloom.reward(threads=True)
+    def draws(completions):
+        calls.append(1)
+        value = torch.rand(1000, device="cuda").sum().item()
+        torch.cuda.synchronize()
+        return [value] * len(completions)
+
+    rewards, over, scored = RewardSet([FunctionReward(draws)], None), threading.Event(), []
+    batch = RewardBatch(prompts=["p"], completions=["c"], completion_ids=[[1]], columns={})
+
+    def go_on():
+        while not over.is_set():
+            scored.append(rewards.score(batch))
+
+    model, thread = make("qwen2"), threading.Thread(target=go_on)
+    engine = engine_for(model)
+    thread.start()
+    try:
+        for seed in range(3):
+            check_against_plain(model, groups(engine, seed=seed))
+    finally:
+        over.set()
+        thread.join()
+        rewards.close()
+    print(f"{len(scored)} scores in {len(calls)} calls; {caplog.text}")
+    assert "cannot be captured" not in caplog.text
+    check_against_plain(model, groups(engine, seed=4))
+    assert any(bucket.graph is not None for bucket in engine.runner.buckets.values())
+    assert scored
+    assert all(row.isfinite().all() for row in scored)
+    torch.rand(9, device="cuda")
 
 
 def test_pages_that_run_out(monkeypatch):

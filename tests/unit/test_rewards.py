@@ -302,3 +302,24 @@ def test_a_column_that_is_missing_is_named_also_to_functions_that_take_any(isola
     ):
         rewards.score(batch)
     rewards.close()
+
+
+@pytest.mark.parametrize("failing", [0, 3, 9])
+def test_a_call_that_meets_with_a_graph_being_recorded_is_made_again(failing):
+    calls = []
+
+    def judged(completions, log_metric):
+        calls.append(1)
+        log_metric("judged", 1.0)
+        if len(calls) <= failing:
+            raise RuntimeError("CUDA error: operation not permitted when stream is capturing")
+        return lengths(completions)
+
+    rewards = RewardSet([FunctionReward(rloom.reward(judged, threads=True))], None)
+    if failing == 9:
+        with pytest.raises(RuntimeError, match="capturing"):
+            rewards.score(batch())
+        assert len(calls) == 5
+        return
+    assert rewards.score(batch()).tolist() == [[3.0], [5.0]]
+    assert len(calls) == failing + 1

@@ -19,6 +19,9 @@ from rloom.rewards.base import Reward, RewardBatch
 from rloom.rewards.isolation import WorkerGone, WorkerPool
 from rloom.rewards.marks import is_coroutine_function
 
+TRIES = 4
+"""Of a call, beside the last, that meets with CUDA graphs: at the beginning several are recorded in a row."""
+
 
 @dataclass(slots=True, kw_only=True)
 class Answer:
@@ -140,7 +143,7 @@ class Caller:
         try:
             if self._at_start_error is not None:
                 raise self._at_start_error
-            values = self.reward.score(_recorded(batch, answer))
+            values = self._score(batch, answer)
             if isinstance(values, Awaitable):  # an async function in disguise (a lambda around one)
                 values = start(_awaited(values)).result()
             answer.values = values
@@ -148,6 +151,21 @@ class Caller:
             answer.error, answer.failure = _as_error(error), "errors"
         answer.seconds = time.perf_counter() - began
         return answer
+
+    def _score(self, batch: RewardBatch, answer: Answer) -> Any:
+        """Again, if a model of its own met with a CUDA graph that the engine recorded meanwhile."""
+        for _ in range(TRIES):
+            try:
+                return self.reward.score(_recorded(batch, answer))
+            except RuntimeError as error:
+                from rloom.models.capture import is_in_the_way, wait_for_others  # torch is there, after such an error
+
+                if not is_in_the_way(error):
+                    raise
+                answer.extra.clear()
+                answer.metrics.clear()
+                wait_for_others()
+        return self.reward.score(_recorded(batch, answer))
 
     async def _on_loop(self, batch: RewardBatch) -> Answer:
         if self._gate is None:

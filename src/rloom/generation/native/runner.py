@@ -31,6 +31,7 @@ from rloom.generation.native.rows import CHUNK, Look, Rows, groups_of
 from rloom.generation.native.sampler import Drawn, Sampler
 from rloom.generation.native.scheduler import Sequence, SharedPrompt
 from rloom.models.attention import forwards_replaced
+from rloom.models.capture import Disturbed, captured, one_at_a_time
 from rloom.models.load import base_of
 from rloom.models.positions import position_limit, prompt_positions, rope_index_of
 from rloom.types import Block, PackedRow
@@ -66,8 +67,8 @@ class Bucket:
     tables: Tables | None
     graph: Any = None
     steps: int = 0  # run without a graph so far
-    failed: bool = False
-    starved: bool = False  # of memory for a graph, in this rollout
+    failed: bool = False  # to be captured
+    starved: bool = False  # of what a graph takes, in this rollout: tried again in the next
 
 
 class Runner:
@@ -231,7 +232,8 @@ class Runner:
     def drop_graphs(self) -> None:
         """Let go of all buckets; steps of a rollout that was left in the middle may still be under way in one."""
         if self.buckets and self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
+            with one_at_a_time:
+                torch.cuda.synchronize(self.device)
         self.buckets.clear()
         self.bucket = None
 
@@ -250,7 +252,8 @@ class Runner:
         bucket.rows.load(sequences, self.max_new_tokens, steps)
         cache.arrange(sequences, bucket.rows, steps)
         if self._worth_a_graph(bucket, cache, expected):
-            self._capture(bucket, cache)
+            with one_at_a_time:
+                self._capture(bucket, cache)
         for _ in range(steps):
             if bucket.graph is not None:
                 bucket.graph.replay()
@@ -320,18 +323,18 @@ class Runner:
                     for _ in range(2):
                         self._step(rows, cache)
                 torch.cuda.current_stream().wait_stream(stream)
-                graph = torch.cuda.CUDAGraph()
                 self.pool = self.pool or torch.cuda.graph_pool_handle()
-                # by thread: rewards may run a model, and take memory, in another meanwhile
-                with torch.cuda.graph(graph, pool=self.pool, capture_error_mode="thread_local"):
-                    self._step(rows, cache)
-            bucket.graph = graph
+                bucket.graph = captured(lambda: self._step(rows, cache), self.pool)
         except torch.OutOfMemoryError:
-            bucket.starved = True  # tried again in the next rollout
+            bucket.starved, self.pool = True, None  # a pool of which a capture failed takes no other
             logger.warning("no memory left to capture a decode step of %d rows: it runs without a graph", len(rows))
+        except Disturbed:
+            bucket.starved, self.pool = True, None
+            logger.warning(
+                "another thread waited for the GPU while a decode step was captured: it runs without a graph"
+            )
         except Exception as error:  # an architecture that synchronises inside (some mixtures of experts)
-            bucket.failed = True
-            torch.cuda.synchronize()
+            bucket.failed, self.pool = True, None
             logger.warning(
                 "a decode step of this model cannot be captured in a CUDA graph, and runs without: %s",
                 _first_line(error),
