@@ -15,7 +15,7 @@ from rloom.generation.native.low_rank import AdaptedLayers
 from rloom.generation.native.low_rank_kernels import add_low_rank
 from rloom.models.attention import forwards_replaced
 from tests.unit.test_joined import IDS, counted
-from tests.unit.test_merged import disturb, draw, same
+from tests.unit.test_merged import PROMPTS, disturb, draw, same
 
 pytestmark = pytest.mark.skipif(
     not torch.cuda.is_available() and os.environ.get("TRITON_INTERPRET") != "1", reason="the kernel runs on a GPU"
@@ -154,8 +154,106 @@ def test_engines_of_one_model_leave_weights_where_they_are():
     assert [p.data_ptr() for p in model.parameters()] == weights
 
 
+def test_a_new_runner_has_them_behind_the_weights_again():
+    model = adapted()
+    model.add_adapter("other", LoraConfig(r=20, target_modules=["q_proj", "o_proj"]))
+    engine, drawing = draw(model)
+    for adapter in ("default", "other", "default"):
+        model.set_adapter(adapter)
+        drawing()
+        assert engine.runner.joined.adapters
+        assert not engine.runner.adapted.adapters
+
+
+def test_a_group_that_has_become_smaller_overwrites_no_sibling():
+    model = adapted(target_modules=["q_proj", "o_proj"])
+    _, drawing = draw(model)
+    drawing()
+    before = {name: value.clone() for name, value in model.base_model.model.state_dict().items()}
+    model.add_adapter("two", LoraConfig(r=4, target_modules=["q_proj"], modules_to_save=["v_proj"]))
+    drawing()
+    after = model.base_model.model.state_dict()
+    assert all(torch.equal(after[name], value) for name, value in before.items() if name in after)
+
+
+def test_rollouts_of_two_adapters_that_are_interleaved_do_not_mix():
+    model = adapted()
+    model.add_adapter("other", LoraConfig(r=20, target_modules="all-linear"))
+    disturb(model)
+    engine, drawing = draw(model, max_sequences=4)
+    expected = drawing()
+    found = []
+    for group in engine.generate(PROMPTS, 4, seed=3):
+        found.append(group.completions)
+        model.set_adapter("other")
+        draw(model)[1]()
+        model.set_adapter("default")
+    same(found, expected)
+
+
+@torch.no_grad()
+def test_layers_that_share_their_weights_have_adapters_of_their_own():
+    model = adapted()
+    first, second = (layer.self_attn.o_proj for layer in model.base_model.model.model.layers)
+    second.base_layer.weight = first.base_layer.weight
+    expected = model(IDS, use_cache=False).logits
+    joined = JoinedLayers(model)
+    by_themselves = AdaptedLayers(model, joined.owners())
+    assert [layer for layer, _ in by_themselves.forwards] == [second]
+    with forwards_replaced([*joined.forwards(), *by_themselves.forwards]):
+        torch.testing.assert_close(model(IDS, use_cache=False).logits, expected, rtol=1e-4, atol=1e-5)
+
+
+@torch.no_grad()
+def test_what_was_behind_the_weights_need_not_be_numbers():
+    model = adapted(r=16)
+    layer = model.base_model.model.model.layers[0].self_attn.o_proj
+    joined = JoinedLayers(model)
+    layer.lora_A["default"].weight.fill_(torch.nan)
+    joined.refresh()
+    joined = None  # and with it the right to what lies there
+    model.add_adapter("fresh", LoraConfig(r=4, target_modules="all-linear"))
+    model.set_adapter("fresh")
+    disturb(model)
+    joined = JoinedLayers(model)
+    assert joined.adapters
+    with forwards_replaced(joined.forwards()):
+        assert model(IDS, use_cache=False).logits.isfinite().all()
+
+
+def test_a_runner_that_was_made_in_inference_mode_goes_on_outside():
+    model = adapted()
+    with torch.inference_mode():
+        _, drawing = draw(model)
+        found = drawing()
+    same(drawing(), found)
+
+
+def test_a_kernel_that_fails_leaves_adapters_to_peft(monkeypatch, caplog):
+    def broken(*args):
+        raise RuntimeError("no such instruction")
+
+    monkeypatch.setattr(low_rank, "has_kernel", lambda device, dtype: low_rank._kernel_works(device, dtype))
+    monkeypatch.setattr("rloom.generation.native.low_rank_kernels.add_low_rank", broken)
+    low_rank._kernel_works.cache_clear()
+    engine, drawing = draw(adapted())
+    drawing()
+    assert not engine.runner.joined.adapters
+    assert "LoRA adapters are run as they are: the kernel for them fails (no such instruction)" in caplog.text
+    low_rank._kernel_works.cache_clear()
+    monkeypatch.undo()
+    assert low_rank._kernel_works(torch.device("cpu"), torch.float32)
+    monkeypatch.setattr("rloom.generation.native.low_rank_kernels.add_low_rank", lambda base, *_: base)
+    low_rank._kernel_works.cache_clear()
+    assert not low_rank._kernel_works(torch.device("cpu"), torch.float32)
+    low_rank._kernel_works.cache_clear()
+
+
 def test_weights_take_only_the_adapters_more():
     model = adapted()
-    JoinedLayers(model)
+    joined = JoinedLayers(model)
+    assert len(joined.adapters) == 2 * 4
+    for group in joined.groups:
+        assert len(group.weight) == sum(layer.out_features for layer in group.layers) + 16 * len(group.layers)
     base = model.base_model.model.model.layers[0].mlp.down_proj.base_layer.weight
     assert base.untyped_storage().nbytes() == base.nbytes  # and are saved as what they are

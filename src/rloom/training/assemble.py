@@ -8,6 +8,7 @@ from typing import Any
 
 from torch import nn
 from transformers import ProcessorMixin
+from transformers.integrations import is_deepspeed_zero3_enabled
 
 from rloom import rewards as ready_made
 from rloom.config import RLOOConfig
@@ -186,7 +187,7 @@ def load(
         args.model_init_kwargs,
         trust_remote_code=args.trust_remote_code,
         quantization_config=quantization_config,
-        device=None if args.deepspeed or args.fsdp else args.device,
+        device=None if is_deepspeed_zero3_enabled() else args.device,
     )
     processing_class = loading.load_processing_class(processing_class, model, revision, args.trust_remote_code)
     vision = is_vision(processing_class)

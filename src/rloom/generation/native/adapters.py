@@ -9,19 +9,27 @@ from torch import Tensor, nn
 
 def is_plain_lora(layer: Any) -> bool:
     """Whether it is a layer under plain LoRA (no DoRA or the like) that is switched on and not merged yet."""
+    if not _is_lora(layer) or getattr(layer, "fan_in_fan_out", False):
+        return False
+    return bool(_active(layer)) and all(_is_plain(layer, name) for name in _active(layer))
+
+
+def adds_nothing(layer: Any) -> bool:
+    """Whether it is a layer under LoRA of which no adapter is in use."""
+    return _is_lora(layer) and not _active(layer)
+
+
+def _is_lora(layer: Any) -> bool:
+    """A layer under adapters that nobody listens to, and whose weights are its own still."""
     if not isinstance(getattr(layer, "lora_A", None), nn.ModuleDict) or not hasattr(layer, "base_layer"):
         return False
-    active = _active(layer)
-    return (
-        not any("forward" in x.__dict__ or x._forward_hooks or x._forward_pre_hooks for x in layer.modules())
-        and bool(active)
-        and all(type(part[name]) is nn.Linear for part in (layer.lora_A, layer.lora_B) for name in active)
-        and not getattr(layer, "fan_in_fan_out", False)
-        and not (layer.disable_adapters or layer.merged)
-        and not any(
-            name in getattr(layer, "lora_variant", ()) or layer.lora_B[name].bias is not None for name in active
-        )
-    )
+    heard = any("forward" in x.__dict__ or x._forward_hooks or x._forward_pre_hooks for x in layer.modules())
+    return not heard and not layer.merged
+
+
+def _is_plain(layer: Any, name: str) -> bool:
+    down, up = layer.lora_A[name], layer.lora_B[name]
+    return type(down) is type(up) is nn.Linear and up.bias is None and name not in getattr(layer, "lora_variant", ())
 
 
 def is_over_linear(layer: Any) -> bool:
@@ -38,4 +46,4 @@ def parts_of(layer: Any) -> list[tuple[Tensor, Tensor, float]]:
 
 
 def _active(layer: Any) -> list[str]:
-    return [name for name in layer.active_adapters if name in layer.lora_A]
+    return [] if layer.disable_adapters else [name for name in layer.active_adapters if name in layer.lora_A]

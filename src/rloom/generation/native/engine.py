@@ -41,7 +41,8 @@ FIRST_AT_ONCE = 512
 
 
 class NativeEngine:
-    """Samples from the trained weights themselves; nothing is copied or kept in step.
+    """Samples from the trained weights themselves: there is no second model to be kept in step. (Of LoRA adapters, and
+    only of those, there are copies for a rollout.)
 
     `get_model` gives the model; `compiled` has its decode step compiled, which takes some seconds once; `merged` has
     LoRA adapters merged into copies of their layers' weights (None: in float32, where there is room). Raises
@@ -80,14 +81,17 @@ class NativeEngine:
     def _why_not(self, model: Any) -> str | None:
         """What goes wrong here, if anything does; adapters that round too much away when merged are left unmerged."""
         with lock_of(base_of(model)):  # another thread may generate with it
-            runner: Runner | None = self._new_runner(model)
-            assert runner is not None
+            runner = self._new_runner(model)
             reason, merged = why_not_native(model, runner), bool(runner.merged.copies)
+            del runner  # and with it the memory of copies
             if reason is None or not merged:
                 return reason
+            asked, self.merged = self.merged, False
+            if why_not_native(model, self._new_runner(model)) is not None:
+                self.merged = asked
+                return reason
             logger.warning("adapters are not merged into copies of their layers: with those, %s", reason)
-            self.merged, runner = False, None  # and with it the memory of the copies
-            return why_not_native(model, self._new_runner(model))
+            return None
 
     def _new_runner(self, model: Any) -> Runner:
         return Runner(

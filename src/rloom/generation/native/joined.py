@@ -8,7 +8,6 @@ are trained in place, and the next product sees what an update has written.
 from __future__ import annotations
 
 import itertools
-import weakref
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -17,14 +16,10 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from rloom.generation.native.adapters import is_over_linear
+from rloom.generation.native.laid import can_be_laid, claim, is_claimed, laid_together, lie_in
 from rloom.generation.native.low_rank import LowRank, low_rank_of
 
 SIBLINGS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
-ALIGNMENT = 64
-"""Bytes that every weight must begin at a multiple of, as it does in memory of its own: kernels rely on it."""
-
-
-_laid: weakref.WeakValueDictionary[int, Tensor] = weakref.WeakValueDictionary()  # by address
 
 
 class JoinedLayers:
@@ -50,7 +45,7 @@ class JoinedLayers:
         return [pair for group in self.groups if group.in_place() for pair in group.forwards]
 
     def owners(self) -> list[nn.Module]:
-        """The layers whose forwards are replaced."""
+        """The layers whose forwards are replaced, while weights are where they were laid."""
         return [owner for group in self.groups for owner in group.owners]
 
     def refresh(self) -> None:
@@ -71,38 +66,31 @@ class Siblings:
     def __init__(self, owners: list[nn.Module], layers: list[nn.Linear], adapters: LowRank | None = None) -> None:
         self.owners, self.layers = owners, layers  # whose forwards are replaced, and whose weights are used
         self.adapters, behind = adapters, 0 if adapters is None else adapters.rows
-        self.whole = [_laid_together([x.weight for x in layers], behind)]
-        self.whole += [] if layers[0].bias is None else [_laid_together([x.bias for x in layers], behind)]
-        end = sum(x.out_features for x in layers) + behind  # another engine may have rows behind that this has not
-        self.weight = self.whole[0][:end]
-        self.bias = self.whole[1][:end] if len(self.whole) > 1 else None
+        self.weight = laid_together([x.weight for x in layers], behind)
+        self.bias = None if layers[0].bias is None else laid_together([x.bias for x in layers], behind)
         if adapters is not None:
-            adapters.down = self.weight[end - behind :]
+            claim(self.weight, adapters)
+            adapters.place(self.weight[-behind:])
         self.waiting: list[Tensor] = []  # the input of the first, and what the others will answer to it
         self.apart: list[bool] = []  # not empty: they do not read the same input after all
         self.forwards = [(owner, self._forward(index)) for index, owner in enumerate(owners)]
 
     def in_place(self) -> bool:
         """Whether the layers' weights are where they were laid: they may have been moved or replaced since."""
-        weights_lie = _lie_in(self.weight, [x.weight for x in self.layers])
-        return weights_lie and (self.bias is None or _lie_in(self.bias, [x.bias for x in self.layers]))
+        weights_lie = lie_in(self.weight, [x.weight for x in self.layers])
+        return weights_lie and (self.bias is None or lie_in(self.bias, [x.bias for x in self.layers]))
 
     def _forward(self, index: int) -> Callable[..., Tensor]:
         """Of one layer. Only for steps of one token a row: longer inputs gain nothing, and would keep more memory."""
         waiting, apart, last = self.waiting, self.apart, len(self.layers) - 1
-        weight, bias, sizes = self.weight, self.bias, [x.out_features for x in self.layers]
-        up, owners = (None, None) if self.adapters is None else (self.adapters.up, self.adapters.owners)
+        sizes, product = [x.out_features for x in self.layers], self._product()
         alone = _alone(self.owners[index], self.layers[index])
 
         def forward(x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
             if apart or args or kwargs or x.dim() < 3 or x.shape[-2] > 1:
                 return alone(x, *args, **kwargs)
             if index == 0:
-                product = functional.linear(x, weight, bias)
-                if up is not None:
-                    base, low = product.split([up.shape[1], product.shape[-1] - up.shape[1]], -1)
-                    product = torch.ops.rloom.add_low_rank(base, low, up, owners)
-                answers = product.split(sizes, -1)
+                answers = product(x).split(sizes, -1)
                 waiting[:] = [x, *answers[1:]] if last else []
                 return answers[0]
             if not waiting or waiting[0] is not x:
@@ -116,6 +104,19 @@ class Siblings:
 
         return forward
 
+    def _product(self) -> Callable[[Tensor], Tensor]:
+        """All answers to an input, one behind the other."""
+        weight, bias = self.weight, self.bias
+        if self.adapters is None:
+            return lambda x: functional.linear(x, weight, bias)
+        up, layer_of = self.adapters.up, self.adapters.layer_of
+
+        def product(x: Tensor) -> Tensor:
+            base, low = functional.linear(x, weight, bias).split([up.shape[1], len(weight) - up.shape[1]], -1)
+            return torch.ops.rloom.add_low_rank(base, low, up, layer_of)
+
+        return product
+
 
 def _alone(owner: Any, layer: nn.Linear) -> Callable[..., Tensor]:
     """What one does by itself: with an adapter that is left beside it, or as the plain product that it is."""
@@ -128,13 +129,14 @@ def _siblings(
     model: nn.Module, copies: Mapping[nn.Module, nn.Linear]
 ) -> Iterator[tuple[list[nn.Module], list[nn.Linear], LowRank | None]]:
     done: set[nn.Module] = set()
-    alone = ([module] for module in model.modules() if is_over_linear(module))
-    for parts in itertools.chain(siblings_in(model), alone):
+    single = ([module] for module in model.modules() if is_over_linear(module))
+    for parts in itertools.chain(siblings_in(model), single):
         layers = [copies.get(part) or _plain(part) for part in parts]
         found = [layer for layer in layers if layer is not None]
         if len(found) < len(parts) or not done.isdisjoint(parts) or not _can_join(found):
             continue
-        adapters = low_rank_of(parts, found) if copies.keys().isdisjoint(parts) else None
+        can_adapt = copies.keys().isdisjoint(parts) and not is_claimed(found[0].weight)
+        adapters = low_rank_of(parts, found) if can_adapt else None
         if len(parts) > 1 or adapters is not None:
             done.update(parts)
             keep = adapters is not None
@@ -161,46 +163,5 @@ def _plain(layer: Any) -> nn.Linear | None:
 
 
 def _can_join(layers: list[nn.Linear]) -> bool:
-    """Alike, and each with memory of its own: views of somebody else's buffer (DeepSpeed's) must stay what they are,
-    and so must memory that other processes see."""
-    parameters = [p for layer in layers for p in layer.parameters()]
     alike = {(len(list(x.parameters())), x.in_features, x.weight.dtype, x.weight.device) for x in layers}
-    return (
-        len(alike) == 1
-        and len({p.untyped_storage().data_ptr() for p in parameters}) == len(parameters)
-        and all(type(p) is nn.Parameter and p.is_contiguous() for p in parameters)
-        and not any(p.device.type == "cpu" and p.is_shared() for p in parameters)  # on a GPU all say that they are
-        and all(_bytes(p) % ALIGNMENT == 0 and _bytes(p) == p.untyped_storage().nbytes() for p in parameters)
-    )
-
-
-def _bytes(p: Tensor) -> int:
-    return p.numel() * p.element_size()
-
-
-def _laid_together(parameters: list[Any], behind: int = 0) -> Tensor:
-    """One buffer in which the parameters lie one after the other from now on, and `behind` rows of zeros after them.
-
-    Each gets a storage of its own over its part, by way of DLPack: plain views would share one, and what is saved by
-    storage (accelerate, safetensors) would leave all but one of them out.
-    """
-    known = _laid.get(parameters[0].data_ptr())
-    if known is not None and _lie_in(known, parameters, behind):
-        return known  # by another engine of the same model
-    with torch.inference_mode(False), torch.no_grad():
-        zeros = parameters[0].data.new_zeros((behind, *parameters[0].shape[1:]))
-        whole = torch.cat([*(p.data for p in parameters), zeros])
-        for parameter, part in zip(parameters, whole.split([*map(len, parameters), behind]), strict=False):
-            parameter.data = torch.from_dlpack(part)
-    _laid[whole.data_ptr()] = whole
-    return whole
-
-
-def _lie_in(whole: Tensor, parts: list[Any], behind: int = 0) -> bool:
-    """Whether these tensors lie in it one after the other, from its beginning, and so many rows after them."""
-    expected = whole.data_ptr()
-    for part in parts:
-        if part.data_ptr() != expected:
-            return False
-        expected += _bytes(part)
-    return sum(map(len, parts)) + behind <= len(whole)
+    return len(alike) == 1 and can_be_laid([p for layer in layers for p in layer.parameters()])

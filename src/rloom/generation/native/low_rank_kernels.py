@@ -16,7 +16,7 @@ RANKS = 64
 
 @triton.jit
 def _add_low_rank(  # type: ignore[no-untyped-def]
-    base, low, up, owners, out, rows, base_b, low_b, N: tl.constexpr, RANK: tl.constexpr, AT_ONCE: tl.constexpr,
+    base, low, up, layer_of, out, rows, base_b, low_b, N: tl.constexpr, RANK: tl.constexpr, AT_ONCE: tl.constexpr,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     """out = base + low · up: of `low` each layer has RANK columns."""
@@ -25,7 +25,7 @@ def _add_low_rank(  # type: ignore[no-untyped-def]
     n = part * COLUMNS + tl.arange(0, COLUMNS)
     inside = (m < rows)[:, None]
     line = m.to(tl.int64)[:, None]
-    low += tl.load(owners + part) * RANK
+    low += tl.load(layer_of + part) * RANK
     k = tl.arange(0, AT_ONCE)
     total = tl.load(base + line * base_b + n[None, :], mask=inside, other=0.0).to(tl.float32)
     for start in range(0, RANK, AT_ONCE):
@@ -35,7 +35,7 @@ def _add_low_rank(  # type: ignore[no-untyped-def]
     tl.store(out + line * N + n[None, :], total.to(out.dtype.element_ty), mask=inside)
 
 
-def add_low_rank(base: Tensor, low: Tensor, up: Tensor, owners: Tensor) -> Tensor:
+def add_low_rank(base: Tensor, low: Tensor, up: Tensor, layer_of: Tensor) -> Tensor:
     """(B, 1, N) of `base` (B, 1, N), `low` (B, 1, layers · R), `up` (R, N), and the layer of each `COLUMNS` columns."""
     rank, n = up.shape
     out = torch.empty(base.shape, dtype=base.dtype, device=base.device)
@@ -43,7 +43,7 @@ def add_low_rank(base: Tensor, low: Tensor, up: Tensor, owners: Tensor) -> Tenso
     at_once = min(RANKS, triton.next_power_of_2(rank))
     block = 16 if len(base) <= 16 else 32
     _add_low_rank[(n // COLUMNS, triton.cdiv(len(base), block))](
-        base, low, up, owners, out, len(base), base.stride(0), low.stride(0), N=n, RANK=rank, AT_ONCE=at_once,
+        base, low, up, layer_of, out, len(base), base.stride(0), low.stride(0), N=n, RANK=rank, AT_ONCE=at_once,
         ROWS=block, COLUMNS=COLUMNS, num_warps=4,
     )  # fmt: skip
     return out
