@@ -63,5 +63,8 @@ def is_in_the_way(error: BaseException) -> bool:
 
     >>> is_in_the_way(RuntimeError("CUDA error: operation not permitted when stream is capturing"))
     True
+    >>> is_in_the_way(RuntimeError("the camera captured nothing"))
+    False
     """
-    return isinstance(error, RuntimeError) and "captur" in str(error)
+    words = ("stream is capturing", "graph capture", "during capture")
+    return isinstance(error, RuntimeError) and any(word in str(error) for word in words)

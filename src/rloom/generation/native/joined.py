@@ -38,7 +38,6 @@ class JoinedLayers:
     def __init__(self, model: nn.Module, copies: Mapping[nn.Module, nn.Linear] | None = None) -> None:
         self.groups = [Siblings(*parts) for parts in _siblings(model, copies or {})]
         self.adapters = [group.adapters for group in self.groups if group.adapters is not None]
-        self.refresh()
 
     def forwards(self) -> list[tuple[nn.Module, Callable[[Tensor], Tensor]]]:
         """The layers, each with the forward that uses the joined product; none that weights have been moved from."""

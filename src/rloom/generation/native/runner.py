@@ -81,13 +81,14 @@ class Runner:
         self.model = model
         self.base = base_of(model)
         self.modules = list(model.modules())
-        self.merged = MergedLayers(model, merged)
-        self.joined = JoinedLayers(model, self.merged.copies)
-        self.adapted = AdaptedLayers(model, {*self.merged.copies, *self.joined.owners()})
-        self.gated = GatedBlocks(self.joined, model)
+        self.device = next(model.parameters()).device
+        with self._here():  # kernels are tried
+            self.merged = MergedLayers(model, merged)
+            self.joined = JoinedLayers(model, self.merged.copies)
+            self.adapted = AdaptedLayers(model, {*self.merged.copies, *self.joined.owners()})
+            self.gated = GatedBlocks(self.joined, model)
         self.sampler, self.max_new_tokens = sampler, max_new_tokens
         self.accepts = frozenset(inspect.signature(type(self.base).forward).parameters)
-        self.device = next(model.parameters()).device
         self.position_limit = position_limit(self.base)
         self.ends = torch.tensor(sorted(eos_token_ids) or [-1], device=self.device)
         if sampler.never is not None:
@@ -110,9 +111,12 @@ class Runner:
     @contextmanager
     def ready(self) -> Iterator[None]:
         """The model as the engine runs it: its attention, joined products, no dropout, no gradients."""
-        here = torch.cuda.device(self.device) if self.device.type == "cuda" else nullcontext()
-        with lock_of(self.base), here, self._changed():
+        with lock_of(self.base), self._here(), self._changed():
             yield
+
+    def _here(self) -> Any:
+        """Kernels are launched on the model's own GPU."""
+        return torch.cuda.device(self.device) if self.device.type == "cuda" else nullcontext()
 
     @contextmanager
     def _changed(self) -> Iterator[None]:
