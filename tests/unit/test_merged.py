@@ -10,7 +10,7 @@ from rloom import RLOOConfig
 from rloom.errors import ConfigError, EngineError
 from rloom.generation import NativeEngine, Sampling
 from rloom.generation.native import merged
-from rloom.generation.native.adapters import is_over_linear
+from rloom.generation.native.lora import is_lora_on_linear
 from rloom.generation.native.merged import MergedLayers
 from rloom.types import Prompt
 from tests.architectures import make
@@ -138,10 +138,10 @@ def test_nothing_to_merge_is_told(caplog):
 def test_hooks_of_others_are_heard():
     model = adapted()
     layer = model.base_model.model.model.layers[0].self_attn.q_proj
-    assert is_over_linear(layer)
+    assert is_lora_on_linear(layer)
     heard = []
     layer.base_layer.register_forward_hook(lambda *args: heard.append(1))
-    assert not is_over_linear(layer)
+    assert not is_lora_on_linear(layer)
     draw(model)[1]()
     assert heard
 

@@ -15,7 +15,7 @@ import torch
 from rloom.data.model_inputs import placeholder_ids
 from rloom.errors import EngineError
 from rloom.generation.base import Sampling, has_stop, is_end, nothing_asked, stop_window
-from rloom.generation.native.adapters import is_plain_lora
+from rloom.generation.native.lora import is_plain_lora
 from rloom.generation.native.memory import free_memory
 from rloom.generation.native.noise import key_of
 from rloom.generation.native.pages import Pages
@@ -41,8 +41,8 @@ FIRST_AT_ONCE = 512
 
 
 class NativeEngine:
-    """Samples from the trained weights themselves: there is no second model to be kept in step. (Of LoRA adapters, and
-    only of those, there are copies for a rollout.)
+    """Samples from the trained weights themselves: there is no second model to be kept in step. (Under LoRA there are
+    copies, of the adapters or of what they are merged into, for a rollout.)
 
     `get_model` gives the model; `compiled` has its decode step compiled, which takes some seconds once; `merged` has
     LoRA adapters merged into copies of their layers' weights (None: in float32, where there is room). Raises

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from rloom.generation.native.adapters import is_over_linear
 from rloom.generation.native.laid import can_be_laid, claim, is_claimed, laid_together, lie_in
+from rloom.generation.native.lora import is_lora_on_linear
 from rloom.generation.native.low_rank import LowRank, low_rank_of
 
 SIBLINGS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
@@ -128,7 +128,7 @@ def _siblings(
     model: nn.Module, copies: Mapping[nn.Module, nn.Linear]
 ) -> Iterator[tuple[list[nn.Module], list[nn.Linear], LowRank | None]]:
     done: set[nn.Module] = set()
-    single = ([module] for module in model.modules() if is_over_linear(module))
+    single = ([module] for module in model.modules() if is_lora_on_linear(module))
     for parts in itertools.chain(siblings_in(model), single):
         layers = [copies.get(part) or _plain(part) for part in parts]
         found = [layer for layer in layers if layer is not None]

@@ -9,7 +9,6 @@ for each rollout: that rounds a part in 500 of what they add.
 from __future__ import annotations
 
 import functools
-import logging
 from collections.abc import Callable, Collection
 from typing import Any
 
@@ -17,9 +16,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from rloom.generation.native.adapters import adds_nothing, is_over_linear, is_plain_lora, parts_of
-
-logger = logging.getLogger(__name__)
+from rloom.generation.native.lora import adds_nothing, is_lora_on_linear, is_plain_lora, parts_of
+from rloom.generation.native.trial import agrees
 
 
 class LowRank:
@@ -30,17 +28,18 @@ class LowRank:
         self.layers, self.sizes = layers, [base.out_features for base in bases]
         largest = max(sum(len(first) for first, _, _ in _parts(layer)) for layer in layers)
         self.rank = -(-largest // 16) * 16  # as tensor cores take it
-        self.rows = self.rank * len(layers)  # of their first matrices, one behind the other
+        self.rows, self.inputs = self.rank * len(layers), bases[0].in_features  # of their first matrices, together
+        self.down: Tensor  # those, once they have a place
         with torch.inference_mode(False):  # to be written to outside of it, too
             self.up = torch.zeros((self.rank, sum(self.sizes)), dtype=dtype, device=device)
-            self.down = self.up.new_zeros((0, bases[0].in_features))
         counts = torch.tensor([size // _columns() for size in self.sizes])
         self.layer_of = torch.arange(len(layers)).repeat_interleave(counts).to(device, torch.int32)  # by columns
 
     def place(self, down: Tensor | None = None) -> None:
         """Where the first matrices are to lie: None, in memory of their own."""
         with torch.inference_mode(False):
-            self.down = self.down.new_zeros((self.rows, self.down.shape[1])) if down is None else down
+            self.down = self.up.new_empty((self.rows, self.inputs)) if down is None else down
+        self.down.zero_()  # what others have left there need not be numbers
         self.refresh()
 
     @torch.no_grad()
@@ -53,7 +52,6 @@ class LowRank:
                 down[start:end] = first
                 up[start:end] = second.T * scaling
                 start = end
-            down[start:] = 0  # what others have left there need not be numbers
 
 
 class AdaptedLayers:
@@ -88,7 +86,7 @@ def low_rank_of(layers: list[Any], bases: list[nn.Linear]) -> LowRank | None:
     """For layers of which some are under plain LoRA and to the others nothing is added; None for all else, and where
     there is no kernel: an adapter is then run as it is."""
     plain = [layer is base or adds_nothing(layer) for layer, base in zip(layers, bases, strict=True)]
-    alike = all(one or is_over_linear(layer) for one, layer in zip(plain, layers, strict=True))
+    alike = all(one or is_lora_on_linear(layer) for one, layer in zip(plain, layers, strict=True))
     if not alike or all(plain) or not fits_kernel(bases):
         return None
     return LowRank(layers, bases)
@@ -114,22 +112,17 @@ def has_kernel(device: torch.device, dtype: torch.dtype) -> bool:
 
 @functools.cache
 def _kernel_works(device: torch.device, dtype: torch.dtype) -> bool:
-    """Whether it runs there and is right: else adapters are run as they are."""
-    try:
-        size = 2 * _columns()
-        drawn = torch.randn((21, 1, 3 * size), generator=torch.Generator().manual_seed(0)).to(device, dtype)
-        base, low, up = drawn[..., :size], drawn[..., size : size + 32], drawn[:16, 0, -size:].contiguous()
-        layer_of = torch.tensor([0, 1], dtype=torch.int32, device=device)
-        found = _run(base, low, up, layer_of).float()
-        parts = zip(low.float().split(16, -1), up.float().chunk(2, 1), strict=True)
-        expected = base.float() + torch.cat([first @ second for first, second in parts], -1)
-        off = float((found - expected).norm() / expected.norm())
-    except Exception as error:  # no Triton, or one that has nothing for this GPU: nothing that must end a run
-        logger.warning("LoRA adapters are run as they are: the kernel for them fails (%s)", str(error)[:160])
-        return False
-    if not off < 0.02:  # rounding is a quarter of a hundredth
-        logger.warning("LoRA adapters are run as they are: the kernel for them is off by %.1e on this GPU", off)
-    return off < 0.02
+    return agrees(lambda: _trial(device, dtype), "LoRA adapters are run as they are")
+
+
+def _trial(device: torch.device, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """What the kernel finds for two layers of rank 16, and what it should."""
+    size = 2 * _columns()
+    drawn = torch.randn((21, 1, 3 * size), generator=torch.Generator().manual_seed(0)).to(device, dtype)
+    base, low, up = drawn[..., :size], drawn[..., size : size + 32], drawn[:16, 0, -size:].contiguous()
+    parts = zip(low.float().split(16, -1), up.float().chunk(2, 1), strict=True)
+    expected = base.float() + torch.cat([first @ second for first, second in parts], -1)
+    return _run(base, low, up, torch.tensor([0, 1], dtype=torch.int32, device=device)), expected
 
 
 def _computes_in(base: Any) -> torch.dtype:

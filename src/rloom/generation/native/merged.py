@@ -15,8 +15,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from rloom.generation.native.adapters import is_over_linear, parts_of
 from rloom.generation.native.joined import siblings_in
+from rloom.generation.native.lora import is_lora_on_linear, parts_of
 from rloom.generation.native.memory import free_memory
 
 logger = logging.getLogger(__name__)
@@ -39,7 +39,7 @@ class MergedLayers:
     """
 
     def __init__(self, model: nn.Module, asked: bool | None = True) -> None:
-        layers: list[Any] = [layer for layer in model.modules() if is_over_linear(layer)]
+        layers: list[Any] = [layer for layer in model.modules() if is_lora_on_linear(layer)]
         self.copies: dict[nn.Module, nn.Linear] = {}
         if _worth_merging(layers, asked):
             self.copies = {layer: _copy(layer.base_layer) for layer in layers}

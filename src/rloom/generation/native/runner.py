@@ -256,7 +256,7 @@ class Runner:
         bucket.rows.load(sequences, self.max_new_tokens, steps)
         cache.arrange(sequences, bucket.rows, steps)
         if self._worth_a_graph(bucket, cache, expected):
-            with one_at_a_time:
+            with one_at_a_time:  # all of it: compiling and warming up wait for the device, too
                 self._capture(bucket, cache)
         for _ in range(steps):
             if bucket.graph is not None:

@@ -32,7 +32,7 @@ def _is_plain(layer: Any, name: str) -> bool:
     return type(down) is type(up) is nn.Linear and up.bias is None and name not in getattr(layer, "lora_variant", ())
 
 
-def is_over_linear(layer: Any) -> bool:
+def is_lora_on_linear(layer: Any) -> bool:
     """Whether it is such a layer over a linear one whose weights can be added to: not one that is quantized."""
     return (
         is_plain_lora(layer) and type(layer.base_layer) is nn.Linear and type(layer.base_layer.weight) is nn.Parameter

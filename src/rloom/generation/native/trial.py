@@ -1,0 +1,31 @@
+"""Whether a kernel that was written for some GPUs runs on this one, and is right there."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+
+from torch import Tensor
+
+logger = logging.getLogger(__name__)
+
+ROUNDING = 0.02
+"""Of the whole, that a kernel may be off by: half precision is off by a quarter of a hundredth."""
+
+
+def agrees(run: Callable[[], tuple[Tensor, Tensor]], instead: str) -> bool:
+    """Whether what a kernel finds is what was expected; `run` gives both. If not, `instead` says what is done.
+
+    >>> import torch
+    >>> agrees(lambda: (torch.ones(3), torch.ones(3)), "it is done by hand")
+    True
+    """
+    try:
+        found, expected = (x.float() for x in run())
+        error = float((found - expected).norm() / expected.norm().clamp(min=1e-30))
+    except Exception as failure:  # of the compiler, the driver, or for want of memory: nothing that must end a run
+        logger.warning("%s: the kernel fails (%s)", instead, str(failure)[:160])
+        return False
+    if not error <= ROUNDING:
+        logger.warning("%s: the kernel is off by %.1e on this GPU", instead, error)
+    return error <= ROUNDING
