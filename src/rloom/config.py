@@ -24,6 +24,7 @@ from rloom.algo.objectives import (
     Objective,
 )
 from rloom.errors import ConfigError, UnknownOptionError, check_choice, did_you_mean
+from rloom.models.cpu import make_bfloat16_safe
 from rloom.older_names import INIT_ONLY_NAMES, OlderNames
 from rloom.sampling_rules import RULES, check_sampling
 from rloom.vllm_names import resolve_vllm
@@ -238,7 +239,7 @@ class RLOOConfig(OlderNames, TrainingArguments, metaclass=_Remembering):
         None, "Completions cut off at the limit: keep, mask (no loss) or exclude (no loss, no baseline)."
     )
 
-    # Speed and memory; none of these changes a gradient
+    # Speed and memory: how the same gradient is computed
     max_tokens_per_micro_batch: int | None = _option(
         None, "Tokens run forward and backward at a time. Unset: found from free memory."
     )
@@ -246,6 +247,12 @@ class RLOOConfig(OlderNames, TrainingArguments, metaclass=_Remembering):
         None, "Train with each prompt once per group. Unset: wherever the model proves to allow it; False: padded rows."
     )
 
+    split_weights: bool | None = _option(
+        None,
+        "Hold float32 weights as bfloat16, which is computed with, and the 16 bits that it drops, which the optimizer "
+        "uses and `save_model` writes. Unset: under `bf16` on a GPU, unless `model_init_kwargs` asks for float32; "
+        "False: float32 weights that are cast for each product, as torch's autocast does.",
+    )
     offload_reference: bool = _option(
         False, "Keep the reference's weights in the host's memory, and on the device only while they are used."
     )
@@ -319,6 +326,8 @@ class RLOOConfig(OlderNames, TrainingArguments, metaclass=_Remembering):
             self.bf16 = not self.fp16 and _bf16_is_fast(self.use_cpu)
         if self.bf16 and not torch.accelerator.is_available():  # transformers wants to be told that there is no GPU
             self.use_cpu: bool = True
+        if self.bf16 and self.use_cpu:
+            make_bfloat16_safe()
         super().__post_init__()
         self.translate_older_names()
         self._resolve_padding()

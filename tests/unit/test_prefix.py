@@ -77,6 +77,8 @@ def test_tiles_cover_every_token_once_and_cross_no_end():
 
 @pytest.mark.parametrize(("width", "limit"), [(16, 64), (64, 64), (80, 128), (256, 256)])
 def test_every_width_that_fits_has_a_launch(width, limit):
-    from rloom.models.prefix import LAUNCHES
+    from rloom.models.prefix import LAUNCHES, LAUNCHES_FLOAT32
 
-    assert launch(width) is LAUNCHES[limit]
+    for dtype, launches in ((torch.bfloat16, LAUNCHES), (torch.float16, LAUNCHES), (torch.float32, LAUNCHES_FLOAT32)):
+        heads = torch.empty(1, 1, width, dtype=dtype)
+        assert launch(heads, heads) is launches[limit]

@@ -33,6 +33,7 @@ def choose_engine(
     tokenizer: Any = None,
     compiled: bool = False,
     merged: bool | None = None,
+    group_size: int = 0,
     pad_to_multiple_of: int | None = None,
     never: Sequence[int] = (),
     vllm: VllmOptions | None = None,
@@ -43,7 +44,9 @@ def choose_engine(
     vLLM is run, which is never chosen unasked.
     """
     makers: dict[str, Callable[[], Engine]] = {
-        "native": lambda: _native(get_model, sampling, tokenizer, compiled, merged),
+        "native": lambda: _native(
+            get_model, sampling, tokenizer=tokenizer, compiled=compiled, merged=merged, group_size=group_size
+        ),
         "forked": lambda: ForkedEngine(get_model, sampling, tokenizer=tokenizer),
         "transformers": lambda: TransformersEngine(
             get_model, sampling, pad_to_multiple_of=pad_to_multiple_of, tokenizer=tokenizer, never=never
@@ -82,12 +85,10 @@ def has_own_generate(model: Any) -> bool:
     return generate is None or not inspect.isfunction(generate) or generate.__module__ != GenerationMixin.__module__
 
 
-def _native(
-    get_model: Callable[[], Any], sampling: Sampling, tokenizer: Any, compiled: bool, merged: bool | None
-) -> Engine:
+def _native(get_model: Callable[[], Any], sampling: Sampling, **options: Any) -> Engine:
     from rloom.generation.native import NativeEngine
 
-    return NativeEngine(get_model, sampling, tokenizer=tokenizer, compiled=compiled, merged=merged)
+    return NativeEngine(get_model, sampling, **options)
 
 
 def _vllm(get_model: Callable[[], Any], sampling: Sampling, tokenizer: Any, options: VllmOptions) -> Engine:

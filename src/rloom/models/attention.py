@@ -3,8 +3,8 @@
 It stands in for a model's own attention through transformers' attention interface, so that any architecture that goes
 through that interface can be trained on packed rows unchanged. Two forms, chosen per call:
 
-- `prefix.py`: Triton kernels made for such rows; for half precision on CUDA.
-- `two_part.py`: scaled dot-product attention, block by block; for CPUs, float32, dropout.
+- `prefix.py`: Triton kernels made for such rows; on CUDA.
+- `two_part.py`: scaled dot-product attention, block by block; for CPUs, dropout, heads that are too wide.
 
 For `torch.compile` the whole of it is one opaque operator, `rloom::shared_prefix`.
 """
@@ -202,12 +202,24 @@ def shared_prefix_attention(
     """The function that transformers calls. Returns (1, T, H, D)."""
     scale = query.shape[-1] ** -0.5 if scaling is None else float(scaling)
     drop = float(dropout) if module.training else 0.0
-    key, value = key.to(query.dtype), value.to(query.dtype)  # under autocast they may differ
+    query, key, value = in_one_dtype(query, key, value)
     if _active.opaque and _fits_kernels(query, value, drop):
         q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))  # (T, H, D)
         out, _ = torch.ops.rloom.shared_prefix(q, k, v, s_aux, scale, sliding_window or 0, softcap or 0.0)
         return out.unsqueeze(0), None
     return attend_packed(query, key, value, scale, drop, sliding_window, softcap, s_aux), None
+
+
+def in_one_dtype(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """As the library's attention takes them: under autocast in its dtype (rotations leave float32), else the query's.
+
+    >>> with torch.autocast("cpu", torch.bfloat16):
+    ...     [x.dtype for x in in_one_dtype(torch.ones(2), torch.ones(2), torch.ones(2, dtype=torch.bfloat16))]
+    [torch.bfloat16, torch.bfloat16, torch.bfloat16]
+    """
+    kind = query.device.type
+    dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else query.dtype
+    return query.to(dtype), key.to(dtype), value.to(dtype)
 
 
 @torch.compiler.disable
@@ -242,12 +254,12 @@ AttentionInterface.register(NAME, shared_prefix_attention)
 
 
 def _fits_kernels(query: Tensor, value: Tensor, dropout: float) -> bool:
-    return query.dtype in (torch.bfloat16, torch.float16) and not dropout and fits(query, value)
+    return not dropout and fits(query, value)
 
 
 def _tiles(q: Tensor, v: Tensor) -> Tiles:
     """The active row in tiles, cut once for all layers."""
-    now, size = _current(), launch(max(q.shape[-1], v.shape[-1])).tile
+    now, size = _current(), launch(q, v).tile
     assert now.row is not None
     if size not in now.tiles:
         now.tiles[size] = Tiles.of(now.row, q.device, size)

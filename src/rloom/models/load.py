@@ -20,6 +20,7 @@ from transformers import (
 
 from rloom.errors import ConfigError, needs_extra
 from rloom.models.adapters import keep_differentiable
+from rloom.models.cpu import make_bfloat16_safe
 
 logger = logging.getLogger(__name__)
 
@@ -68,6 +69,8 @@ def load_policy(
 def load_model(name: str, **kwargs: Any) -> Any:
     """`from_pretrained` with the architecture that the checkpoint names, in float32 unless told otherwise."""
     kwargs["dtype"] = _dtype(kwargs.get("dtype", "float32"))
+    if kwargs["dtype"] not in (torch.float32, torch.float16) and not torch.cuda.is_available():
+        make_bfloat16_safe()  # its products may run here; "auto" may turn out to be bfloat16
     own = {key: kwargs[key] for key in ("trust_remote_code", "revision") if key in kwargs}
     try:
         config = AutoConfig.from_pretrained(name, **own)

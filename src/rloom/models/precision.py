@@ -8,6 +8,8 @@ as float32 ones do, while the model computes (and samples) with the bfloat16 wei
   rest. 2 bytes a parameter instead of 4 for a copy.
 - [`MasterWeights`] wraps any other optimizer around float32 copies.
 
+Both may be given the rests that weights have at the start (`split.py`: those of a float32 model), and keep them up.
+
 Gradients accumulate in float32 (torch's `grad_dtype`).
 """
 
@@ -15,7 +17,7 @@ from __future__ import annotations
 
 import logging
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from types import EllipsisType
 from typing import Any
@@ -73,8 +75,10 @@ class SplitAdamW(Optimizer):
         betas: tuple[float, float] = (0.9, 0.999),
         eps: float = 1e-8,
         weight_decay: float = 0.01,
+        rests: Mapping[Tensor, Tensor] | None = None,
     ) -> None:
         super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
+        self.rests = rests or {}  # somebody else's, who sees what they become
         accumulate_in_float32(p for group in self.param_groups for p in group["params"])
 
     @torch.no_grad()
@@ -135,19 +139,22 @@ class SplitAdamW(Optimizer):
             state["step"] = torch.zeros((), dtype=torch.float32, device=_step_device(p))
             state["exp_avg"] = torch.zeros_like(p, dtype=torch.float32)
             state["exp_avg_sq"] = torch.zeros_like(p, dtype=torch.float32)
-            if p.dtype == torch.bfloat16:
-                state["rest"] = torch.zeros_like(p, dtype=torch.int16)
+        if p.dtype == torch.bfloat16 and "rest" not in state:
+            state["rest"] = self.rests[p] if p in self.rests else torch.zeros_like(p, dtype=torch.int16)
         return state
 
     def values(self) -> Value:
         """What parameters stand for, with the bits that are kept for them."""
-        rests = {p: state["rest"] for p, state in self.state.items() if "rest" in state}
+        rests = {**self.rests, **{p: state["rest"] for p, state in self.state.items() if "rest" in state}}
         return lambda p, piece: join(p[piece], rests[p][piece]) if p in rests else p[piece]
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """As torch's, which would round the state to the parameters' bfloat16: put the saved bits back."""
         super().load_state_dict(state_dict)
         _put_back(self, state_dict)
+        for p, rest in self.rests.items():
+            if "rest" in self.state.get(p, {}):
+                self.state[p]["rest"] = rest.copy_(self.state[p]["rest"])
 
 
 class MasterWeights(Optimizer):
@@ -157,8 +164,15 @@ class MasterWeights(Optimizer):
     """
 
     def __init__(
-        self, params: Any, *, make: Callable[..., Optimizer], wide: Iterable[Tensor] = (), **options: Any
+        self,
+        params: Any,
+        *,
+        make: Callable[..., Optimizer],
+        wide: Iterable[Tensor] = (),
+        rests: Mapping[Tensor, Tensor] | None = None,
+        **options: Any,
     ) -> None:
+        self.rests = rests or {}  # somebody else's, who sees what they become
         groups = [g if isinstance(g, dict) else {"params": [g]} for g in params]
         self.pairs: list[tuple[Tensor, Tensor]] = []
         copied = [{**group, "params": [self._master(p) for p in group["params"]]} for group in groups]
@@ -173,7 +187,7 @@ class MasterWeights(Optimizer):
     def _master(self, p: Tensor) -> Tensor:
         if p.dtype != torch.bfloat16:
             return p
-        master = nn.Parameter(p.detach().float())
+        master = nn.Parameter(join(p.detach(), self.rests[p]) if p in self.rests else p.detach().float())
         self.pairs.append((p, master))
         return master
 
@@ -185,9 +199,16 @@ class MasterWeights(Optimizer):
             master.grad = None if p.grad is None else p.grad.float()
         loss = self.inner.step(closure)
         for p, master in self.pairs:
-            p.copy_(master)
+            self._hand_back(p, master)
             master.grad = None
         return loss
+
+    def _hand_back(self, p: Tensor, master: Tensor) -> None:
+        """The weight is what its copy rounds to; who keeps the rest of it has that too."""
+        weight, rest = split(master.detach())
+        p.copy_(weight)
+        if p in self.rests:
+            self.rests[p].copy_(rest)
 
     def _take_over_changes(self) -> None:
         """What someone else (a callback, say) wrote into the weights holds: their copies would undo it."""
@@ -214,7 +235,7 @@ class MasterWeights(Optimizer):
         self._take_over_changes()
         getattr(self.inner, mode)()
         for p, master in self.pairs:
-            p.copy_(master)
+            self._hand_back(p, master)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget the gradients of parameters and copies."""
@@ -232,7 +253,7 @@ class MasterWeights(Optimizer):
         state = dict(state_dict)
         for (p, master), saved in zip(self.pairs, state.pop("masters"), strict=True):
             master.copy_(saved)
-            p.copy_(master)
+            self._hand_back(p, master)
         self.inner.load_state_dict(state)
         self.param_groups, self.state = self.inner.param_groups, self.inner.state
 
@@ -292,23 +313,34 @@ def _widened(p: Tensor) -> bool:
     return p.dtype == torch.bfloat16 and p.requires_grad and p.is_leaf and p.grad_dtype == torch.float32
 
 
-def keeps_the_bits(cls: Any, options: dict[str, Any], model: nn.Module) -> tuple[Any, dict[str, Any]]:
-    """The optimizer to use instead of `cls` for a model with bfloat16 parameters; `cls` itself for others."""
+def can_keep_the_bits(cls: Any, options: dict[str, Any]) -> bool:
+    """Whether an optimizer can be run on float32 words; some choose their parameters themselves (GaLore, LOMO)."""
+    return isinstance(cls, type) and not {"params", "model", "optimizer_dict"} & set(options)
+
+
+def keeps_the_bits(
+    cls: Any, options: dict[str, Any], model: nn.Module, rests: Mapping[Tensor, Tensor] | None = None
+) -> tuple[Any, dict[str, Any]]:
+    """The optimizer to use instead of `cls` for a model with bfloat16 parameters; `cls` itself for others.
+
+    `rests`: what the weights drop at the start; the optimizer keeps it up.
+    """
     params = [p for p in model.parameters() if p.requires_grad and p.dtype == torch.bfloat16]
     if not params:
         return cls, options
-    if not isinstance(cls, type) or {"params", "model", "optimizer_dict"} & set(options):
+    if not can_keep_the_bits(cls, options):
         logger.warning(
             "%s works on the bfloat16 weights themselves: updates smaller than bfloat16 can hold are lost", cls
         )
         return cls, options
     accumulate_in_float32(params)
+    kept = {"rests": rests} if rests else {}
     if cls is torch.optim.AdamW:
         known = ("lr", "betas", "eps", "weight_decay")
-        return SplitAdamW, {name: value for name, value in options.items() if name in known}
+        return SplitAdamW, {**kept, **{name: value for name, value in options.items() if name in known}}
     if "bitsandbytes" in str(cls) and options.get("optim_bits") == 8:
         options = {**options, "wide": _embeddings(model)}
-    return MasterWeights, {**options, "make": cls}  # a class: the Trainer takes other callables for factories
+    return MasterWeights, {**options, **kept, "make": cls}  # a class: the Trainer takes other callables for factories
 
 
 def _embeddings(model: nn.Module) -> list[Tensor]:
@@ -341,7 +373,7 @@ def warn_of_lost_bits(model: nn.Module) -> None:
 
 def _unless_changed(master: Tensor, p: Tensor) -> Tensor:
     """The float32 copy, and the weight where somebody else wrote to it. No `if`: the host must not wait."""
-    return torch.where(p != master.to(p.dtype), p.float(), master)
+    return torch.where(p != split(master)[0], p.float(), master)
 
 
 def _has_kernel(p: Tensor) -> bool:

@@ -5,14 +5,17 @@ Grouped queries, soft-caps, sliding windows, sinks, values of another width than
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
 from rloom.data.transfer import upload
 from rloom.types import PackedRow
+
+T = TypeVar("T")
 
 WIDEST = 256  # dimensions of a head that the kernels' tiles hold
 
@@ -66,9 +69,27 @@ LAUNCHES = {
 }
 
 
-def launch(width: int) -> Launch:
-    """For heads of this width."""
-    return next(found for limit, found in LAUNCHES.items() if width <= limit)
+# float32 tiles are twice as large, and multiplied without tensor cores: smaller ones, which fit the registers.
+LAUNCHES_FLOAT32 = {
+    64: Launch(tile=32, forward=(32, 4, 2), queries=(32, 4, 2), keys=(32, 4, 2)),
+    128: Launch(tile=32, forward=(32, 4, 2), queries=(32, 4, 1), keys=(32, 4, 1)),
+    256: Launch(tile=16, forward=(16, 4, 1), queries=(16, 4, 1), keys=(16, 4, 1)),
+}
+
+
+def launch(q: Tensor, v: Tensor) -> Launch:
+    """For heads of this width and type."""
+    launches = LAUNCHES_FLOAT32 if q.dtype == torch.float32 else LAUNCHES
+    return for_width(launches, max(q.shape[-1], v.shape[-1]))
+
+
+def for_width(launches: Mapping[int, T], width: int) -> T:
+    """The first of some choices, by the widest heads that they are for, that these heads fit.
+
+    >>> for_width({64: "narrow", 256: "wide"}, 128)
+    'wide'
+    """
+    return next(found for limit, found in launches.items() if width <= limit)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,9 +101,12 @@ class Options:
     softcap: float | None = None
 
 
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+
+
 def fits(query: Tensor, value: Tensor) -> bool:
     """Whether the kernels can serve these heads."""
-    return query.is_cuda and max(query.shape[-1], value.shape[-1]) <= WIDEST
+    return query.is_cuda and query.dtype in DTYPES and max(query.shape[-1], value.shape[-1]) <= WIDEST
 
 
 def prefix_forward(
@@ -95,7 +119,7 @@ def prefix_forward(
     count, heads, _ = q.shape
     out = torch.empty((count, heads, v.shape[-1]), dtype=q.dtype, device=q.device)
     lse = torch.empty((heads, count), dtype=torch.float32, device=q.device)
-    inner, warps, stages = launch(max(q.shape[-1], v.shape[-1])).forward
+    inner, warps, stages = launch(q, v).forward
     kernels.forward[(heads, len(tiles.table))](
         q, k, v, q if sinks is None else sinks, out, lse, tiles.table, *_strides(q, k, v), count, *_numbers(options),
         **_constants(q, k, v, tiles, options), BN=inner, SINKS=sinks is not None, num_warps=warps, num_stages=stages,
@@ -119,7 +143,7 @@ def prefix_grads(
 
     q, k, v, grad = _dense(q), _dense(k), _dense(v), grad.contiguous()
     count, heads, _ = q.shape
-    how = launch(max(q.shape[-1], v.shape[-1]))
+    how = launch(q, v)
     repeat = heads // k.shape[1]
     dq, delta = torch.empty((count, heads, q.shape[-1]), dtype=q.dtype, device=q.device), torch.empty_like(lse)
     each = q.dtype if repeat == 1 else torch.float32  # one per query head, summed below

@@ -72,7 +72,7 @@ def fold(s, v, top, total, acc):  # type: ignore[no-untyped-def]
     return higher, total * shrink + tl.sum(p, 1), acc
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["count", "window"])
 def forward(  # type: ignore[no-untyped-def]
     q, k, v, sinks, out, lse, table, q_t, q_h, k_t, k_h, v_t, v_h, count, scale, cap, window,
     HEADS: tl.constexpr, REPEAT: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, E: tl.constexpr, BE: tl.constexpr,
@@ -137,7 +137,7 @@ def _slopes(p, s, grad_p, delta, scale, cap, CAPPED: tl.constexpr):  # type: ign
     return ds
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["count", "window"])
 def backward_queries(  # type: ignore[no-untyped-def]
     grad, q, k, v, out, lse, dq, delta, table, q_t, q_h, k_t, k_h, v_t, v_h, count, scale, cap, window,
     HEADS: tl.constexpr, REPEAT: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, E: tl.constexpr, BE: tl.constexpr,
@@ -192,7 +192,7 @@ def backward_queries(  # type: ignore[no-untyped-def]
     tl.store(dq + where, acc.to(dq.dtype.element_ty), mask=inside[:, None] & (d[None, :] < D))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["count", "window"])
 def backward_keys(  # type: ignore[no-untyped-def]
     grad, q, k, v, lse, delta, dk, dv, table, positions, q_t, q_h, k_t, k_h, v_t, v_h, count, scale, cap, window,
     HEADS: tl.constexpr, REPEAT: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, E: tl.constexpr, BE: tl.constexpr,

@@ -252,9 +252,14 @@ def _parameters_of(policy: Any, *adapters: str) -> dict[str, Tensor]:
     return found
 
 
+def adapter_parameters(policy: Any) -> dict[str, Tensor]:
+    """The parameters of all adapters, by name."""
+    return _parameters_of(policy, *policy.peft_config)
+
+
 def _shared_parameters(policy: Any) -> dict[str, Tensor]:
     """What is trained and belongs to no adapter."""
-    own = {id(parameter) for parameter in _parameters_of(policy, *policy.peft_config).values()}
+    own = {id(parameter) for parameter in adapter_parameters(policy).values()}
     return {n: p for n, p in policy.named_parameters() if p.requires_grad and id(p) not in own}
 
 

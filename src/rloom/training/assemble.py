@@ -405,6 +405,7 @@ def _engine(trainer: Any, policy: Policy, args: Any) -> Engine:
                 tokenizer=policy.tokenizer,
                 compiled=bool(compiled),
                 merged=args.merge_generation,
+                group_size=args.num_generations,
                 pad_to_multiple_of=args.pad_to_multiple_of,
                 never=placeholder_ids(trainer.model.config) if policy.vision else (),
                 vllm=VllmOptions.of(args) if wanted == "vllm" else None,

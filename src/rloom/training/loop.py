@@ -8,7 +8,7 @@ import logging
 import os
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,7 @@ from torch import nn
 from transformers import Trainer
 
 from rloom.data.plan import Schedule, UpdatePlan
+from rloom.models.load import is_peft_model
 from rloom.models.precision import keeps_the_bits
 from rloom.models.reference import Reference, without_reference_adapter
 from rloom.observe.completions import CompletionLog
@@ -26,6 +27,7 @@ from rloom.training import checkpoint, weights
 from rloom.training.card import model_card
 from rloom.training.credit import Credit, Shaper
 from rloom.training.learner import Learner
+from rloom.training.precision import Precision
 from rloom.training.processes import Processes
 from rloom.training.rollouts import RolloutBuffer
 
@@ -48,6 +50,7 @@ class UpdateLoop(Trainer):
     metrics: Metrics
     completion_log: CompletionLog
     store: RunStore
+    precision: Precision
     reference: Reference | None
     _tag_names = ("rloom", "rloo")
     _resumed: dict[str, Any] | None = None  # what a checkpoint said, until the first epoch begins
@@ -129,7 +132,14 @@ class UpdateLoop(Trainer):
         cls, options = Trainer.get_optimizer_cls_and_kwargs(args, model)
         if model is None or self.is_deepspeed_enabled:  # DeepSpeed keeps master weights of its own
             return cls, options
-        return keeps_the_bits(cls, options, model)
+        split = self.precision.split
+        return keeps_the_bits(cls, options, model, split.rests if split is not None else None)
+
+    def _as_float32(self, *, loading: bool = False) -> Any:
+        """The model's weights with all their bits, for what is written to disk or read from there. An adapter's are
+        never split, and it goes there alone."""
+        split = self.precision.split
+        return nullcontext() if split is None or is_peft_model(self.model) else split.as_float32(loading=loading)
 
     def _older_counts(self, logs: dict[str, Any]) -> dict[str, Any]:
         """`episode`, which older documents plot over, `eps` and `lr`."""
@@ -225,17 +235,19 @@ class UpdateLoop(Trainer):
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
         target = self.model if model is None else model
-        if weights.are_renamed(resume_from_checkpoint, target):
-            weights.load_renamed(resume_from_checkpoint, target)
-        else:
-            super()._load_from_checkpoint(resume_from_checkpoint, model)
+        with self._as_float32(loading=True):
+            if weights.are_renamed(resume_from_checkpoint, target):
+                weights.load_renamed(resume_from_checkpoint, target)
+            else:
+                super()._load_from_checkpoint(resume_from_checkpoint, model)
 
     def _load_best_model(self) -> None:
         best = self.state.best_model_checkpoint
-        if weights.are_renamed(best, self.model):
-            weights.load_renamed(best, self.model)
-        else:
-            super()._load_best_model()
+        with self._as_float32(loading=True):
+            if weights.are_renamed(best, self.model):
+                weights.load_renamed(best, self.model)
+            else:
+                super()._load_best_model()
 
     def _load_optimizer_and_scheduler(self, folder: str | None) -> None:
         super()._load_optimizer_and_scheduler(folder)
@@ -308,7 +320,7 @@ class UpdateLoop(Trainer):
             self.schedule.parts_per_update,
         )
         try:
-            with without_reference_adapter(self.model):
+            with without_reference_adapter(self.model), self._as_float32():
                 super()._save(output_dir, state_dict)
         finally:
             self.args.gradient_accumulation_steps = seen

@@ -43,6 +43,7 @@ from rloom.training.advice import advise
 from rloom.training.callbacks import Diagnose, FitBudget, SampleTable, SyncReference, one_progress
 from rloom.training.loop import UpdateLoop
 from rloom.training.noted import Noted, in_turns
+from rloom.training.precision import choose_precision
 from rloom.training.processes import Processes
 from rloom.training.rollouts import RolloutBuffer, column_names, replace_degenerate
 from rloom.types import MicroBatch, Rollout
@@ -141,6 +142,8 @@ class RLOOTrainer(UpdateLoop):
         self.processes = Processes.of(args)
         launch.check_same_everywhere(self.processes, args, train_dataset, eval_dataset)
         self.processes.share_weights(self.model)  # before the reference is made of them
+        asked_dtype = (args.model_init_kwargs or {}).get("dtype") if isinstance(model, str) else None
+        self.precision = choose_precision(self, asked_dtype=asked_dtype, own_optimizer=optimizers[0] is not None)
         if optimizers[0] is not None:
             warn_of_lost_bits(self.model)
         parts = assemble.build(self, policy, functions, terms, reward_classes, reference_path, engine)

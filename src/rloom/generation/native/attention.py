@@ -15,7 +15,7 @@ from transformers import AttentionInterface
 from rloom.errors import EngineError
 from rloom.generation.native.geometry import Layer
 from rloom.generation.native.rows import Rows
-from rloom.models.attention import attend_packed, attention_for_text, attention_of, running
+from rloom.models.attention import attend_packed, attention_for_text, attention_of, in_one_dtype, running
 from rloom.types import PackedRow
 
 NAME = "rloom_native"
@@ -104,6 +104,7 @@ def _attention(
 ) -> tuple[Tensor, None]:
     """The function that transformers calls. Returns (B, T, H, E)."""
     scale = query.shape[-1] ** -0.5 if scaling is None else float(scaling)
+    query, key, value = in_one_dtype(query, key, value)  # here: compiled code is run with autocast off
     if torch.compiler.is_compiling() and query.shape[2] == 1:
         # One operator: a layer's number in here would have every layer compiled anew. (Prompts are run by compiled
         # layers only where somebody else compiled them.)
@@ -124,7 +125,6 @@ def _run(
     rotation: tuple[Tensor, Tensor] | None = None,
 ) -> Tensor:
     _active.calls += 1
-    key, value = key.to(query.dtype), value.to(query.dtype)
     if _active.rows is not None:
         options = {"scale": scale, "window": window, "softcap": cap, "sinks": sinks, "rotation": rotation}
         return _active.cache.attend(layer, query, key, value, _active.rows, options)

@@ -10,6 +10,9 @@ Where there are rows enough to fill the GPU and prompts are short beside complet
 in one program, and reads the prompt once for each.
 
 Where the pages lie is read from a table of addresses: a captured graph outlives the memory it was captured with.
+
+Numbers that change from batch to batch, or from layer to layer, are arguments of which Triton makes nothing special
+(`do_not_specialize`): it would compile a kernel anew for each that turns 1, odd or divisible by 16.
 """
 
 from __future__ import annotations
@@ -88,11 +91,11 @@ def _stretch(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _on_prompt(  # type: ignore[no-untyped-def]
-    g, part, kv, q, k, v, cos, sin, sums, tops, positions, members, lengths, table, q_b, q_h, cos_b, sin_b, table_width,
-    scale, cap, window,
+    g, part, on_prompt, parts, kv, q, k, v, cos, sin, sums, tops, positions, members, lengths, table, q_b, q_h, cos_b,
+    sin_b, table_width, scale, cap, window,
     HEADS: tl.constexpr, KV: tl.constexpr, REPEAT: tl.constexpr, MOST: tl.constexpr, ROWS: tl.constexpr,
     D: tl.constexpr, BD: tl.constexpr, E: tl.constexpr, BE: tl.constexpr, PAGE: tl.constexpr, BN: tl.constexpr,
-    ON_PROMPT: tl.constexpr, PARTS: tl.constexpr, BY_WINDOW: tl.constexpr, CAPPED: tl.constexpr, ROTATED: tl.constexpr,
+    BY_WINDOW: tl.constexpr, CAPPED: tl.constexpr, ROTATED: tl.constexpr,
 ):  # fmt: skip
     """A stretch of a prompt, for all the rows that share it."""
     r = tl.arange(0, ROWS)
@@ -107,7 +110,7 @@ def _on_prompt(  # type: ignore[no-untyped-def]
     )  # fmt: skip
     position = tl.load(positions + row, mask=there, other=0)
     length = tl.load(lengths + g)
-    each = tl.cdiv(tl.cdiv(length, ON_PROMPT), BN) * BN
+    each = tl.cdiv(tl.cdiv(length, on_prompt), BN) * BN
     first = part * each
     last = tl.minimum(first + each, length)
     if BY_WINDOW:  # what no row sees any more is not read
@@ -120,7 +123,7 @@ def _on_prompt(  # type: ignore[no-untyped-def]
         queries, k, v, table + g * table_width, first, last, 0, position, scale, cap, window, kv, top, total, acc,
         KV, D, BD, E, BE, PAGE, BN, BY_WINDOW, CAPPED,
     )  # fmt: skip
-    line = (row.to(tl.int64) * HEADS + head) * PARTS + part
+    line = (row.to(tl.int64) * HEADS + head) * parts + part
     tl.store(sums + line[:, None] * E + e[None, :], acc, mask=there[:, None] & (e[None, :] < E))
     tl.store(tops + line * 2, top, mask=there)
     tl.store(tops + line * 2 + 1, total, mask=there)
@@ -128,12 +131,11 @@ def _on_prompt(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _on_own(  # type: ignore[no-untyped-def]
-    row, part, kv, q, key, value, k, v, cos, sin, sums, tops, positions, cached, table, q_b, q_h, k_b, k_h, v_b, v_h,
-    cos_b, sin_b, table_width, scale, cap, window,
+    row, part, on_prompt, on_own, parts, kv, q, key, value, k, v, cos, sin, sums, tops, positions, cached, table, q_b,
+    q_h, k_b, k_h, v_b, v_h, cos_b, sin_b, table_width, scale, cap, window,
     HEADS: tl.constexpr, KV: tl.constexpr, REPEAT: tl.constexpr, ROWS: tl.constexpr,
     D: tl.constexpr, BD: tl.constexpr, E: tl.constexpr, BE: tl.constexpr, PAGE: tl.constexpr, BN: tl.constexpr,
-    ON_PROMPT: tl.constexpr, ON_OWN: tl.constexpr, PARTS: tl.constexpr, BY_WINDOW: tl.constexpr, CAPPED: tl.constexpr,
-    ROTATED: tl.constexpr,
+    BY_WINDOW: tl.constexpr, CAPPED: tl.constexpr, ROTATED: tl.constexpr,
 ):  # fmt: skip
     """A stretch of a row's own tokens; the first stretch takes the new token in."""
     r = tl.arange(0, ROWS)
@@ -147,7 +149,7 @@ def _on_own(  # type: ignore[no-untyped-def]
     )
     length = tl.load(cached + row)
     here = tl.load(positions + row)
-    each = tl.cdiv(tl.cdiv(length, ON_OWN), BN) * BN
+    each = tl.cdiv(tl.cdiv(length, on_own), BN) * BN
     first = part * each
     last = tl.minimum(first + each, length)
     if BY_WINDOW:
@@ -171,7 +173,7 @@ def _on_own(  # type: ignore[no-untyped-def]
         queries, k, v, pages, first, last, here - length, tl.zeros([ROWS], tl.int64) + here, scale, cap, window, kv,
         top, total, acc, KV, D, BD, E, BE, PAGE, BN, BY_WINDOW, CAPPED,
     )  # fmt: skip
-    line = (row * HEADS + head) * PARTS + ON_PROMPT + part
+    line = (row * HEADS + head) * parts + on_prompt + part
     tl.store(sums + line[:, None] * E + e, acc, mask=there[:, None] & (e < E))
     tl.store(tops + line * 2, top, mask=there)
     tl.store(tops + line * 2 + 1, total, mask=there)
@@ -187,7 +189,7 @@ def _page_of(  # type: ignore[no-untyped-def]
     return tl.load(tl.where(on_prompt, prompt_pages, pages) + which, mask=number < folds, other=0)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["layer", "own_width", "prompt_width", "window"])
 def attend_whole(  # type: ignore[no-untyped-def]
     q, key, value, cos, sin, sinks, out, addresses, layer, positions, cached, own_table, group_of, prompt_lengths,
     prompt_table, q_b, q_h, k_b, k_h, v_b, v_h, cos_b, sin_b, own_width, prompt_width, scale, cap, window,
@@ -259,68 +261,67 @@ def attend_whole(  # type: ignore[no-untyped-def]
     tl.store(v + at * E + e, new_v, mask=e < E)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["layer", "groups", "on_prompt", "on_own", "own_width", "prompt_width", "window"])
 def attend_parts(  # type: ignore[no-untyped-def]
     q, key, value, cos, sin, addresses, layer, sums, tops, positions, cached, own_table, members, lengths, prompt_table,
-    groups, q_b, q_h, k_b, k_h, v_b, v_h, cos_b, sin_b, own_width, prompt_width, scale, cap, window,
+    groups, on_prompt, on_own, q_b, q_h, k_b, k_h, v_b, v_h, cos_b, sin_b, own_width, prompt_width, scale, cap, window,
     HEADS: tl.constexpr, KV: tl.constexpr, REPEAT: tl.constexpr, MOST: tl.constexpr, ROWS: tl.constexpr,
     OWN_ROWS: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, E: tl.constexpr, BE: tl.constexpr, PAGE: tl.constexpr,
-    BN: tl.constexpr, ON_PROMPT: tl.constexpr, ON_OWN: tl.constexpr, BY_WINDOW: tl.constexpr, CAPPED: tl.constexpr,
-    ROTATED: tl.constexpr,
+    BN: tl.constexpr, BY_WINDOW: tl.constexpr, CAPPED: tl.constexpr, ROTATED: tl.constexpr,
 ):  # fmt: skip
-    """See the module's docstring. Grid (groups · ON_PROMPT + rows · ON_OWN, KV)."""
+    """See the module's docstring. Grid (groups · on_prompt + rows · on_own, KV)."""
     program, kv = tl.program_id(0), tl.program_id(1)
     # An address from a table says nothing of its alignment; without the hint every load would be of two bytes.
     k = tl.multiple_of(tl.load(addresses + 2 * layer).to(tl.pointer_type(key.dtype.element_ty)), 16)
     v = tl.multiple_of(tl.load(addresses + 2 * layer + 1).to(tl.pointer_type(value.dtype.element_ty)), 16)
-    PARTS: tl.constexpr = ON_PROMPT + ON_OWN
-    if program < groups * ON_PROMPT:
-        g = program // ON_PROMPT
+    parts = on_prompt + on_own
+    if program < groups * on_prompt:
+        g = program // on_prompt
         if tl.load(members + g * MOST) >= 0:
             _on_prompt(
-                g, program % ON_PROMPT, kv, q, k, v, cos, sin, sums, tops, positions, members, lengths, prompt_table,
-                q_b, q_h, cos_b, sin_b, prompt_width, scale, cap, window, HEADS, KV, REPEAT, MOST, ROWS, D, BD, E, BE,
-                PAGE, BN, ON_PROMPT, PARTS, BY_WINDOW, CAPPED, ROTATED,
+                g, program % on_prompt, on_prompt, parts, kv, q, k, v, cos, sin, sums, tops, positions, members,
+                lengths, prompt_table, q_b, q_h, cos_b, sin_b, prompt_width, scale, cap, window, HEADS, KV, REPEAT,
+                MOST, ROWS, D, BD, E, BE, PAGE, BN, BY_WINDOW, CAPPED, ROTATED,
             )  # fmt: skip
     else:
-        program -= groups * ON_PROMPT
+        program -= groups * on_prompt
         _on_own(
-            program // ON_OWN, program % ON_OWN, kv, q, key, value, k, v, cos, sin, sums, tops, positions, cached,
-            own_table, q_b, q_h, k_b, k_h, v_b, v_h, cos_b, sin_b, own_width, scale, cap, window, HEADS, KV, REPEAT,
-            OWN_ROWS, D, BD, E, BE, PAGE, BN, ON_PROMPT, ON_OWN, PARTS, BY_WINDOW, CAPPED, ROTATED,
+            program // on_own, program % on_own, on_prompt, on_own, parts, kv, q, key, value, k, v, cos, sin, sums,
+            tops, positions, cached, own_table, q_b, q_h, k_b, k_h, v_b, v_h, cos_b, sin_b, own_width, scale, cap,
+            window, HEADS, KV, REPEAT, OWN_ROWS, D, BD, E, BE, PAGE, BN, BY_WINDOW, CAPPED, ROTATED,
         )  # fmt: skip
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["parts"])
 def merge_parts(  # type: ignore[no-untyped-def]
-    sums, tops, sinks, out, HEADS: tl.constexpr, PARTS: tl.constexpr, BP: tl.constexpr, E: tl.constexpr,
-    BE: tl.constexpr, SINKS: tl.constexpr,
+    sums, tops, sinks, out, parts, HEADS: tl.constexpr, BP: tl.constexpr, E: tl.constexpr, BE: tl.constexpr,
+    SINKS: tl.constexpr,
 ):  # fmt: skip
     """One head of one row: its partial sums joined, (B, H, E)."""
     row, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     line = row * HEADS + head
     p, e = tl.arange(0, BP), tl.arange(0, BE)
-    there = p < PARTS
-    top = tl.load(tops + (line * PARTS + p) * 2, mask=there, other=-float("inf"))
-    total = tl.load(tops + (line * PARTS + p) * 2 + 1, mask=there, other=0.0)
+    there = p < parts
+    top = tl.load(tops + (line * parts + p) * 2, mask=there, other=-float("inf"))
+    total = tl.load(tops + (line * parts + p) * 2 + 1, mask=there, other=0.0)
     top = tl.where(total > 0, top, -float("inf"))
     highest = tl.max(top, 0)
     if SINKS:
         sink = tl.load(sinks + head).to(tl.float32)
         highest = tl.maximum(highest, sink)
     weight = tl.where(total > 0, tl.exp2((top - highest) * LOG2E), 0.0)
-    parts = tl.load(
-        sums + (line * PARTS + p)[:, None] * E + e[None, :],
+    partial = tl.load(
+        sums + (line * parts + p)[:, None] * E + e[None, :],
         mask=(there & (total > 0))[:, None] & (e[None, :] < E), other=0.0,
     )  # fmt: skip
     whole = tl.sum(total * weight, 0)
     if SINKS:
         whole += tl.exp2((sink - highest) * LOG2E)
-    value = tl.sum(parts * weight[:, None], 0) / whole
+    value = tl.sum(partial * weight[:, None], 0) / whole
     tl.store(out + line * E + e, value.to(out.dtype.element_ty), mask=e < E)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_ends", "vocabulary"])
 def _advance(  # type: ignore[no-untyped-def]
     tokens, positions, cached, counts, remaining, alive, step, out_tokens, out_stats, ends, drawn, logprobs,
     drawn_logprobs, entropies, num_ends, vocabulary, CHUNK: tl.constexpr, ENDS: tl.constexpr,

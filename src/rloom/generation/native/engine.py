@@ -45,8 +45,9 @@ class NativeEngine:
     copies, of the adapters or of what they are merged into, for a rollout.)
 
     `get_model` gives the model; `compiled` has its decode step compiled, which takes some seconds once; `merged` has
-    LoRA adapters merged into copies of their layers' weights (None: in float32, where there is room). Raises
-    [`EngineError`] if the model does not decode here as it does on its own.
+    LoRA adapters merged into copies of their layers' weights (None: in float32, where there is room); `group_size` is
+    how many completions a prompt is expected to have, for which kernels are compiled at once. Raises [`EngineError`]
+    if the model does not decode here as it does on its own.
     """
 
     keyed_by_prompt = True
@@ -62,10 +63,12 @@ class NativeEngine:
         max_sequences: int = 512,
         compiled: bool = False,
         merged: bool | None = None,
+        group_size: int = 0,
         prove: bool = True,
     ) -> None:
         self.get_model, self.sampling, self.tokenizer = get_model, sampling, tokenizer
         self.max_sequences, self.compiled, self.merged = max_sequences, compiled, merged
+        self.group_size = group_size
         self.stops = sampling.stop_strings
         if self.stops and tokenizer is None:
             raise EngineError("stop_strings need a tokenizer")
@@ -97,6 +100,7 @@ class NativeEngine:
         return Runner(
             model, Sampler(self.sampling, _never(model)), max_new_tokens=self.sampling.max_completion_length,
             eos_token_ids=self.sampling.eos_token_ids, compiled=self.compiled, merged=self.merged,
+            group_size=self.group_size,
         )  # fmt: skip
 
     def _current_runner(self) -> Runner:

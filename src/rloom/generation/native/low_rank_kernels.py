@@ -14,7 +14,7 @@ RANKS = 64
 """At a time, of large adapters."""
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def _add_low_rank(  # type: ignore[no-untyped-def]
     base, low, up, layer_of, out, rows, base_b, low_b, N: tl.constexpr, RANK: tl.constexpr, AT_ONCE: tl.constexpr,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr,

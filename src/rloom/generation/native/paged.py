@@ -4,9 +4,8 @@ read where the pages lie from a table of addresses."""
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 import torch
@@ -15,13 +14,13 @@ from torch import Tensor
 from rloom.generation.native.geometry import Geometry
 from rloom.generation.native.rows import Rows, groups_of
 from rloom.generation.native.scheduler import Sequence, SharedPrompt
+from rloom.models.prefix import DTYPES, WIDEST, for_width
 from rloom.types import PackedRow
-
-T = TypeVar("T")
 
 PAGE = 64
 PROGRAMS = 512  # that fill a GPU
 STRETCHES = 16  # into which a prompt or a completion is cut, at most
+FEW = 8  # parts that are joined by a smaller program than the most that there can be
 ON_OWN = 256  # tokens of a completion that are worth a program of their own
 
 
@@ -37,10 +36,15 @@ class Launch:
 
 
 LAUNCHES = {64: Launch(64, 4, 3, 64, 64), 128: Launch(64, 2, 2, 16, 128), 256: Launch(32, 4, 3, 64, 64)}
-"""For heads up to a width."""
+"""For heads up to a width, in half precision."""
+
+LAUNCHES_FLOAT32 = {64: Launch(32, 4, 2, 16, 64), 128: Launch(32, 4, 2, 16, 128), 256: Launch(16, 4, 2, 16, 64)}
+"""The same in float32, whose tiles take twice the room and are multiplied without tensor cores."""
 
 WHOLE = {64: (64, 4, 3), 128: (64, 2, 3), 256: (32, 4, 3)}
 """Tokens folded in, warps and stages of a program that takes all of a row, for heads up to a width."""
+
+WHOLE_FLOAT32 = {64: (32, 4, 2), 128: (32, 4, 2), 256: (16, 4, 2)}
 
 SHORT = 4
 """So many times longer than prompts are completions beside which rows may read their prompt each for itself."""
@@ -64,11 +68,9 @@ class Tables:
 
 
 def fits_kernels(geometry: Geometry) -> bool:
-    """Half precision, one kind of layer, heads that the tiles hold."""
-    layers = set(geometry.layers)
+    """Heads that the tiles hold, of a type that they are made for."""
     return all(
-        layer.dtype in (torch.bfloat16, torch.float16) and max(layer.width, layer.value_width) <= 256
-        for layer in layers
+        layer.dtype in DTYPES and max(layer.width, layer.value_width) <= WIDEST for layer in set(geometry.layers)
     )
 
 
@@ -179,7 +181,8 @@ class PagedCache:
 
         cos, sin = _angles(query, options)
         sinks = options["sinks"]
-        tokens, warps, stages = for_width(WHOLE, max(query.shape[-1], out.shape[-1]))
+        forms = WHOLE_FLOAT32 if query.dtype == torch.float32 else WHOLE
+        tokens, warps, stages = for_width(forms, max(query.shape[-1], out.shape[-1]))
         kernels.attend_whole[(len(query), key.shape[1])](
             query, key, value, cos, sin, query if sinks is None else sinks, out, self.addresses, layer, rows.positions,
             rows.cached, tables.own, tables.group_of, tables.prompt_lengths, tables.prompts, query.stride(0),
@@ -199,20 +202,20 @@ class PagedCache:
         count, heads, repeat = len(query), constants["HEADS"], constants["REPEAT"]
         parts = tables.on_prompt + tables.on_own
         cos, sin = _angles(query, options)
-        launch = for_width(LAUNCHES, max(constants["D"], constants["E"]))
+        launch = launch_for(query.dtype, max(constants["D"], constants["E"]))
         kernels.attend_parts[(groups * tables.on_prompt + count * tables.on_own, key.shape[1])](
             query, key, value, cos, sin, self.addresses, layer, tables.sums, tables.tops, rows.positions, rows.cached,
-            tables.own, tables.members, tables.lengths, tables.prompts, groups, query.stride(0), query.stride(1),
-            key.stride(0), key.stride(1), value.stride(0), value.stride(1), cos.stride(0), sin.stride(0),
-            tables.own.shape[1], tables.prompts.shape[1], options["scale"], options["softcap"] or 1.0,
-            options["window"] or 0, **constants, MOST=most, ROWS=_power(most * repeat), OWN_ROWS=_power(repeat),
-            BN=launch.fold, ON_PROMPT=tables.on_prompt, ON_OWN=tables.on_own, num_warps=launch.warps,
+            tables.own, tables.members, tables.lengths, tables.prompts, groups, tables.on_prompt, tables.on_own,
+            query.stride(0), query.stride(1), key.stride(0), key.stride(1), value.stride(0), value.stride(1),
+            cos.stride(0), sin.stride(0), tables.own.shape[1], tables.prompts.shape[1], options["scale"],
+            options["softcap"] or 1.0, options["window"] or 0, **constants, MOST=most, ROWS=_power(most * repeat),
+            OWN_ROWS=_power(repeat), BN=launch.fold, num_warps=launch.warps,
             num_stages=min(launch.stages, _most_stages(self.device)),
         )  # fmt: skip
         sinks = options["sinks"]
         kernels.merge_parts[(count, heads)](
-            tables.sums, tables.tops, query if sinks is None else sinks, out, HEADS=heads, PARTS=parts,
-            BP=max(2, 1 << (parts - 1).bit_length()), E=constants["E"], BE=constants["BE"], SINKS=sinks is not None,
+            tables.sums, tables.tops, query if sinks is None else sinks, out, parts, HEADS=heads,
+            BP=FEW if parts <= FEW else 2 * STRETCHES, E=constants["E"], BE=constants["BE"], SINKS=sinks is not None,
             num_warps=1,
         )  # fmt: skip
 
@@ -223,13 +226,13 @@ def _angles(query: Tensor, options: dict[str, Any]) -> tuple[Tensor, Tensor]:
     return (cos, sin) if cos.stride(-1) == sin.stride(-1) == 1 else (cos.contiguous(), sin.contiguous())
 
 
-def for_width(launches: Mapping[int, T], width: int) -> T:
-    """How heads of a width are attended to."""
-    return next(launch for limit, launch in launches.items() if width <= limit)
+def launch_for(dtype: torch.dtype, width: int) -> Launch:
+    """How heads of a type and width are attended to."""
+    return for_width(LAUNCHES_FLOAT32 if dtype == torch.float32 else LAUNCHES, width)
 
 
 def _launches(geometry: Geometry) -> list[Launch]:
-    return [for_width(LAUNCHES, max(layer.width, layer.value_width)) for layer in geometry.layers]
+    return [launch_for(layer.dtype, max(layer.width, layer.value_width)) for layer in geometry.layers]
 
 
 def rows_at_once(geometry: Geometry, largest_group: int) -> int:

@@ -76,7 +76,7 @@ class Runner:
 
     def __init__(
         self, model: Any, sampler: Sampler, *, max_new_tokens: int, eos_token_ids: tuple[int, ...], compiled: bool,
-        merged: bool | None = None,
+        merged: bool | None = None, group_size: int = 0,
     ) -> None:  # fmt: skip
         self.model = model
         self.base = base_of(model)
@@ -97,7 +97,7 @@ class Runner:
         self.vocabulary = int(self.base.get_output_embeddings().weight.shape[0])
         self.compiled = compiled
         self.proved: set[tuple[bool, bool]] = set()  # kinds of steps of which a compiled one was right
-        self.max_prompt = self.largest_group = 0  # that buffers are made for
+        self.max_prompt, self.largest_group = 0, group_size  # that buffers are made for
         self.buckets: dict[tuple[int, int], Bucket] = {}  # by rows and groups
         self.geometry: Geometry | None = None
         self.addresses: Tensor | None = None
@@ -288,7 +288,7 @@ class Runner:
             self.buckets.clear()  # buffers of just this size are cheap, and nothing is captured
             return self.buckets.setdefault((len(sequences), 0), Bucket(rows=self._rows(len(sequences)), tables=None))
         size = _next_size(len(sequences))  # a row more costs nothing, another graph does
-        most = rows_at_once(self.geometry, min(self.largest_group, size))
+        most = rows_at_once(self.geometry, self.largest_group)
         groups = len(groups_of(sequences, most))
         fitting = [key for key in self.buckets if key[0] == size and key[1] >= groups]
         key = min(fitting, default=(size, min(size, 1 << (groups - 1).bit_length())))

@@ -1,0 +1,80 @@
+"""A float32 model that computes in bfloat16, and loses no bit of its weights.
+
+Each float32 number is split: its upper 16 bits, rounded, are a bfloat16 number, which the model computes and samples
+with; the 16 bits that this drops lie beside it (`precision.split`), and the optimizer updates both as one float32
+number. So there is no float32 copy and no cast in a step. What is saved is float32 again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from rloom.models.precision import join, split
+
+
+class SplitWeights:
+    """Owns the bits that a model's weights drop, from the moment at which it is made of a float32 model.
+
+    The model stays the object that it was, and its parameters the same objects; those that were float32 are bfloat16
+    from then on. `leave`: parameters that stay as they are.
+
+    >>> layer = nn.Linear(2, 2)
+    >>> before = layer.weight.detach().clone()
+    >>> split_weights = SplitWeights(layer)
+    >>> layer.weight.dtype
+    torch.bfloat16
+    >>> with split_weights.as_float32():
+    ...     torch.equal(layer.weight, before)
+    True
+    """
+
+    def __init__(self, model: nn.Module, leave: Collection[Tensor] = ()) -> None:
+        left = {id(p) for p in leave}
+        self.params = [p for p in model.parameters() if p.dtype == torch.float32 and id(p) not in left]
+        self.rests: dict[Tensor, Tensor] = {}
+        for p in self.params:
+            weight, rest = split(p.data)
+            p.data = weight
+            if p.requires_grad:
+                self.rests[p] = rest
+            elif bool(rest.any()):  # wanted when the model is saved, and not before
+                self.rests[p] = rest.cpu()
+
+    @contextmanager
+    def as_float32(self, *, loading: bool = False) -> Iterator[None]:
+        """The parameters as float32 numbers meanwhile, in the host's memory: to be saved, or (`loading`) written to."""
+        weights = [p.data for p in self.params]
+        for p in self.params:
+            p.data = self._value(p)
+        try:
+            yield
+            if loading:
+                for p, weight in zip(self.params, weights, strict=True):
+                    self._take_over(p, weight)
+        finally:
+            for p, weight in zip(self.params, weights, strict=True):
+                p.data = weight
+
+    def _value(self, p: Tensor) -> Tensor:
+        weight = p.data.cpu()
+        return join(weight, self.rests[p].cpu()) if p in self.rests else weight.float()
+
+    def _take_over(self, p: Tensor, weight: Tensor) -> None:
+        """Split what `p` holds now: the upper bits go to where its weight lies, graphs and views included."""
+        upper, rest = split(p.data.float().contiguous())
+        weight.copy_(upper)
+        if p in self.rests:
+            self.rests[p].copy_(rest)
+        elif bool(rest.any()):
+            self.rests[p] = rest.cpu()
+
+
+def kept_in_float32(model: Any) -> list[Tensor]:
+    """Parameters that an architecture keeps in float32 where it is loaded in half precision."""
+    patterns = getattr(model, "_keep_in_fp32_modules_strict", None) or ()
+    return [p for name, p in model.named_parameters() if any(part in patterns for part in name.split("."))]

@@ -1,0 +1,87 @@
+"""In which precision a run holds its weights and computes, and why: decided once, when the trainer is made."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from transformers import Trainer
+
+from rloom.errors import ConfigError
+from rloom.models.load import base_of, is_peft_model
+from rloom.models.precision import can_keep_the_bits
+from rloom.models.reference import adapter_parameters
+from rloom.models.split import SplitWeights, kept_in_float32
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Precision:
+    """What was decided, and in words what that means."""
+
+    split: SplitWeights | None
+    words: str
+
+
+def choose_precision(trainer: Any, *, asked_dtype: Any, own_optimizer: bool) -> Precision:
+    """Float32 weights under `bf16=True` become bfloat16 weights with the bits that these drop, unless something asks
+    for float32 weights.
+
+    `asked_dtype`: what the user asked a model to be loaded in, if anything. `own_optimizer`: one was passed in, which
+    knows nothing of dropped bits.
+    """
+    args, model = trainer.args, trainer.model
+    leave = [*kept_in_float32(base_of(model))]
+    if is_peft_model(model):
+        leave += adapter_parameters(model).values()
+    left = {id(p) for p in leave}
+    wide = [p for p in model.parameters() if p.dtype == torch.float32 and id(p) not in left]
+    if not wide:
+        if args.split_weights:
+            raise ConfigError("split_weights=True: the model has no float32 weights to split; leave it unset")
+        return Precision(split=None, words=f"weights in {_name(_dtype_of(model))}{_learns(model)}")
+    reason = _why_not_split(trainer, asked_dtype, own_optimizer)
+    if args.split_weights and reason is not None:
+        raise ConfigError(f"split_weights=True: {reason}; leave it unset")
+    if reason is None:
+        split = SplitWeights(model, leave)
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
+        return Precision(split=split, words="float32 weights, held as bfloat16 and the 16 bits that it drops")
+    if args.bf16 or args.fp16:
+        kind = "bfloat16" if args.bf16 else "float16"
+        return Precision(split=None, words=f"float32 weights, cast to {kind} for each product ({reason})")
+    return Precision(split=None, words="weights and arithmetic in float32")
+
+
+def _why_not_split(trainer: Any, asked_dtype: Any, own_optimizer: bool) -> str | None:
+    args = trainer.args
+    if not args.bf16:
+        return "fp16=True" if args.fp16 else "bf16 is off"
+    if trainer.is_deepspeed_enabled:
+        return "DeepSpeed keeps weights of its own"
+    if own_optimizer:
+        return "the optimizer that was passed in updates float32 weights"
+    if not can_keep_the_bits(*Trainer.get_optimizer_cls_and_kwargs(args, trainer.model)):
+        return f"optim={str(args.optim).rsplit('.', 1)[-1].lower()} chooses its parameters itself"
+    if args.split_weights is not None:
+        return None if args.split_weights else "split_weights=False"
+    if str(asked_dtype).removeprefix("torch.") == "float32":
+        return "dtype float32 was asked for"
+    if args.device.type != "cuda":
+        return "on a CPU"
+    return None
+
+
+def _dtype_of(model: Any) -> torch.dtype:
+    return next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.float32)
+
+
+def _learns(model: Any) -> str:
+    """What becomes of updates that are smaller than a weight's spacing."""
+    trained = any(p.requires_grad and p.dtype == torch.bfloat16 for p in model.parameters())
+    return ", and the 16 bits that it drops beside them" if trained else ""
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
