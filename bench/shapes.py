@@ -24,6 +24,9 @@ class Shape:
     completion: int
     k: int
     completions: int  # per update
+    dtype: str = "float32"  # of the weights as people load them: by name in float32, large ones in bfloat16
+    lora: int = 0  # rank of an adapter on all linear layers
+    four_bit: bool = False
 
     @property
     def groups(self) -> int:
@@ -42,6 +45,14 @@ PYTHIA_1B = GPTNeoXConfig(
     hidden_size=2048, intermediate_size=8192, num_hidden_layers=16, num_attention_heads=8, vocab_size=50304,
     max_position_embeddings=2048, rotary_pct=0.25, bos_token_id=EOS, eos_token_id=EOS,
 )  # fmt: skip
+SMOLLM2 = LlamaConfig(
+    hidden_size=576, intermediate_size=1536, num_hidden_layers=30, num_attention_heads=9, num_key_value_heads=3,
+    vocab_size=49152, max_position_embeddings=8192, tie_word_embeddings=True, bos_token_id=EOS, eos_token_id=EOS,
+)  # fmt: skip
+LLAMA_8B = LlamaConfig(
+    hidden_size=4096, intermediate_size=14336, num_hidden_layers=32, num_attention_heads=32, num_key_value_heads=8,
+    vocab_size=128256, max_position_embeddings=131072, bos_token_id=EOS, eos_token_id=EOS,
+)  # fmt: skip
 TINY = LlamaConfig(
     hidden_size=256, intermediate_size=688, num_hidden_layers=6, num_attention_heads=8, vocab_size=8192,
     max_position_embeddings=2048, bos_token_id=EOS, eos_token_id=EOS,
@@ -51,6 +62,9 @@ SHAPES = {
     "tldr": Shape(PYTHIA_1B, 512, 53, 4, 128),
     "small": Shape(qwen(896, 4864, 24, 14), 256, 256, 8, 128),
     "reason": Shape(qwen(1536, 8960, 28, 12), 128, 1024, 8, 128),
+    "smol": Shape(SMOLLM2, 64, 160, 8, 256),
+    "lora8b": Shape(LLAMA_8B, 512, 1024, 8, 64, dtype="bfloat16", lora=16),
+    "qlora8b": Shape(LLAMA_8B, 512, 1024, 8, 64, dtype="bfloat16", lora=16, four_bit=True),
     "long": Shape(qwen(1536, 8960, 28, 12), 128, 8192, 8, 8),
     "cpu": Shape(TINY, 256, 64, 8, 32),
 }

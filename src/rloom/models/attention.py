@@ -19,10 +19,11 @@ from typing import Any
 
 import torch
 import torch._functorch.config as functorch_config
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import AttentionInterface
 from transformers.modeling_layers import GradientCheckpointingLayer
 
+from rloom.models.fused import FusedLayers, forwards_replaced
 from rloom.models.prefix import Options, Tiles, fits, launch, prefix_forward, prefix_grads
 from rloom.models.two_part import two_part
 from rloom.types import PackedRow
@@ -79,15 +80,19 @@ def attention_for_text(config: Any, ours: str = NAME) -> Any:
 
 
 @contextmanager
-def packed_attention(models: list[Any], compiled: CompiledLayers | None = None) -> Iterator[None]:
-    """Let `models` attend over packed rows meanwhile. Stays set until the backward is done (checkpointing)."""
+def packed_attention(models: list[Any], layers: CompiledLayers | FusedLayers | None = None) -> Iterator[None]:
+    """Let `models` attend over packed rows meanwhile. Stays set until the backward is done (checkpointing).
+
+    `layers`: a faster form of theirs, which is in use meanwhile.
+    """
+    compiled = layers if isinstance(layers, CompiledLayers) else None
     before = [attention_of(model.config) for model in models]
     for model in models:
         model.set_attn_implementation(attention_for_text(model.config))
     _active.opaque = compiled is not None
     _active.replaced, _active.compiled = list(zip(models, before, strict=True)), compiled
     try:
-        with nullcontext() if compiled is None else compiled.used():
+        with nullcontext() if layers is None else layers.used():
             yield
     finally:
         _active.opaque = False
@@ -137,22 +142,6 @@ class CompiledLayers:
         """Inside of `used`: run the layers as they are."""
         with forwards_replaced(self.plain):
             yield
-
-
-@contextmanager
-def forwards_replaced(layers: list[tuple[nn.Module, Any]]) -> Iterator[None]:
-    """Let these modules run these forwards meanwhile; what stood on them before (a hook of accelerate's) comes back."""
-    before = [layer.__dict__.get("forward") for layer, _ in layers]
-    for layer, forward in layers:
-        layer.forward = forward
-    try:
-        yield
-    finally:
-        for (layer, _), old in zip(layers, before, strict=True):
-            if old is None:
-                del layer.forward  # uncovers the class' own
-            else:
-                layer.forward = old
 
 
 def _compile_options() -> dict[str, Any]:

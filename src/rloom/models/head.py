@@ -24,7 +24,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from rloom.models.attention import forwards_replaced
+from rloom.models.fused import forwards_replaced
 
 CHUNK_BYTES = 1 << 30  # of logits at a time, counted as float32
 

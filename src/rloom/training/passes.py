@@ -12,6 +12,7 @@ from torch import Tensor
 from rloom.data.batching import Batcher
 from rloom.data.transfer import upload
 from rloom.models.attention import CompiledLayers, own_attention, packed_attention, running
+from rloom.models.fused import FusedLayers, can_fuse
 from rloom.models.logprobs import Forward, TokenStats
 from rloom.models.reference import FrozenReference, Reference
 from rloom.training.budget import TokenBudget
@@ -32,7 +33,11 @@ class Passes:
         if isinstance(reference, FrozenReference):
             self._reference_forward = Forward(reference.model, config.temperature)
             self._attending.append(self._reference_forward.base)
-        self._compiled = CompiledLayers(self._attending) if config.compile_layers and batcher.packed else None
+        self._layers: CompiledLayers | FusedLayers | None = None
+        if config.compile_layers and batcher.packed:
+            self._layers = CompiledLayers(self._attending)
+        elif batcher.packed and can_fuse(self.device):
+            self._layers = FusedLayers(self._attending)
 
     @property
     def device(self) -> torch.device:
@@ -43,7 +48,7 @@ class Passes:
         """Attention over packed rows for policy and reference, until the last backward is done."""
         if not self.batcher.packed:
             return nullcontext()
-        return packed_attention(self._attending, self._compiled)
+        return packed_attention(self._attending, self._layers)
 
     def reference_stays(self) -> Any:
         """An offloaded reference that is used meanwhile stays on the device until the end, and travels once."""

@@ -45,6 +45,9 @@ class _Active(threading.local):
         self.found: dict[int, Layer] = {}  # what each layer keeps, as seen in prefills
         self.calls = 0
         self.order: tuple[int, ...] = ()  # the layers in the order of their calls
+        self.rotation: tuple[Tensor, Tensor] | None = (
+            None  # what the next call's query and key are still to be rotated by
+        )
 
 
 _active = _Active()
@@ -66,7 +69,7 @@ def prefilling(cache: Cache | None, row: PackedRow) -> Iterator[dict[int, Layer]
 def decoding(cache: Cache, rows: Rows, *, order: tuple[int, ...] = ()) -> Iterator[None]:
     """Attention calls are about one token of each row; `order`: the layers as they are called, for compiled ones."""
     _active.cache, _active.prompts, _active.rows, _active.calls = cache, None, rows, 0
-    _active.order = order
+    _active.order, _active.rotation = order, None
     try:
         yield
     finally:
@@ -82,6 +85,11 @@ def native_attention(model: Any) -> Iterator[None]:
         yield
     finally:
         model.set_attn_implementation(before)
+
+
+def rotate_in_attention(cos: Tensor, sin: Tensor) -> None:
+    """Query and key of the next attention call come as they are: the kernel rotates them."""
+    _active.rotation = (cos, sin)
 
 
 def num_calls() -> int:
@@ -110,7 +118,9 @@ def _attention(
         # layers only where somebody else compiled them.)
         options = (scale, sliding_window or 0, softcap or 0.0)
         return torch.ops.rloom.native_decode(query, key, value, s_aux, *options), None
-    return _run(query, key, value, s_aux, int(module.layer_idx), scale, sliding_window or 0, softcap or 0.0), None
+    rotation, _active.rotation = _active.rotation, None
+    options = (scale, sliding_window or 0, softcap or 0.0)
+    return _run(query, key, value, s_aux, int(module.layer_idx), *options, rotation), None
 
 
 def _run(

@@ -68,7 +68,8 @@ class NativeEngine:
     ) -> None:
         self.get_model, self.sampling, self.tokenizer = get_model, sampling, tokenizer
         self.max_sequences, self.compiled, self.merged = max_sequences, compiled, merged
-        self.group_size = group_size
+        self.group_size, self.fused = group_size, True  # kernels for norms, rotations and activations
+        self.paged = False  # found out below
         self.stops = sampling.stop_strings
         if self.stops and tokenizer is None:
             raise EngineError("stop_strings need a tokenizer")
@@ -82,25 +83,37 @@ class NativeEngine:
             raise EngineError(reason)
 
     def _why_not(self, model: Any) -> str | None:
-        """What goes wrong here, if anything does; adapters that round too much away when merged are left unmerged."""
+        """What goes wrong here, if anything does. What makes it wrong is left out where it can be: adapters that round
+        too much away when merged, kernels that stand in for parts that do more than those."""
         with lock_of(base_of(model)):  # another thread may generate with it
             runner = self._new_runner(model)
             reason, merged = why_not_native(model, runner), bool(runner.merged.copies)
+            fused, self.paged = runner.fused is not None, runner.geometry is not None and runner.paged
             del runner  # and with it the memory of copies
-            if reason is None or not merged:
-                return reason
-            asked, self.merged = self.merged, False
-            if why_not_native(model, self._new_runner(model)) is not None:
-                self.merged = asked
-                return reason
-            logger.warning("adapters are not merged into copies of their layers: with those, %s", reason)
-            return None
+            if reason is not None and merged and self._is_right(model, merged=False):
+                logger.warning("adapters are not merged into copies of their layers: with those, %s", reason)
+                return None
+            if reason is not None and fused and self._is_right(model, fused=False):
+                logger.warning(
+                    "norms and rotations run as they are, which is slower: with kernels, %s", reason
+                )
+                return None
+            return reason
+
+    def _is_right(self, model: Any, **changes: bool) -> bool:
+        """Whether nothing goes wrong with these choices; they stay if so."""
+        before = {name: getattr(self, name) for name in changes}
+        vars(self).update(changes)
+        right = why_not_native(model, self._new_runner(model)) is None
+        if not right:
+            vars(self).update(before)
+        return right
 
     def _new_runner(self, model: Any) -> Runner:
         return Runner(
             model, Sampler(self.sampling, _never(model)), max_new_tokens=self.sampling.max_completion_length,
             eos_token_ids=self.sampling.eos_token_ids, compiled=self.compiled, merged=self.merged,
-            group_size=self.group_size,
+            group_size=self.group_size, fused=self.fused,
         )  # fmt: skip
 
     def _current_runner(self) -> Runner:

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from rloom.generation.native.joined import JoinedLayers, Siblings
-from rloom.generation.native.trial import agrees
-from rloom.models.attention import forwards_replaced
+from rloom.models.fused import forwards_replaced
+from rloom.models.trial import agrees
 
 PARTS = ("gate_proj", "up_proj", "act_fn")
 """Of a block, that the kernel stands in for."""

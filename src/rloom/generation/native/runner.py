@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from rloom.data.model_inputs import fitted_to, join_packed
-from rloom.generation.native.attention import decoding, native_attention, prefilling
+from rloom.generation.native.attention import decoding, native_attention, prefilling, rotate_in_attention
 from rloom.generation.native.compiled import compiled_forwards
 from rloom.generation.native.dense import DenseCache
 from rloom.generation.native.gated import GatedBlocks
@@ -30,8 +30,8 @@ from rloom.generation.native.proof import NOISE, difference
 from rloom.generation.native.rows import CHUNK, Look, Rows, groups_of
 from rloom.generation.native.sampler import Drawn, Sampler
 from rloom.generation.native.scheduler import Sequence, SharedPrompt
-from rloom.models.attention import forwards_replaced
 from rloom.models.capture import Disturbed, captured, one_at_a_time
+from rloom.models.fused import FusedLayers, can_fuse, forwards_replaced, not_rotating, rotating
 from rloom.models.load import base_of
 from rloom.models.positions import position_limit, prompt_positions, rope_index_of
 from rloom.types import Block, PackedRow
@@ -76,7 +76,7 @@ class Runner:
 
     def __init__(
         self, model: Any, sampler: Sampler, *, max_new_tokens: int, eos_token_ids: tuple[int, ...], compiled: bool,
-        merged: bool | None = None, group_size: int = 0,
+        merged: bool | None = None, group_size: int = 0, fused: bool = True,
     ) -> None:  # fmt: skip
         self.model = model
         self.base = base_of(model)
@@ -87,6 +87,7 @@ class Runner:
             self.joined = JoinedLayers(model, self.merged.copies)
             self.adapted = AdaptedLayers(model, {*self.merged.copies, *self.joined.owners()})
             self.gated = GatedBlocks(self.joined, model)
+            self.fused = FusedLayers([model]) if fused and can_fuse(self.device) else None
         self.sampler, self.max_new_tokens = sampler, max_new_tokens
         self.accepts = frozenset(inspect.signature(type(self.base).forward).parameters)
         self.position_limit = position_limit(self.base)
@@ -102,6 +103,7 @@ class Runner:
         self.geometry: Geometry | None = None
         self.addresses: Tensor | None = None
         self.layers: list[tuple[nn.Module, Any]] = []
+        self._runs_compiled = False  # what runs now are the compiled layers
         self.bucket: Bucket | None = None  # of the last steps
         self.pool: Any = None  # of memory, for all graphs: one of them runs at a time
         self.seconds = {"capture": 0.0}
@@ -124,9 +126,11 @@ class Runner:
         for module in in_training:  # `eval` and `train` would walk the model anew at every hand-over
             module.training = False
         try:
-            forwards = dict([*self.merged.forwards, *self.adapted.forwards])
+            forwards = dict(self.fused.forwards if self.fused is not None else [])
+            forwards |= dict([*self.merged.forwards, *self.adapted.forwards])
             forwards |= dict([*self.joined.forwards(), *self.gated.forwards()])
-            with torch.no_grad(), native_attention(self.base), forwards_replaced(list(forwards.items())):
+            turning = rotating() if self.fused is not None else nullcontext()
+            with torch.no_grad(), native_attention(self.base), forwards_replaced(list(forwards.items())), turning:
                 yield
         finally:
             self.joined.forget()
@@ -169,7 +173,8 @@ class Runner:
         """(B, V) after the rows' next tokens."""
         inputs = {"input_ids": rows.tokens, "position_ids": rows.positions, **self._no_cache()}
         order = self.geometry.order if self.geometry is not None else ()
-        with decoding(cache, rows, order=order):
+        late = self.fused is not None and self.fused.rotates and not self._runs_compiled
+        with decoding(cache, rows, order=order), rotating(rotate_in_attention) if late else nullcontext():
             return self.model(**inputs).logits[:, -1]
 
     def draw(self, logits: Tensor, keys: Tensor, counts: Tensor, seen: Tensor | None = None) -> Drawn:
@@ -386,8 +391,13 @@ class Runner:
             yield
             return
         self.layers = self.layers or compiled_forwards(self.base, on_gpu=self.device.type == "cuda")
-        with forwards_replaced(self.layers):
-            yield
+        plain = [] if self.fused is None else self.fused.plain()  # the compiler puts more together than the kernels do
+        self._runs_compiled = True
+        try:
+            with forwards_replaced(plain + self.layers), not_rotating():
+                yield
+        finally:
+            self._runs_compiled = False
 
 
 def _warn_not_compiled(error: Exception) -> None:

@@ -1,0 +1,301 @@
+"""What stands between a layer's products as one kernel each: norms, rotations, gated activations.
+
+Torch launches six to ten kernels for each of them, forward, and more backward; with a GPU as fast as today's, the host
+then takes longer to launch a layer than the GPU to run it. Which parts of a model do just what the kernels do is tried
+(values and gradients, on random numbers), not looked up; what does something else stays as it is.
+
+Norms and blocks are replaced on the very modules, for as long as a context lasts. Rotations are a function of the
+model's Python module, which all models of that kind share: it is replaced for good, by one that asks who calls.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from rloom.models.trial import ROUNDING, agrees
+
+ROTATION = "apply_rotary_pos_emb"
+"""What transformers calls the function that rotates queries and keys."""
+
+Function = Callable[..., Any]
+Later = Callable[[Tensor, Tensor], None]
+"""Takes cosines and sines by which somebody else will rotate."""
+
+
+class _Norm(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        from rloom.models import fused_kernels as kernels
+
+        out, scales = kernels.norm(x, weight, eps)
+        ctx.save_for_backward(x, weight, scales)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+        from rloom.models import fused_kernels as kernels
+
+        return (*kernels.norm_grads(grad, *ctx.saved_tensors), None)
+
+
+class _Turn(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+        from rloom.models import fused_kernels as kernels
+
+        ctx.save_for_backward(cos, sin)
+        return kernels.turn(q, cos, sin), kernels.turn(k, cos, sin)
+
+    @staticmethod
+    def backward(ctx: Any, dq: Tensor, dk: Tensor) -> tuple[Any, ...]:
+        from rloom.models import fused_kernels as kernels
+
+        cos, sin = ctx.saved_tensors
+        return kernels.turn(dq, cos, sin, back=True), kernels.turn(dk, cos, sin, back=True), None, None
+
+
+class _Gate(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, gate: Tensor, up: Tensor) -> Tensor:
+        from rloom.models import fused_kernels as kernels
+
+        ctx.save_for_backward(gate, up)
+        return kernels.gate(gate, up)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+        from rloom.models import fused_kernels as kernels
+
+        return kernels.gate_grads(grad, *ctx.saved_tensors)
+
+
+class FusedLayers:
+    """The parts of some models that run as one kernel each while they are `used`."""
+
+    def __init__(self, models: list[Any]) -> None:
+        self.forwards: list[tuple[nn.Module, Callable[..., Tensor]]] = []
+        self.rotates = False
+        tried: dict[Any, bool] = {}
+        for module in dict.fromkeys(module for model in models for module in model.modules()):
+            if (forward := _norm_forward(module, tried) or _block_forward(module, tried)) is not None:
+                self.forwards.append((module, forward))
+            self.rotates |= _replace_rotation(sys.modules.get(type(module).__module__), _device_of(models))
+
+    def plain(self) -> list[tuple[nn.Module, Callable[..., Tensor]]]:
+        """Those of the modules that run a kernel now, each with the forward of its class."""
+        return [
+            (module, functools.partial(type(module).forward, module))
+            for module, ours in self.forwards
+            if module.__dict__.get("forward") is ours
+        ]
+
+    @contextmanager
+    def used(self) -> Iterator[None]:
+        """Run the kernels meanwhile, also in what the backward runs again in a thread of torch's own."""
+        _state.users += 1
+        try:
+            with rotating(), forwards_replaced(self.forwards):
+                yield
+        finally:
+            _state.users -= 1
+
+
+def can_fuse(device: torch.device) -> bool:
+    """Whether there is a GPU, and Triton to write kernels for it."""
+    if device.type != "cuda":
+        return False
+    try:
+        import triton  # noqa: F401
+    except ImportError:
+        return False
+    return True
+
+
+@contextmanager
+def forwards_replaced(layers: list[tuple[nn.Module, Any]]) -> Iterator[None]:
+    """Let these modules run these forwards meanwhile; what stood on them before (a hook of accelerate's) comes back."""
+    before = [layer.__dict__.get("forward") for layer, _ in layers]
+    for layer, forward in layers:
+        layer.forward = forward
+    try:
+        yield
+    finally:
+        for (layer, _), old in zip(layers, before, strict=True):
+            if old is None:
+                del layer.forward  # uncovers the class' own
+            else:
+                layer.forward = old
+
+
+# -- norms and blocks
+
+
+def _norm_forward(module: Any, tried: dict[Any, bool]) -> Callable[..., Tensor] | None:
+    weight = module._parameters.get("weight")
+    if not type(module).__name__.endswith("RMSNorm") or weight is None or weight.dim() != 1 or _is_watched(module):
+        return None
+    eps = getattr(module, "variance_epsilon", None) or getattr(module, "eps", None)
+    key = (type(module), weight.shape, weight.dtype)
+    if key not in tried:
+        tried[key] = eps is not None and _does_the_same(
+            module.forward, lambda x: _Norm.apply(x, weight, eps), [(3, len(weight))], weight
+        )
+    return (lambda x: _Norm.apply(x, module.weight, eps)) if tried[key] else None
+
+
+def _block_forward(block: Any, tried: dict[Any, bool]) -> Callable[..., Tensor] | None:
+    parts = [block._modules.get(name) for name in ("gate_proj", "up_proj", "down_proj")]
+    if not all(isinstance(part, nn.Module) for part in parts) or _is_watched(block):
+        return None
+    weight = next((p for p in block.parameters() if p.is_floating_point()), None)
+    if weight is None:
+        return None
+    key = (type(block), str(block._modules.get("act_fn")), weight.dtype)
+    if key not in tried:
+        tried[key] = _is_gated(block, weight)
+    return (lambda x: block.down_proj(_Gate.apply(block.gate_proj(x), block.up_proj(x)))) if tried[key] else None
+
+
+def _is_gated(block: Any, weight: Tensor) -> bool:
+    """Whether a block is down(silu(gate) · up), whatever those three are: tried with others in their place."""
+    own = {name: block._modules[name] for name in ("gate_proj", "up_proj", "down_proj")}
+    stand_ins = {"gate_proj": nn.Identity(), "up_proj": _Reversed(), "down_proj": nn.Identity()}
+    training, block.training = block.training, False  # dropout would draw
+    block._modules.update(stand_ins)
+    try:
+        return _does_the_same(block.forward, lambda x: _Gate.apply(x, x.flip(-1)), [(3, 64)], weight)
+    finally:
+        block._modules.update(own)
+        block.training = training
+
+
+class _Reversed(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x.flip(-1)
+
+
+def _is_watched(module: nn.Module) -> bool:
+    """Whether somebody listens to a module or has put another forward in its place."""
+    return "forward" in module.__dict__ or bool(module._forward_hooks or module._forward_pre_hooks)
+
+
+def _does_the_same(own: Function, ours: Function, shapes: list[tuple[int, ...]], weight: Tensor) -> bool:
+    """Whether two functions have the same values and gradients, on random numbers and on large ones, which some models
+    clamp."""
+    for scale in (1.0, 100.0):
+        try:
+            expected = _values(own, shapes, weight, scale)
+        except Exception:  # it takes other arguments: it is something else
+            return False
+        for index, value in enumerate(expected):
+            run = lambda index=index, value=value, scale=scale: (_values(ours, shapes, weight, scale)[index], value)  # noqa: E731
+            if not agrees(run, None, rounding=1e-4 if value.dtype == torch.float32 else ROUNDING):
+                return False
+    return True
+
+
+def _values(function: Function, shapes: list[tuple[int, ...]], weight: Tensor, scale: float) -> list[Tensor]:
+    """What a function makes of random numbers, and the gradients of those."""
+    generator = torch.Generator().manual_seed(0)
+    inputs = [(scale * torch.randn(shape, generator=generator)).to(weight).requires_grad_() for shape in shapes]
+    with torch.enable_grad():
+        found = function(*inputs)
+        found = found if isinstance(found, tuple) else (found,)
+        slopes = [torch.randn(x.shape, generator=generator).to(x) for x in found]
+        return [x.detach() for x in (*found, *torch.autograd.grad(found, inputs, slopes))]
+
+
+# -- rotations
+
+
+class _State:
+    users = 0  # contexts in which layers run the kernels, over all threads
+
+
+_state = _State()
+_here = threading.local()  # .rotating: this thread runs a model with the kernels; .later: who rotates instead
+
+
+@contextmanager
+def rotating(later: Later | None = None) -> Iterator[None]:
+    """This thread's models rotate by the kernel meanwhile; or not at all, where `later` is told by what."""
+    before = getattr(_here, "rotating", False), getattr(_here, "later", None)
+    _here.rotating, _here.later = True, later
+    try:
+        yield
+    finally:
+        _here.rotating, _here.later = before
+
+
+@contextmanager
+def not_rotating() -> Iterator[None]:
+    """This thread's models rotate as they do by themselves meanwhile: they are compiled."""
+    before = getattr(_here, "rotating", False), getattr(_here, "later", None)
+    _here.rotating, _here.later = False, None
+    try:
+        yield
+    finally:
+        _here.rotating, _here.later = before
+
+
+def _is_ours() -> bool:
+    """Whether the call comes from a model that runs the kernels: in this thread, or in the one in which torch runs
+    layers again for their gradients. A reward's model that runs beside, without gradients, keeps its own rotation."""
+    return getattr(_here, "rotating", False) or (_state.users > 0 and torch.is_grad_enabled())
+
+
+def _replace_rotation(module: Any, device: torch.device) -> bool:
+    """Put a function that can use the kernel in place of a Python module's own, if that does the same."""
+    own = getattr(module, ROTATION, None)
+    if own is None or hasattr(own, "rloom_kinds"):
+        return own is not None and bool(own.rloom_kinds)
+    kinds = [turned for turned in (64, 32) if _turns_the_same(own, turned, device)]  # all of a head, and a part
+
+    def apply_rotary_pos_emb(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *args: Any, **kwargs: Any) -> Any:
+        if not kinds or args or kwargs or not _is_ours() or torch.compiler.is_compiling() or not _fits(q, k, cos):
+            return own(q, k, cos, sin, *args, **kwargs)
+        whole = cos.shape[-1] == q.shape[-1]
+        if (64 if whole else 32) not in kinds:
+            return own(q, k, cos, sin)
+        later = getattr(_here, "later", None)
+        if later is not None and whole:
+            later(cos, sin)
+            return q, k
+        return _Turn.apply(q, k, cos, sin)
+
+    apply_rotary_pos_emb.rloom_kinds = kinds  # type: ignore[attr-defined]
+    setattr(module, ROTATION, apply_rotary_pos_emb)
+    return bool(kinds)
+
+
+def _turns_the_same(own: Callable[..., Any], turned: int, device: torch.device) -> bool:
+    angles = torch.randn((2, 1, 5, turned), generator=torch.Generator().manual_seed(1)).to(device)
+    shapes: list[tuple[int, ...]] = [(1, 4, 5, 64), (1, 2, 5, 64)]
+    like = torch.empty(0, device=device)
+    return _does_the_same(lambda q, k: own(q, k, *angles), lambda q, k: _Turn.apply(q, k, *angles), shapes, like)
+
+
+def _fits(q: Tensor, k: Tensor, cos: Tensor) -> bool:
+    turned = cos.shape[-1]
+    return (
+        q.dim() == k.dim() == 4
+        and cos.dim() == 3
+        and cos.shape[1] == q.shape[2] == k.shape[2]
+        and cos.shape[0] in (1, len(q))
+        and turned % 2 == 0
+        and turned <= q.shape[-1] == k.shape[-1]
+        and q.dtype == k.dtype
+        and q.dtype in (torch.bfloat16, torch.float16, torch.float32)
+    )
+
+
+def _device_of(models: list[Any]) -> torch.device:
+    return next(models[0].parameters()).device
