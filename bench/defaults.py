@@ -126,7 +126,7 @@ def run_one(peer: str, name: str, folder: str, steps: int, per_device: int, dtyp
     if torch.cuda.is_available():
         row["peak_gib"] = round(torch.cuda.max_memory_allocated() / 2**30, 2)
     if peer == "rloom":
-        row["chosen"] = trainer.precision.words
+        row["chosen"] = trainer.chosen()
         logs = [entry for entry in trainer.state.log_history if "mismatch/mean" in entry]
         row["mismatch"] = round(float(logs[-1]["mismatch/mean"]), 5) if logs else None
     print("ROW", json.dumps(row), flush=True)

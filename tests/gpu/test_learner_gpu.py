@@ -51,9 +51,10 @@ def make_rollout(seed=0):
     )  # fmt: skip
 
 
-def run(model, rollout, packed):
+def run(model, rollout, packed, autocast=None):
     from rloom.data.batching import Batcher
     from rloom.models.attention import packed_attention, running
+    from rloom.models.fused import FusedLayers
     from rloom.models.logprobs import Forward
 
     model.zero_grad()
@@ -61,7 +62,8 @@ def run(model, rollout, packed):
     forward = Forward(model, 1.0)
 
     def step():
-        flat = forward(model, batch).logprobs.flatten()[batch.flat]
+        with torch.autocast("cuda", autocast or torch.bfloat16, enabled=autocast is not None):
+            flat = forward(model, batch).logprobs.flatten()[batch.flat]
         weights = torch.randn(len(flat), generator=torch.Generator().manual_seed(0)).cuda()
         (flat * weights).sum().backward()
         return flat.detach().float(), {
@@ -70,7 +72,7 @@ def run(model, rollout, packed):
 
     if not packed:
         return step()
-    with packed_attention([model]), running(batch.packed):
+    with packed_attention([model], FusedLayers([model])), running(batch.packed):
         return step()
 
 
@@ -113,12 +115,14 @@ def gradient_error(pairs):
     return (off / sum(float(true.double().square().sum()) for _, true in pairs)) ** 0.5
 
 
-def test_float32_on_the_gpu_takes_the_two_part_form():
+@pytest.mark.parametrize("name", CONFIGS)
+def test_float32_on_the_gpu_has_the_padded_paths_gradient(name):
     torch.manual_seed(0)
-    model = tf.AutoModelForCausalLM.from_config(CONFIGS["qwen2"](), dtype=torch.float32).cuda().eval()
+    model = tf.AutoModelForCausalLM.from_config(CONFIGS[name](), dtype=torch.float32).cuda().eval()
     rollout = make_rollout()
-    (a, _), (b, _) = run(model, rollout, packed=True), run(model, rollout, packed=False)
+    (a, grads), (b, plain) = run(model, rollout, packed=True), run(model, rollout, packed=False)
     torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-3)
+    assert gradient_error([(grads[n], plain[n]) for n in plain]) < 1e-4
 
 
 def test_bfloat16_gradients_accumulate_in_float32():

@@ -173,7 +173,7 @@ def test_a_wrong_window_is_found_by_trying(monkeypatch, window):
     model = make("mistral, window") if window is None else tf.MistralForCausalLM(tf.MistralConfig(**{**GQA, **config}))
     original = attention._run
     monkeypatch.setattr(
-        attention, "_run", lambda q, k, v, s, layer, scale, window, cap: original(q, k, v, s, layer, scale, 0, cap)
+        attention, "_run", lambda q, k, v, s, layer, scale, window, *more: original(q, k, v, s, layer, scale, 0, *more)
     )
     with pytest.raises(EngineError, match="differs from its plain forward"):
         NativeEngine(lambda: model, sampling())

@@ -66,6 +66,10 @@ class ForkedEngine:
         if reason is not None:
             raise EngineError(reason)
 
+    def words(self) -> str:
+        """What generates, in words."""
+        return "generation with the library's cache, forked for each group: slower than the native engine"
+
     def generate(self, prompts: Sequence[Prompt], num_generations: int, *, seed: int) -> Iterator[Group]:
         """Yield the groups in order, once all are done."""
         if nothing_asked(prompts, num_generations):

@@ -33,6 +33,10 @@ class ImageRouter:
         """As the engine for text; the other is given a seed of its prompts' own."""
         return getattr(self.text, "keyed_by_prompt", False)
 
+    def words(self) -> str:
+        """What generates, in words."""
+        return "generation by the first engine that fits: tried with the first prompts"
+
     def generate(self, prompts: Sequence[Prompt], num_generations: int, *, seed: int) -> Iterator[Group]:
         """Yield groups as either engine has them."""
         pictured = [prompt for prompt in prompts if prompt.inputs]

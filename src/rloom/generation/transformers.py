@@ -45,6 +45,10 @@ class TransformersEngine:
         never = [*never, *(options.get("suppress_tokens") or ())]
         self.with_images = GenerationConfig(**options | {"suppress_tokens": never or None})
 
+    def words(self) -> str:
+        """What generates, in words."""
+        return "generation by `model.generate`: slower than the native engine"
+
     def generate(self, prompts: Sequence[Prompt], num_generations: int, *, seed: int) -> Iterator[Group]:
         """Yield the groups in order, once all are done: `model.generate` hands over nothing earlier."""
         if nothing_asked(prompts, num_generations):

@@ -10,7 +10,6 @@ model's Python module, which all models of that kind share: it is replaced for g
 
 from __future__ import annotations
 
-import functools
 import sys
 import threading
 from collections.abc import Callable, Iterator
@@ -52,14 +51,13 @@ class _Turn(torch.autograd.Function):
         from rloom.models import fused_kernels as kernels
 
         ctx.save_for_backward(cos, sin)
-        return kernels.turn(q, cos, sin), kernels.turn(k, cos, sin)
+        return kernels.turn(q, k, cos, sin)
 
     @staticmethod
     def backward(ctx: Any, dq: Tensor, dk: Tensor) -> tuple[Any, ...]:
         from rloom.models import fused_kernels as kernels
 
-        cos, sin = ctx.saved_tensors
-        return kernels.turn(dq, cos, sin, back=True), kernels.turn(dk, cos, sin, back=True), None, None
+        return (*kernels.turn(dq, dk, *ctx.saved_tensors, back=True), None, None)
 
 
 class _Gate(torch.autograd.Function):
@@ -89,14 +87,6 @@ class FusedLayers:
                 self.forwards.append((module, forward))
             self.rotates |= _replace_rotation(sys.modules.get(type(module).__module__), _device_of(models))
 
-    def plain(self) -> list[tuple[nn.Module, Callable[..., Tensor]]]:
-        """Those of the modules that run a kernel now, each with the forward of its class."""
-        return [
-            (module, functools.partial(type(module).forward, module))
-            for module, ours in self.forwards
-            if module.__dict__.get("forward") is ours
-        ]
-
     @contextmanager
     def used(self) -> Iterator[None]:
         """Run the kernels meanwhile, also in what the backward runs again in a thread of torch's own."""
@@ -106,17 +96,6 @@ class FusedLayers:
                 yield
         finally:
             _state.users -= 1
-
-
-def can_fuse(device: torch.device) -> bool:
-    """Whether there is a GPU, and Triton to write kernels for it."""
-    if device.type != "cuda":
-        return False
-    try:
-        import triton  # noqa: F401
-    except ImportError:
-        return False
-    return True
 
 
 @contextmanager
@@ -229,17 +208,6 @@ def rotating(later: Later | None = None) -> Iterator[None]:
     """This thread's models rotate by the kernel meanwhile; or not at all, where `later` is told by what."""
     before = getattr(_here, "rotating", False), getattr(_here, "later", None)
     _here.rotating, _here.later = True, later
-    try:
-        yield
-    finally:
-        _here.rotating, _here.later = before
-
-
-@contextmanager
-def not_rotating() -> Iterator[None]:
-    """This thread's models rotate as they do by themselves meanwhile: they are compiled."""
-    before = getattr(_here, "rotating", False), getattr(_here, "later", None)
-    _here.rotating, _here.later = False, None
     try:
         yield
     finally:

@@ -25,6 +25,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from rloom.models.fused import forwards_replaced
+from rloom.models.gpu import runs_kernels
 
 CHUNK_BYTES = 1 << 30  # of logits at a time, counted as float32
 
@@ -203,7 +204,7 @@ class _LinearHead(torch.autograd.Function):
 
 def row_stats(logits: Tensor, targets: Tensor, transform: LogitTransform) -> tuple[Tensor, Tensor, Tensor]:
     """Log-probabilities, entropies and log-sum-exps of rows of raw logits (n, V)."""
-    if logits.is_cuda:
+    if runs_kernels(logits.device):
         from rloom.models import kernels
 
         return kernels.row_stats(logits, targets, transform)
@@ -215,7 +216,7 @@ def row_stats(logits: Tensor, targets: Tensor, transform: LogitTransform) -> tup
 
 def row_grads(logits: Tensor, targets: Tensor, normalizer: Tensor, grad: Tensor, transform: LogitTransform) -> Tensor:
     """d Σ grad·log-probabilities / d raw logits: grad·(onehot(y) − π)·slope, in the logits' dtype."""
-    if logits.is_cuda:
+    if runs_kernels(logits.device):
         from rloom.models import kernels
 
         return kernels.row_grads(logits, targets, normalizer, grad.contiguous(), transform)

@@ -67,7 +67,7 @@ def _row_grads(  # type: ignore[no-untyped-def]
     tl.store(where, (d * slope).to(logits.dtype.element_ty), mask=inside)
 
 
-@triton.jit(do_not_specialize=["count"])  # each parameter has another
+@triton.jit
 def _adamw_split(  # type: ignore[no-untyped-def]
     weight, rest, grad, exp_avg, exp_avg_sq, count, decay, beta1, beta2, step_size, correction, eps,
     BLOCK: tl.constexpr,

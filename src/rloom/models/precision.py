@@ -26,6 +26,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from rloom.models.gpu import runs_kernels
+
 logger = logging.getLogger(__name__)
 
 ELEMENTS_AT_A_TIME = 1 << 26  # float32 words joined at once: a quarter of a gigabyte
@@ -378,7 +380,7 @@ def _unless_changed(master: Tensor, p: Tensor) -> Tensor:
 
 def _has_kernel(p: Tensor) -> bool:
     """Whether a parameter is updated by the Triton kernel."""
-    return p.is_cuda and p.dtype == torch.bfloat16 and p.is_contiguous()
+    return runs_kernels(p.device) and p.dtype == torch.bfloat16 and p.is_contiguous()
 
 
 def _step_device(p: Tensor) -> torch.device:

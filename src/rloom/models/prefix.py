@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from rloom.data.transfer import upload
+from rloom.models.gpu import runs_kernels
 from rloom.types import PackedRow
 
 T = TypeVar("T")
@@ -106,7 +107,7 @@ DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 def fits(query: Tensor, value: Tensor) -> bool:
     """Whether the kernels can serve these heads."""
-    return query.is_cuda and query.dtype in DTYPES and max(query.shape[-1], value.shape[-1]) <= WIDEST
+    return runs_kernels(query.device) and query.dtype in DTYPES and max(query.shape[-1], value.shape[-1]) <= WIDEST
 
 
 def prefix_forward(

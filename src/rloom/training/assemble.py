@@ -35,19 +35,18 @@ from rloom.rewards.base import unique_names
 from rloom.rewards.build import as_list, build_reward, check_rewards, is_url, load_reward_model, reward_tokenizer
 from rloom.rewards.collection import RewardSet
 from rloom.rewards.compose import Composition, Term, as_terms
-from rloom.training import contest, loaders
+from rloom.training import contest, loaders, tuning
 from rloom.training.appraiser import Appraiser
 from rloom.training.budget import TokenBudget
 from rloom.training.credit import Credit, Shaper
 from rloom.training.learner import Learner
 from rloom.training.passes import Passes
 from rloom.training.rollouts import Collector
+from rloom.training.warmup import compile_kernels
 from rloom.types import Rollout
 
 logger = logging.getLogger(__name__)
 
-DEFAULT_TOKENS = 8192
-STEPS_WORTH_COMPILING = 20_000  # decode steps in a run
 PROMPT_COLUMNS = ("prompt", *IMAGE_COLUMNS)
 
 
@@ -240,18 +239,16 @@ def build(
 ) -> Parts:
     """Everything that the step uses, from the trainer's options and its model on its device."""
     args = trainer.args
+    compile_kernels(trainer.model, args)
     rewards, classes, composition = _rewards(trainer, functions, terms, reward_classes, args)
     reference = _reference(trainer, policy, reference_path, args) if args.beta != 0.0 else None
     metrics, log, processes = Metrics(), CompletionLog(args.generation_batch_size), trainer.processes
     store = RunStore(args.output_dir, texts=args.store_completions)
     credit, shaper = Credit(args, processes), Shaper(args, rewards.weights, composition)
-    passes = Passes(
-        args,
-        policy=trainer.model,
-        reference=reference,
-        batcher=_batcher(trainer, policy, args),
-        budget=TokenBudget(args.max_tokens_per_micro_batch or DEFAULT_TOKENS),
-    )
+    encoder = _encoder(policy, args)
+    if not datasets.is_iterable(trainer.train_dataset):
+        encoder.check_early(trainer.train_dataset)
+    passes = _passes(trainer, policy, reference, encoder, args)
     appraiser = Appraiser(args, passes=passes, credit=credit, metrics=metrics, processes=processes)
     learner = Learner(
         args,
@@ -263,7 +260,7 @@ def build(
         processes=processes,
     )
     collector = Collector(
-        encoder=_encoder(policy, args),
+        encoder=encoder,
         engine=engine or _engine(trainer, policy, args),
         score=lambda *inputs: trainer._calculate_rewards(*inputs),
         batch=trainer._reward_batch,
@@ -281,8 +278,6 @@ def build(
         processes=processes,
     )
     _hint_dropout(trainer.model, args)
-    if not datasets.is_iterable(trainer.train_dataset):
-        collector.encoder.check_early(trainer.train_dataset)
     return Parts(
         rewards=rewards,
         reward_classes=classes,
@@ -295,6 +290,28 @@ def build(
         collector=collector,
         appraiser=appraiser,
         learner=learner,
+    )
+
+
+def _passes(trainer: Any, policy: Policy, reference: Reference | None, encoder: PromptEncoder, args: Any) -> Passes:
+    """How models are run on micro-batches, of which the options that were left unset are decided here."""
+    model, device = trainer.model, args.device
+    trained = args.num_generations * args.max_completion_length
+    group = encoder.longest + trained
+    tokens = args.max_tokens_per_micro_batch or tuning.micro_batch_tokens(
+        model, device, group=group, checkpointed=args.gradient_checkpointing
+    )
+    keep = args.keep_logits
+    if keep is None:
+        keep = tuning.keeps_logits(model, device, tokens=tokens, trained_share=trained / group)
+    return Passes(
+        policy=model,
+        reference=reference,
+        batcher=_batcher(trainer, policy, args),
+        budget=TokenBudget(tokens),
+        temperature=args.temperature,
+        compiled=bool(args.compile_layers),
+        keep_logits=keep,
     )
 
 
@@ -391,11 +408,6 @@ def _reference(trainer: Any, policy: Policy, path: str | None, args: Any) -> Ref
 
 
 def _engine(trainer: Any, policy: Policy, args: Any) -> Engine:
-    compiled = args.compile_generation
-    if compiled is None:  # on an H200 it takes 12 s, and a step is a quarter shorter; on a CPU it seldom pays
-        long = args.max_steps <= 0 or args.max_steps * args.max_completion_length > STEPS_WORTH_COMPILING
-        compiled = long and trainer.accelerator.device.type == "cuda"
-
     def choose(wanted: str | None) -> Engine:
         with trainer.accelerator.autocast():
             return choose_engine(
@@ -403,7 +415,7 @@ def _engine(trainer: Any, policy: Policy, args: Any) -> Engine:
                 _sampling(policy, args),
                 wanted=wanted,
                 tokenizer=policy.tokenizer,
-                compiled=bool(compiled),
+                compiled=bool(args.compile_generation),
                 merged=args.merge_generation,
                 group_size=args.num_generations,
                 pad_to_multiple_of=args.pad_to_multiple_of,

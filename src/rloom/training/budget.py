@@ -1,4 +1,4 @@
-"""How many tokens a micro-batch may have: asked for, found from free memory, learnt from running out of it."""
+"""How many tokens a micro-batch may have: asked for or decided at the start, and less where memory has run out."""
 
 from __future__ import annotations
 
@@ -13,9 +13,7 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 SMALLEST = 16
-LARGEST = 32_768  # beyond that a GPU is busy anyway
 NO_GRAD_FACTOR = 8  # how many times more tokens a forward may have when nothing is kept for a backward
-HEADROOM = 0.85  # of the memory that is free; the rest is for fragments, and for what comes later
 
 
 class TokenBudget:
@@ -82,20 +80,6 @@ class TokenBudget:
             self.factor //= 2
         else:
             self.tokens = max(SMALLEST, self.tokens // 2)
-
-
-def fitted(tokens: int, used: int, free: int) -> int:
-    """The budget that fits `free` bytes when `tokens` took `used`: in powers of two, up to LARGEST.
-
-    >>> fitted(8192, used=8 << 30, free=40 << 30)
-    32768
-    >>> fitted(8192, used=8 << 30, free=6 << 30)
-    4096
-    """
-    size = SMALLEST
-    while size * 2 <= LARGEST and used / tokens * size * 2 <= free * HEADROOM:
-        size *= 2
-    return size
 
 
 def _device() -> str:

@@ -15,7 +15,7 @@ from rloom.observe.completions import CompletionLog
 from rloom.observe.diagnose import Doctor
 from rloom.observe.progress import LiveProgress
 from rloom.observe.trackers import tensorboard_writer
-from rloom.training.budget import fitted, random_state, restore_random_state
+from rloom.training.budget import random_state, restore_random_state
 from rloom.training.learner import Learner
 
 logger = logging.getLogger(__name__)
@@ -36,12 +36,11 @@ class SyncReference(TrainerCallback):
 class FitBudget(TrainerCallback):
     """After the first update, when gradients and optimizer state have their memory, tries the worst case.
 
-    A run that does not fit fails in its first minute, or not at all. A budget that was not asked for grows or shrinks
-    to what is free.
+    A run that does not fit fails in its first minute, or not at all: the budget shrinks until the worst case fits.
     """
 
-    def __init__(self, learner: Learner, encoder: PromptEncoder, *, asked: bool) -> None:
-        self.learner, self.encoder, self.asked = learner, encoder, asked
+    def __init__(self, learner: Learner, encoder: PromptEncoder) -> None:
+        self.learner, self.encoder = learner, encoder
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Once, on a GPU, where gradients can be taken back."""
@@ -57,15 +56,7 @@ class FitBudget(TrainerCallback):
         randomness = random_state()  # of dropout: a resumed run does not try again, and must draw the same
         shape = (self.encoder.longest, args.max_completion_length, args.num_generations)
         model.zero_grad(set_to_none=True)
-        torch.cuda.empty_cache()
-        torch.cuda.reset_peak_memory_stats()
-        before = torch.cuda.memory_allocated()
-        tokens = self.learner.try_worst_case(model, *shape, pictured=self.encoder.pictured)
-        used = torch.cuda.max_memory_allocated() - before
-        if not self.asked:
-            torch.cuda.empty_cache()
-            budget.tokens = fitted(tokens, used, torch.cuda.mem_get_info()[0])
-            self.learner.try_worst_case(model, *shape, pictured=self.encoder.pictured)
+        self.learner.try_worst_case(model, *shape, pictured=self.encoder.pictured)
         restore_random_state(randomness)
         logger.info("micro-batches of up to %d tokens; the worst case has been run", budget.tokens)
 

@@ -12,7 +12,8 @@ from torch import Tensor
 from rloom.data.batching import Batcher
 from rloom.data.transfer import upload
 from rloom.models.attention import CompiledLayers, own_attention, packed_attention, running
-from rloom.models.fused import FusedLayers, can_fuse
+from rloom.models.fused import FusedLayers
+from rloom.models.gpu import runs_kernels
 from rloom.models.logprobs import Forward, TokenStats
 from rloom.models.reference import FrozenReference, Reference
 from rloom.training.budget import TokenBudget
@@ -23,21 +24,37 @@ class Passes:
     """How policy and reference are run on micro-batches."""
 
     def __init__(
-        self, config: Any, *, policy: Any, reference: Reference | None, batcher: Batcher, budget: TokenBudget
+        self,
+        *,
+        policy: Any,
+        reference: Reference | None,
+        batcher: Batcher,
+        budget: TokenBudget,
+        temperature: float,
+        compiled: bool = False,
+        keep_logits: bool = False,
     ) -> None:
         self.policy, self.reference = policy, reference
         self.batcher, self.budget = batcher, budget
-        self.forward = Forward(policy, config.temperature, keep_logits=config.keep_logits)
+        self.forward = Forward(policy, temperature, keep_logits=keep_logits)
         self._reference_forward = self.forward
         self._attending = [self.forward.base]
         if isinstance(reference, FrozenReference):
-            self._reference_forward = Forward(reference.model, config.temperature)
+            self._reference_forward = Forward(reference.model, temperature)
             self._attending.append(self._reference_forward.base)
         self._layers: CompiledLayers | FusedLayers | None = None
-        if config.compile_layers and batcher.packed:
+        if compiled and batcher.packed:
             self._layers = CompiledLayers(self._attending)
-        elif batcher.packed and can_fuse(self.device):
+        elif batcher.packed and runs_kernels(self.device):
             self._layers = FusedLayers(self._attending)
+
+    def words(self) -> str:
+        """How rows are run, in words."""
+        if not self.batcher.packed:
+            return "updates on padded rows, which are slower (see above for why, or packing=False)"
+        how = {CompiledLayers: "compiled layers", FusedLayers: "kernels for attention and layers"}
+        form = how.get(type(self._layers), "plain attention, since there are no kernels for this device")
+        return f"updates on packed rows of up to {self.budget.tokens:,} tokens, with {form}"
 
     @property
     def device(self) -> torch.device:

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from accelerate.utils import AutocastKwargs
 from transformers import Trainer
 
 from rloom.errors import ConfigError
@@ -39,12 +40,16 @@ def choose_precision(trainer: Any, *, asked_dtype: Any, own_optimizer: bool) -> 
     if not wide:
         if args.split_weights:
             raise ConfigError("split_weights=True: the model has no float32 weights to split; leave it unset")
+        if not leave:
+            _leave_dtypes_to(trainer)
         return Precision(split=None, words=f"weights in {_name(_dtype_of(model))}{_learns(model)}")
     reason = _why_not_split(trainer, asked_dtype, own_optimizer)
     if args.split_weights and reason is not None:
         raise ConfigError(f"split_weights=True: {reason}; leave it unset")
     if reason is None:
         split = SplitWeights(model, leave)
+        if not leave:
+            _leave_dtypes_to(trainer)
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
         return Precision(split=split, words="float32 weights, held as bfloat16 and the 16 bits that it drops")
@@ -71,6 +76,13 @@ def _why_not_split(trainer: Any, asked_dtype: Any, own_optimizer: bool) -> str |
     if args.device.type != "cuda":
         return "on a CPU"
     return None
+
+
+def _leave_dtypes_to(trainer: Any) -> None:
+    """A model all of whose weights are half precision computes in that by itself, as it does wherever else it is used.
+    Autocast would cast what is half precision already to float32 and back, for norms and sums."""
+    if trainer.args.bf16 and {p.dtype for p in trainer.model.parameters() if p.is_floating_point()} == {torch.bfloat16}:
+        trainer.accelerator.autocast_handler = AutocastKwargs(enabled=False)
 
 
 def _dtype_of(model: Any) -> torch.dtype:

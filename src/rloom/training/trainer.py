@@ -8,6 +8,7 @@ from __future__ import annotations
 import functools
 import itertools
 import logging
+import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
@@ -158,14 +159,15 @@ class RLOOTrainer(UpdateLoop):
         self._eval_prefix: str | None = None  # while evaluating: what metric names begin with
         self._noted: list[Noted] = []  # batches of an evaluation, until all processes are through with theirs
         self._publish(policy, functions, parts)
+        if self.processes.is_main:
+            print(f"rloom: {self.chosen()}", file=sys.stderr, flush=True)
         # Each process draws its own dropout. (Its completions are drawn by the engine, from other seeds.)
         set_seed(args.seed, device_specific=True)
         self._add_own_callbacks(args)
 
     def _add_own_callbacks(self, args: RLOOConfig) -> None:
         """What happens beside the updates, as the options say."""
-        asked = args.max_tokens_per_micro_batch is not None
-        self.add_callback(FitBudget(self.learner, self.collector.encoder, asked=asked))
+        self.add_callback(FitBudget(self.learner, self.collector.encoder))
         if args.sync_ref_model:
             assert self.reference is not None  # the config refuses sync_ref_model without a KL
             self.add_callback(SyncReference(self.reference))
@@ -178,6 +180,12 @@ class RLOOTrainer(UpdateLoop):
             self.add_callback(
                 SampleTable(self.completion_log, args.num_sample_generations, self.callback_handler.callbacks)
             )
+
+    def chosen(self) -> str:
+        """In one line: in which precision, how updates are run, and what generates."""
+        engine = self.collector.engine
+        words = engine.words() if hasattr(engine, "words") else f"generation by {type(engine).__name__}"
+        return f"{self.precision.words}; {self.learner.passes.words()}; {words}"
 
     def _publish(self, policy: Any, functions: list[Any], parts: Any) -> None:
         """The attributes that TRL's trainer has and scripts read."""

@@ -94,9 +94,7 @@ class NativeEngine:
                 logger.warning("adapters are not merged into copies of their layers: with those, %s", reason)
                 return None
             if reason is not None and fused and self._is_right(model, fused=False):
-                logger.warning(
-                    "norms and rotations run as they are, which is slower: with kernels, %s", reason
-                )
+                logger.warning("norms and rotations run as they are, which is slower: with kernels, %s", reason)
                 return None
             return reason
 
@@ -127,6 +125,12 @@ class NativeEngine:
                 self.runner = self._new_runner(model)
                 self._seen = _whereabouts(model)  # after the runner has laid weights together
             return self.runner
+
+    def words(self) -> str:
+        """What generates, in words."""
+        how = "pages and CUDA graphs" if self.paged else "padded rows, as on a CPU"
+        compiled = ", compiled" if self.compiled else ""
+        return f"generation by the native engine, with {how}{compiled}"
 
     def why_not_images(self, prompts: Listing[Prompt]) -> str | None:
         """None if prompts with images decode here as they do on their own, else what goes wrong; tried once, on the

@@ -16,6 +16,7 @@ from torch import Tensor
 from rloom.errors import EngineError
 from rloom.generation.native.sampler import Drawn
 from rloom.generation.native.scheduler import Sequence, SharedPrompt
+from rloom.models.gpu import runs_kernels
 
 CHUNK = 16
 """Steps between two looks of the host, at most."""
@@ -137,7 +138,7 @@ class Rows:
 
     def advance(self, drawn: Drawn) -> None:
         """Take the drawn tokens in, and move on those rows that have not ended."""
-        if self.tokens.is_cuda:
+        if runs_kernels(self.tokens.device):
             from rloom.generation.native.decode_kernels import advance_rows
 
             advance_rows(self, drawn)

@@ -7,6 +7,7 @@ import inspect
 import logging
 import threading
 import time
+import types
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
@@ -31,7 +32,8 @@ from rloom.generation.native.rows import CHUNK, Look, Rows, groups_of
 from rloom.generation.native.sampler import Drawn, Sampler
 from rloom.generation.native.scheduler import Sequence, SharedPrompt
 from rloom.models.capture import Disturbed, captured, one_at_a_time
-from rloom.models.fused import FusedLayers, can_fuse, forwards_replaced, not_rotating, rotating
+from rloom.models.fused import FusedLayers, forwards_replaced, rotating
+from rloom.models.gpu import runs_kernels
 from rloom.models.load import base_of
 from rloom.models.positions import position_limit, prompt_positions, rope_index_of
 from rloom.types import Block, PackedRow
@@ -87,7 +89,8 @@ class Runner:
             self.joined = JoinedLayers(model, self.merged.copies)
             self.adapted = AdaptedLayers(model, {*self.merged.copies, *self.joined.owners()})
             self.gated = GatedBlocks(self.joined, model)
-            self.fused = FusedLayers([model]) if fused and can_fuse(self.device) else None
+            # The compiler puts more together than these kernels do, and must see the layers as they are.
+            self.fused = FusedLayers([model]) if fused and not compiled and runs_kernels(self.device) else None
         self.sampler, self.max_new_tokens = sampler, max_new_tokens
         self.accepts = frozenset(inspect.signature(type(self.base).forward).parameters)
         self.position_limit = position_limit(self.base)
@@ -103,7 +106,6 @@ class Runner:
         self.geometry: Geometry | None = None
         self.addresses: Tensor | None = None
         self.layers: list[tuple[nn.Module, Any]] = []
-        self._runs_compiled = False  # what runs now are the compiled layers
         self.bucket: Bucket | None = None  # of the last steps
         self.pool: Any = None  # of memory, for all graphs: one of them runs at a time
         self.seconds = {"capture": 0.0}
@@ -129,6 +131,7 @@ class Runner:
             forwards = dict(self.fused.forwards if self.fused is not None else [])
             forwards |= dict([*self.merged.forwards, *self.adapted.forwards])
             forwards |= dict([*self.joined.forwards(), *self.gated.forwards()])
+            forwards |= dict(_without_copies_of_logits(self.model))
             turning = rotating() if self.fused is not None else nullcontext()
             with torch.no_grad(), native_attention(self.base), forwards_replaced(list(forwards.items())), turning:
                 yield
@@ -173,7 +176,7 @@ class Runner:
         """(B, V) after the rows' next tokens."""
         inputs = {"input_ids": rows.tokens, "position_ids": rows.positions, **self._no_cache()}
         order = self.geometry.order if self.geometry is not None else ()
-        late = self.fused is not None and self.fused.rotates and not self._runs_compiled
+        late = self.fused is not None and self.fused.rotates
         with decoding(cache, rows, order=order), rotating(rotate_in_attention) if late else nullcontext():
             return self.model(**inputs).logits[:, -1]
 
@@ -208,7 +211,7 @@ class Runner:
     def paged(self) -> bool:
         """Whether keys and values lie in pages, for the kernels."""
         assert self.geometry is not None
-        return self.device.type == "cuda" and fits_kernels(self.geometry)
+        return runs_kernels(self.device) and fits_kernels(self.geometry)
 
     @property
     def page_size(self) -> int:
@@ -391,13 +394,19 @@ class Runner:
             yield
             return
         self.layers = self.layers or compiled_forwards(self.base, on_gpu=self.device.type == "cuda")
-        plain = [] if self.fused is None else self.fused.plain()  # the compiler puts more together than the kernels do
-        self._runs_compiled = True
-        try:
-            with forwards_replaced(plain + self.layers), not_rotating():
-                yield
-        finally:
-            self._runs_compiled = False
+        with forwards_replaced(self.layers):
+            yield
+
+
+def _without_copies_of_logits(model: Any) -> list[tuple[nn.Module, Any]]:
+    """The model's forward as accelerate has prepared it, but for the float32 copy of the logits: sampling needs none,
+    and writing it takes as long as several layers."""
+    forward = model.__dict__.get("forward")
+    converting = getattr(getattr(forward, "__func__", forward), "__wrapped__", None)
+    inner = getattr(converting, "model_forward", None)
+    if inner is None:
+        return []
+    return [(model, types.MethodType(inner, model) if hasattr(forward, "__func__") else inner)]
 
 
 def _warn_not_compiled(error: Exception) -> None:

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from rloom.generation.base import Sampling
 from rloom.generation.native.noise import uniform
+from rloom.models.gpu import runs_kernels
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,7 +47,7 @@ class Sampler:
 
     def __call__(self, logits: Tensor, keys: Tensor, positions: Tensor, seen: Tensor | None = None) -> Drawn:
         """From logits (B, V); `seen` (B, V) marks tokens that the repetition penalty is about."""
-        if logits.is_cuda:
+        if runs_kernels(logits.device):
             from rloom.generation.native.sample_kernels import draw
 
             return draw(logits, self.changed(logits, seen), keys, positions, self)

@@ -75,6 +75,10 @@ class VllmEngine:
 
     # -- a rollout
 
+    def words(self) -> str:
+        """What generates, in words."""
+        return "generation by vLLM, in this process"
+
     def generate(self, prompts: Sequence[Prompt], num_generations: int, *, seed: int) -> Iterator[Group]:
         """Yield each prompt's group as it finishes; equal `seed` and weights, equal tokens."""
         if nothing_asked(prompts, num_generations):

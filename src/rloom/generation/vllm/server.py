@@ -77,6 +77,10 @@ class VllmServerEngine:
 
     # -- a rollout
 
+    def words(self) -> str:
+        """What generates, in words."""
+        return "generation by a vLLM server"
+
     def generate(self, prompts: Sequence[Prompt], num_generations: int, *, seed: int) -> Iterator[Group]:
         """Yield each prompt's group as it finishes; equal `seed` and weights, equal tokens."""
         if nothing_asked(prompts, num_generations):

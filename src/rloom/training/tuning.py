@@ -1,0 +1,67 @@
+"""What options of speed and memory are where they are left unset: functions of model, GPU and options, never of the
+clock or of the memory that happens to be free, so that two runs of one seed are cut alike and have the same bits."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+
+TOKENS_ON_CPU = 8192
+LEAST_TOKENS = 8192
+MOST_TOKENS = 65_536
+
+HOST_SECONDS = 5e-3
+"""That a slow host takes to launch a layer forward, forward again and backward; an H200's took 3 to 8 ms."""
+
+CLOCK = 1.7e9
+PER_PROCESSOR = {7: 512, 8: 1024, 9: 4096, 10: 8192, 12: 1024}
+"""Half-precision operations that a multiprocessor does in a cycle, by compute capability."""
+
+REACHED = 0.45
+"""Of those, in a whole update."""
+
+KEPT_LOGITS = 3 << 30
+"""Bytes that a micro-batch's logits may take where they are kept for the backward."""
+
+
+def micro_batch_tokens(model: Any, device: torch.device, *, group: int, checkpointed: bool) -> int:
+    """Tokens to a micro-batch: so many that the GPU takes longer to run a layer than the host to launch it; more would
+    take memory and gain next to nothing.
+
+    `group`: tokens of the largest group, which should fit as a whole, since a forward less is run then. `checkpointed`:
+    whether activations are made again in the backward. If not, they take several times the memory for each token.
+    """
+    if device.type != "cuda":
+        return TOKENS_ON_CPU
+    layers = max(1, model.config.get_text_config().num_hidden_layers)
+    # Of a token in a layer, forward twice and backward.
+    operations = 8 * model.num_parameters(exclude_embeddings=True) / layers
+    tokens = _power_above(HOST_SECONDS * _operations_per_second(device) / operations)
+    tokens = min(max(tokens, LEAST_TOKENS), MOST_TOKENS)
+    if not checkpointed:
+        tokens = max(tokens // 4, LEAST_TOKENS)
+    return group if tokens < group <= max(2 * tokens, MOST_TOKENS // 2) else tokens
+
+
+def keeps_logits(model: Any, device: torch.device, *, tokens: int, trained_share: float) -> bool:
+    """Whether logits are kept for the backward: where that takes little memory. `trained_share`: of a micro-batch's
+    tokens, that have logits."""
+    vocabulary = model.config.get_text_config().vocab_size
+    return device.type == "cuda" and tokens * trained_share * vocabulary * 2 <= KEPT_LOGITS
+
+
+def _power_above(count: float) -> int:
+    """
+    >>> _power_above(5000.0)
+    8192
+    """
+    return 1 << max(0, int(count) - 1).bit_length()
+
+
+@functools.cache
+def _operations_per_second(device: torch.device) -> float:
+    major, minor = torch.cuda.get_device_capability(device)
+    each = 2048 if (major, minor) == (8, 0) else PER_PROCESSOR.get(major, 4096)
+    return torch.cuda.get_device_properties(device).multi_processor_count * each * CLOCK * REACHED

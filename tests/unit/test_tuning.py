@@ -1,0 +1,83 @@
+"""What options of speed are where they are left unset, and that the kernels of the start are those that are used."""
+
+from __future__ import annotations
+
+import os
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from rloom.training import tuning, warmup
+from tests.conftest import make_model
+
+GPU = torch.device("cuda")
+
+
+@pytest.fixture
+def h200(monkeypatch):
+    monkeypatch.setattr(tuning, "_operations_per_second", lambda device: 132 * 4096 * tuning.CLOCK * tuning.REACHED)
+
+
+def model_of(parameters, layers, vocabulary=150_000):
+    config = SimpleNamespace(num_hidden_layers=layers, vocab_size=vocabulary)
+    config.get_text_config = lambda: config
+    return SimpleNamespace(config=config, num_parameters=lambda exclude_embeddings: parameters)
+
+
+def test_small_layers_have_large_micro_batches(h200):
+    tokens = lambda *size, group=100: tuning.micro_batch_tokens(  # noqa: E731
+        model_of(*size), GPU, group=group, checkpointed=True
+    )
+    assert tokens(358_000_000, 24) == 32_768
+    assert tokens(106_000_000, 30) == 65_536
+    assert tokens(1_310_000_000, 28) == 8192
+    assert tokens(7_000_000_000, 32) == tuning.LEAST_TOKENS
+    assert tokens(1_310_000_000, 28, group=8320) == 8320  # a whole group, where that is not much more
+    assert tokens(1_310_000_000, 28, group=100_000) == 8192
+
+
+def test_activations_that_are_kept_take_the_room_of_tokens(h200):
+    plain = tuning.micro_batch_tokens(model_of(106_000_000, 30), GPU, group=100, checkpointed=False)
+    assert plain == 16_384
+
+
+def test_on_a_cpu_nothing_is_asked_of_a_gpu():
+    model, cpu = make_model(), torch.device("cpu")
+    assert tuning.micro_batch_tokens(model, cpu, group=10, checkpointed=True) == tuning.TOKENS_ON_CPU
+    assert not tuning.keeps_logits(model, cpu, tokens=10, trained_share=1.0)
+
+
+def test_logits_are_kept_where_they_are_few():
+    model = model_of(1, 1)
+    assert tuning.keeps_logits(model, GPU, tokens=8192, trained_share=1.0)
+    assert not tuning.keeps_logits(model, GPU, tokens=32_768, trained_share=1.0)
+    assert tuning.keeps_logits(model, GPU, tokens=32_768, trained_share=0.2)
+
+
+@pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="on a GPU the kernels are compiled: tests/gpu")
+def test_every_kernel_of_the_start_runs():
+    pytest.importorskip("triton")
+    args = SimpleNamespace(bf16=False, fp16=False, num_generations=4)
+    sizes = warmup.Sizes.of(make_model(), args)
+    assert (sizes.heads, sizes.shared, sizes.width, sizes.dtype) == (4, 2, 8, torch.float32)
+    tasks = [*warmup._of_attention(sizes), *warmup._of_head(sizes), *warmup._of_layers(sizes)]
+    tasks += [*warmup._of_decoding(sizes), lambda: warmup._optimizer(sizes)]
+    for task in tasks:
+        task()
+
+
+def test_nothing_is_compiled_where_nothing_is_launched(monkeypatch):
+    monkeypatch.setattr(warmup.Sizes, "of", lambda *args: pytest.fail("there is no GPU"))
+    warmup.compile_kernels(make_model(), SimpleNamespace(device=torch.device("cpu")))
+
+
+def test_what_was_chosen_is_said_in_one_line(model, rows, config, tokenizer, capsys):
+    from rloom import RLOOTrainer
+
+    trainer = RLOOTrainer(model, lambda completions, **kwargs: [0.0] * len(completions), config(), rows,
+                          processing_class=tokenizer)  # fmt: skip
+    (line,) = [line for line in capsys.readouterr().err.splitlines() if line.startswith("rloom: ")]
+    assert line == f"rloom: {trainer.chosen()}"
+    for words in ("in float32", "packed rows of up to 8,192 tokens", "native engine"):
+        assert words in line
