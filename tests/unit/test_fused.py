@@ -92,9 +92,11 @@ def test_rotation_is_replaced_for_those_who_ask_alone():
     layers = fused.FusedLayers([model])
     assert layers.rotates
     rotate = getattr(sys.modules[type(model).__module__], fused.ROTATION)
-    assert rotate.rloom_kinds == [64]
-    calls = []
     q, angles = torch.randn(1, 4, 5, 8), torch.randn(1, 5, 8)
+    with layers.used():
+        rotate(q, q, angles, angles)
+    assert rotate.rloom_kinds == {True: True}
+    calls = []
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(fused._Turn, "apply", lambda *inputs: calls.append(1))
         rotate(q, q, angles, angles)
@@ -126,6 +128,21 @@ def test_who_rotates_later_is_told_by_what():
         assert told[0][0] is cos
     assert rotate(q, q, cos, sin)[0] is not q
     assert len(told) == 1
+
+
+def test_compiled_code_sees_the_models_own_rotation():
+    model = make("llama")
+    layers = fused.FusedLayers([model])
+    rotate = getattr(sys.modules[type(model).__module__], fused.ROTATION)
+    q, angles = torch.randn(1, 4, 5, 8), torch.randn(1, 5, 8)
+    compiled = torch.compile(rotate, fullgraph=True, backend="eager")
+    with layers.used():
+        assert torch.equal(compiled(q, q, angles, angles)[0], _own(rotate)(q, q, angles, angles)[0])
+
+
+def _own(rotate):
+    cells = dict(zip(rotate.__code__.co_freevars, rotate.__closure__, strict=True))
+    return cells["own"].cell_contents
 
 
 def test_parts_of_another_kind_do_not_pass():

@@ -85,7 +85,7 @@ class FusedLayers:
         for module in dict.fromkeys(module for model in models for module in model.modules()):
             if (forward := _norm_forward(module, tried) or _block_forward(module, tried)) is not None:
                 self.forwards.append((module, forward))
-            self.rotates |= _replace_rotation(sys.modules.get(type(module).__module__), _device_of(models))
+            self.rotates |= _replace_rotation(sys.modules.get(type(module).__module__))
 
     @contextmanager
     def used(self) -> Iterator[None]:
@@ -135,7 +135,7 @@ def _block_forward(block: Any, tried: dict[Any, bool]) -> Callable[..., Tensor] 
     if not all(isinstance(part, nn.Module) for part in parts) or _is_watched(block):
         return None
     weight = next((p for p in block.parameters() if p.is_floating_point()), None)
-    if weight is None:
+    if weight is None:  # quantized: what it computes in is not known here
         return None
     key = (type(block), str(block._modules.get("act_fn")), weight.dtype)
     if key not in tried:
@@ -150,7 +150,8 @@ def _is_gated(block: Any, weight: Tensor) -> bool:
     training, block.training = block.training, False  # dropout would draw
     block._modules.update(stand_ins)
     try:
-        return _does_the_same(block.forward, lambda x: _Gate.apply(x, x.flip(-1)), [(3, 64)], weight)
+        width = getattr(own["gate_proj"], "out_features", 64)  # for which the kernel is compiled then
+        return _does_the_same(block.forward, lambda x: _Gate.apply(x, x.flip(-1)), [(3, width)], weight)
     finally:
         block._modules.update(own)
         block.training = training
@@ -176,7 +177,7 @@ def _does_the_same(own: Function, ours: Function, shapes: list[tuple[int, ...]],
             return False
         for index, value in enumerate(expected):
             run = lambda index=index, value=value, scale=scale: (_values(ours, shapes, weight, scale)[index], value)  # noqa: E731
-            if not agrees(run, None, rounding=1e-4 if value.dtype == torch.float32 else ROUNDING):
+            if not agrees(run, None, rounding=1e-4 if weight.dtype == torch.float32 else ROUNDING):
                 return False
     return True
 
@@ -220,18 +221,21 @@ def _is_ours() -> bool:
     return getattr(_here, "rotating", False) or (_state.users > 0 and torch.is_grad_enabled())
 
 
-def _replace_rotation(module: Any, device: torch.device) -> bool:
-    """Put a function that can use the kernel in place of a Python module's own, if that does the same."""
+def _replace_rotation(module: Any) -> bool:
+    """Put a function that can use the kernel in place of a Python module's own; whether there is one."""
     own = getattr(module, ROTATION, None)
     if own is None or hasattr(own, "rloom_kinds"):
-        return own is not None and bool(own.rloom_kinds)
-    kinds = [turned for turned in (64, 32) if _turns_the_same(own, turned, device)]  # all of a head, and a part
+        return own is not None
+    kinds: dict[bool, bool] = {}  # whether all of a head is turned, or a part: does the kernel do the same?
 
     def apply_rotary_pos_emb(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *args: Any, **kwargs: Any) -> Any:
-        if not kinds or args or kwargs or not _is_ours() or torch.compiler.is_compiling() or not _fits(q, k, cos):
+        # First of all whether it is compiled, which must not see the rest.
+        if torch.compiler.is_compiling() or args or kwargs or not _is_ours() or not _fits(q, k, cos):
             return own(q, k, cos, sin, *args, **kwargs)
         whole = cos.shape[-1] == q.shape[-1]
-        if (64 if whole else 32) not in kinds:
+        if whole not in kinds:  # with heads of this model, whose kernel is compiled then
+            kinds[whole] = _turns_the_same(own, q, k, cos)
+        if not kinds[whole]:
             return own(q, k, cos, sin)
         later = getattr(_here, "later", None)
         if later is not None and whole:
@@ -241,14 +245,14 @@ def _replace_rotation(module: Any, device: torch.device) -> bool:
 
     apply_rotary_pos_emb.rloom_kinds = kinds  # type: ignore[attr-defined]
     setattr(module, ROTATION, apply_rotary_pos_emb)
-    return bool(kinds)
+    return True
 
 
-def _turns_the_same(own: Callable[..., Any], turned: int, device: torch.device) -> bool:
-    angles = torch.randn((2, 1, 5, turned), generator=torch.Generator().manual_seed(1)).to(device)
-    shapes: list[tuple[int, ...]] = [(1, 4, 5, 64), (1, 2, 5, 64)]
-    like = torch.empty(0, device=device)
-    return _does_the_same(lambda q, k: own(q, k, *angles), lambda q, k: _Turn.apply(q, k, *angles), shapes, like)
+def _turns_the_same(own: Function, q: Tensor, k: Tensor, cos: Tensor) -> bool:
+    generator = torch.Generator().manual_seed(1)
+    angles = [torch.randn((1, 5, cos.shape[-1]), generator=generator).to(cos) for _ in range(2)]
+    shapes: list[tuple[int, ...]] = [(1, x.shape[1], 5, x.shape[-1]) for x in (q, k)]
+    return _does_the_same(lambda q, k: own(q, k, *angles), lambda q, k: _Turn.apply(q, k, *angles), shapes, q)
 
 
 def _fits(q: Tensor, k: Tensor, cos: Tensor) -> bool:
@@ -263,7 +267,3 @@ def _fits(q: Tensor, k: Tensor, cos: Tensor) -> bool:
         and q.dtype == k.dtype
         and q.dtype in (torch.bfloat16, torch.float16, torch.float32)
     )
-
-
-def _device_of(models: list[Any]) -> torch.device:
-    return next(models[0].parameters()).device

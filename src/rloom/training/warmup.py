@@ -12,6 +12,7 @@ import os
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -139,6 +140,8 @@ def _of_layers(sizes: Sizes) -> list[Callable[[], Any]]:
 
 def _of_decoding(sizes: Sizes) -> list[Callable[[], Any]]:
     from rloom.generation.base import Sampling
+    from rloom.generation.native.gated import ROWS as GATED_ROWS
+    from rloom.generation.native.gated import has_kernel
     from rloom.generation.native.geometry import Geometry, Layer
     from rloom.generation.native.paged import PagedCache, make_tables, rows_at_once
     from rloom.generation.native.rows import Rows
@@ -166,12 +169,17 @@ def _of_decoding(sizes: Sizes) -> list[Callable[[], Any]]:
         keys = sizes.numbers(1, sizes.shared, 2, sizes.width)
         cache.keep(0, keys, keys, prompt_row([[1, 1]], sizes.device))
 
+    def gated(rows: int) -> None:
+        weight = sizes.numbers(2 * sizes.inner, sizes.hidden)
+        if has_kernel(weight):
+            torch.ops.rloom.gated_product(sizes.numbers(rows, sizes.hidden), weight)
+
     def draw() -> None:
         rows = Rows.empty(ROWS, ends, sizes.vocabulary, with_seen=False)
         sampler = Sampler(Sampling(max_completion_length=4, eos_token_ids=(0,), pad_token_id=0))
         rows.advance(sampler(sizes.numbers(ROWS, sizes.vocabulary), rows.keys, rows.counts))
 
-    return [lambda: attend(False), lambda: attend(True), draw]
+    return [lambda: attend(False), lambda: attend(True), draw, *(partial(gated, rows) for rows in GATED_ROWS)]
 
 
 def _optimizer(sizes: Sizes) -> None:
