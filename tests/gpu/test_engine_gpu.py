@@ -56,6 +56,14 @@ def check_against_plain(model, found, close=0.05):
             assert (torch.tensor(completion.logprobs) - truth).abs().mean() < close
 
 
+def test_longer_prompts_that_come_later_are_captured_too():
+    model = make("qwen2")
+    engine = engine_for(model)
+    for lengths in ((5, 9), (5, 130), (5, 700)):  # each wants larger tables, and graphs anew
+        list(engine.generate(make_prompts(lengths), 6, seed=0))
+        assert all(bucket.graph is not None and not bucket.failed for bucket in engine.runner.buckets.values())
+
+
 @pytest.mark.parametrize(("name", "whole"), [*itertools.product(CONFIGS, [False]), *itertools.product(CONFIGS, [True])])
 def test_sampling_logprobs_are_a_plain_forwards(name, whole, monkeypatch):
     if whole:  # rows in one program each, as in large batches with short prompts

@@ -488,3 +488,19 @@ def test_hooks_on_layers_survive_compiled_forwards():
         pass
     assert layer.forward is mine
     assert "forward" not in plain.__dict__
+
+
+def test_graphs_that_are_let_go_take_their_pool_along(model):
+    """torch refuses another graph in a pool whose graphs are all gone: every later capture would fail."""
+    engine = NativeEngine(lambda: model, Sampling(max_completion_length=2, eos_token_ids=(2,), pad_token_id=0))
+    runner = engine._current_runner()
+    runner.pool = object()
+    runner.drop_graphs()
+    assert runner.pool is None
+
+
+def test_buffers_are_made_for_the_longest_prompt_that_is_expected(model):
+    sampling = Sampling(max_completion_length=2, eos_token_ids=(2,), pad_token_id=0)
+    engine = NativeEngine(lambda: model, sampling, longest_prompt=90)
+    list(engine.generate([Prompt(content="", token_ids=[5, 6])], 2, seed=0))
+    assert engine.runner.max_prompt == 128

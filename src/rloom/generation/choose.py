@@ -34,6 +34,7 @@ def choose_engine(
     compiled: bool = False,
     merged: bool | None = None,
     group_size: int = 0,
+    longest_prompt: int = 0,
     pad_to_multiple_of: int | None = None,
     never: Sequence[int] = (),
     vllm: VllmOptions | None = None,
@@ -45,7 +46,13 @@ def choose_engine(
     """
     makers: dict[str, Callable[[], Engine]] = {
         "native": lambda: _native(
-            get_model, sampling, tokenizer=tokenizer, compiled=compiled, merged=merged, group_size=group_size
+            get_model,
+            sampling,
+            tokenizer=tokenizer,
+            compiled=compiled,
+            merged=merged,
+            group_size=group_size,
+            longest_prompt=longest_prompt,
         ),
         "forked": lambda: ForkedEngine(get_model, sampling, tokenizer=tokenizer),
         "transformers": lambda: TransformersEngine(

@@ -261,7 +261,7 @@ def build(
     )
     collector = Collector(
         encoder=encoder,
-        engine=engine or _engine(trainer, policy, args),
+        engine=engine or _engine(trainer, policy, encoder, args),
         score=lambda *inputs: trainer._calculate_rewards(*inputs),
         batch=trainer._reward_batch,
         rewards=rewards,
@@ -407,7 +407,7 @@ def _reference(trainer: Any, policy: Policy, path: str | None, args: Any) -> Ref
     return reference
 
 
-def _engine(trainer: Any, policy: Policy, args: Any) -> Engine:
+def _engine(trainer: Any, policy: Policy, encoder: PromptEncoder, args: Any) -> Engine:
     def choose(wanted: str | None) -> Engine:
         with trainer.accelerator.autocast():
             return choose_engine(
@@ -418,6 +418,7 @@ def _engine(trainer: Any, policy: Policy, args: Any) -> Engine:
                 compiled=bool(args.compile_generation),
                 merged=args.merge_generation,
                 group_size=args.num_generations,
+                longest_prompt=encoder.longest,
                 pad_to_multiple_of=args.pad_to_multiple_of,
                 never=placeholder_ids(trainer.model.config) if policy.vision else (),
                 vllm=VllmOptions.of(args) if wanted == "vllm" else None,

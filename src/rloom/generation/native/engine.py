@@ -46,8 +46,8 @@ class NativeEngine:
 
     `get_model` gives the model; `compiled` has its decode step compiled, which takes some seconds once; `merged` has
     LoRA adapters merged into copies of their layers' weights (None: in float32, where there is room); `group_size` is
-    how many completions a prompt is expected to have, for which kernels are compiled at once. Raises [`EngineError`]
-    if the model does not decode here as it does on its own.
+    how many completions a prompt is expected to have, and `longest_prompt` its tokens: kernels are compiled and graphs
+    captured for those at once. Raises [`EngineError`] if the model does not decode here as it does on its own.
     """
 
     keyed_by_prompt = True
@@ -64,11 +64,13 @@ class NativeEngine:
         compiled: bool = False,
         merged: bool | None = None,
         group_size: int = 0,
+        longest_prompt: int = 0,
         prove: bool = True,
     ) -> None:
         self.get_model, self.sampling, self.tokenizer = get_model, sampling, tokenizer
         self.max_sequences, self.compiled, self.merged = max_sequences, compiled, merged
-        self.group_size, self.fused = group_size, True  # kernels for norms, rotations and activations
+        self.group_size, self.longest_prompt = group_size, longest_prompt
+        self.fused = True  # kernels for norms, rotations and activations
         self.paged = False  # found out below
         self.stops = sampling.stop_strings
         if self.stops and tokenizer is None:
@@ -111,7 +113,7 @@ class NativeEngine:
         return Runner(
             model, Sampler(self.sampling, _never(model)), max_new_tokens=self.sampling.max_completion_length,
             eos_token_ids=self.sampling.eos_token_ids, compiled=self.compiled, merged=self.merged,
-            group_size=self.group_size, fused=self.fused,
+            group_size=self.group_size, longest_prompt=self.longest_prompt, fused=self.fused,
         )  # fmt: skip
 
     def _current_runner(self) -> Runner:

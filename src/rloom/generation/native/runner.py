@@ -78,7 +78,7 @@ class Runner:
 
     def __init__(
         self, model: Any, sampler: Sampler, *, max_new_tokens: int, eos_token_ids: tuple[int, ...], compiled: bool,
-        merged: bool | None = None, group_size: int = 0, fused: bool = True,
+        merged: bool | None = None, group_size: int = 0, longest_prompt: int = 0, fused: bool = True,
     ) -> None:  # fmt: skip
         self.model = model
         self.base = base_of(model)
@@ -102,6 +102,7 @@ class Runner:
         self.compiled = compiled
         self.proved: set[tuple[bool, bool]] = set()  # kinds of steps of which a compiled one was right
         self.max_prompt, self.largest_group = 0, group_size  # that buffers are made for
+        self.longest_prompt = longest_prompt  # that is expected: graphs are captured for it at once
         self.buckets: dict[tuple[int, int], Bucket] = {}  # by rows and groups
         self.geometry: Geometry | None = None
         self.addresses: Tensor | None = None
@@ -237,6 +238,7 @@ class Runner:
     def prepare_for(self, longest_prompt: int, largest_group: int) -> None:
         """Buffers for prompts and groups of this size; graphs over smaller ones are dropped."""
         if longest_prompt > self.max_prompt or largest_group > self.largest_group:
+            longest_prompt = max(longest_prompt, self.longest_prompt)
             self.max_prompt = max(self.max_prompt, PAGE, 1 << (longest_prompt - 1).bit_length())
             self.largest_group = max(self.largest_group, largest_group)
             self.drop_graphs()
@@ -247,7 +249,7 @@ class Runner:
             with one_at_a_time:
                 torch.cuda.synchronize(self.device)
         self.buckets.clear()
-        self.bucket = None
+        self.bucket = self.pool = None  # torch takes no more graphs into a pool whose graphs are all gone
 
     # -- decode
 
