@@ -28,11 +28,13 @@ class Call:
 
 
 @contextmanager
-def serving(script: Callable[[Call], None]) -> Iterator[tuple[str, list[Call]]]:
+def serving(script: Callable[[Call], None], *, keep_alive: bool = False) -> Iterator[tuple[str, list[Call]]]:
     """The address of a server that answers by a script, and the calls that it got."""
     calls: list[Call] = []
 
     class Handler(BaseHTTPRequestHandler):
+        protocol_version = "HTTP/1.1" if keep_alive else "HTTP/1.0"
+
         def do_POST(self) -> None:
             call = Call(self, len(calls))
             calls.append(call)

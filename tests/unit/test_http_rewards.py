@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import http.client
 import json
 import logging
@@ -11,13 +12,15 @@ import subprocess
 import sys
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
+from rloom import RLOOTrainer
 from rloom.cli.main import main
 from rloom.cli.spec import load_reward
 from rloom.errors import RewardError
-from rloom.rewards import FunctionReward, RewardBatch, RewardSet, http_reward
+from rloom.rewards import FunctionReward, RewardBatch, RewardSet, async_loop, http_reward, web
 from rloom.rewards.serve import RewardServer
 from tests.services import serving
 
@@ -30,6 +33,46 @@ def ask(url, count=3, **options):
     reward = http_reward(url + "/score", **({"retries": 2, "backoff": 0.01, "timeout": 5.0} | options))
     completions = ["x" * (i + 1) for i in range(count)]
     return reward(prompts=["p"] * count, completions=completions, completion_ids=[[1]] * count, answer=[*range(count)])
+
+
+# -- the loop
+
+
+@pytest.fixture
+def slow_to_start(monkeypatch):
+    """Loops that take their time to be made, so that several threads ask for one that is not there yet."""
+    make = asyncio.new_event_loop
+
+    def new_event_loop():
+        time.sleep(0.05)
+        return make()
+
+    monkeypatch.setattr(asyncio, "new_event_loop", new_event_loop)
+
+
+def test_threads_that_ask_at_once_share_a_loop(slow_to_start):
+    loop = async_loop.BackgroundLoop("test")
+
+    async def which():
+        return id(asyncio.get_running_loop())
+
+    with ThreadPoolExecutor(8) as threads:
+        found = list(threads.map(lambda _: loop.start(which()).result(), range(8)))
+    assert len(set(found)) == 1
+
+
+def test_a_run_asks_a_service_at_every_rollout(slow_to_start, monkeypatch, model, rows, config, tokenizer):
+    """Groups are scored in several threads from the first rollout on: connections that one loop has made and kept are
+    used again in the next."""
+    monkeypatch.setattr(web, "_requests", async_loop.BackgroundLoop("test"))
+    with serving(lengths, keep_alive=True) as (url, calls):
+        trainer = RLOOTrainer(
+            model, http_reward(url + "/score", retries=0, timeout=5.0), config(max_steps=3, num_generations=2,
+            per_device_train_batch_size=8), rows, processing_class=tokenizer,
+        )  # fmt: skip
+        trainer.train()
+        assert trainer.state.global_step == 3
+        assert len(calls) >= 12
 
 
 # -- the client

@@ -1,4 +1,4 @@
-"""One event loop for all asynchronous rewards, in a thread of its own.
+"""Event loops in threads of their own: one for all asynchronous rewards, one for all requests over HTTP.
 
 A loop that lives as long as the process lets users keep HTTP sessions and semaphores between steps, and works where
 the main thread already runs a loop (a notebook).
@@ -11,15 +11,31 @@ import contextlib
 import threading
 from collections.abc import Coroutine
 from concurrent.futures import Future
-from functools import cache
 from typing import Any
 
 
-@cache
-def _loop() -> asyncio.AbstractEventLoop:
-    loop = asyncio.new_event_loop()
-    threading.Thread(target=_run, args=(loop,), name="rloom-rewards", daemon=True).start()
-    return loop
+class BackgroundLoop:
+    """A loop in a thread of its own, started when it is first asked, by whichever thread asks first.
+
+    >>> BackgroundLoop("doctest").start(asyncio.sleep(0, "done")).result()
+    'done'
+    """
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._lock = threading.Lock()  # several threads may ask at once: what one loop made, no other can use
+
+    def start(self, coroutine: Coroutine[Any, Any, Any]) -> Future[Any]:
+        """Run a coroutine there."""
+        return asyncio.run_coroutine_threadsafe(coroutine, self._running())
+
+    def _running(self) -> asyncio.AbstractEventLoop:
+        with self._lock:
+            if self._loop is None:
+                self._loop = asyncio.new_event_loop()
+                threading.Thread(target=_run, args=(self._loop,), name=self.name, daemon=True).start()
+            return self._loop
 
 
 def _run(loop: asyncio.AbstractEventLoop) -> None:
@@ -29,10 +45,13 @@ def _run(loop: asyncio.AbstractEventLoop) -> None:
             loop.run_forever()
 
 
+_rewards = BackgroundLoop("rloom-rewards")
+
+
 def start(coroutine: Coroutine[Any, Any, Any]) -> Future[Any]:
-    """Run a coroutine on that loop.
+    """Run a coroutine on the loop of asynchronous rewards.
 
     >>> start(asyncio.sleep(0, "done")).result()
     'done'
     """
-    return asyncio.run_coroutine_threadsafe(coroutine, _loop())
+    return _rewards.start(coroutine)

@@ -16,6 +16,7 @@ from typing import Any
 from urllib.parse import SplitResult, parse_qsl, quote, unquote, urlsplit, urlunsplit
 
 from rloom.errors import RewardError, needs_extra
+from rloom.rewards.async_loop import BackgroundLoop
 
 logger = logging.getLogger(__name__)
 
@@ -48,12 +49,8 @@ def redacted(parts: SplitResult) -> str:
     return urlunsplit((parts.scheme, f"{host}:{parts.port}" if parts.port else host, parts.path, "", ""))
 
 
-@functools.cache
-def _loop() -> asyncio.AbstractEventLoop:
-    """A loop for requests alone: only there can one be cut off in the middle of whatever it waits for."""
-    loop = asyncio.new_event_loop()
-    threading.Thread(target=loop.run_forever, name="rloom-web", daemon=True).start()
-    return loop
+_requests = BackgroundLoop("rloom-web")
+"""For requests alone: only there can one be cut off in the middle of whatever it waits for."""
 
 
 class Unavailable(Exception):
@@ -129,7 +126,7 @@ class JsonService:
     def _try(self, body: bytes) -> Any:
         self._wait_for_turn()
         client = self._connected()
-        return asyncio.run_coroutine_threadsafe(self._within_time(client, body), _loop()).result()
+        return _requests.start(self._within_time(client, body)).result()
 
     async def _within_time(self, client: Any, body: bytes) -> Any:
         """One try, for which there is one deadline: each byte of a service that drips is within httpx's own limits."""
@@ -200,8 +197,7 @@ class JsonService:
 
 
 def _close(client: Any) -> None:
-    if not _loop().is_closed():
-        asyncio.run_coroutine_threadsafe(client.aclose(), _loop())
+    _requests.start(client.aclose())
 
 
 class _Without(logging.Filter):
