@@ -156,3 +156,17 @@ def test_a_budget_that_was_learnt_is_kept_in_the_checkpoint(config, rows, tmp_pa
     other = make_trainer(config, rows, **{**changes, "max_tokens_per_micro_batch": 48})
     other.train(resume_from_checkpoint=str(tmp_path / "checkpoint-1"))
     assert other.learner.budget.tokens == 48  # asked for anew
+
+
+@pytest.mark.parametrize("tokens", [16, 10_000])
+def test_the_kl_is_without_dropout_whatever_fits_a_micro_batch(rows, config, tokenizer, tokens):
+    """The reference has no dropout either: at the first update the two are the same model."""
+    model = make_model(attention_dropout=0.5)
+    trainer = RLOOTrainer(
+        model, lambda completions, **kwargs: [float(len(text)) for text in completions],
+        config(max_steps=1, beta=0.1, max_tokens_per_micro_batch=tokens), rows, processing_class=tokenizer,
+    )  # fmt: skip
+    trainer.train()
+    (logged,) = [entry for entry in trainer.state.log_history if "kl" in entry]
+    assert logged["kl"] == pytest.approx(0.0, abs=1e-6)
+    assert logged["clip_ratio/region_mean"] == 0.0  # the update's own forward is the old policy: its ratio is 1

@@ -79,10 +79,21 @@ def test_by_hand():
     assert found["objective/kl"] == 2.0  # (1 + 3 + 0 + 4) / 4
     assert found["objective/non_score_reward"] == 1.0
     assert found["objective/scores"] == 2.0
-    assert found["objective/rlhf_reward"] == pytest.approx((0.5 + 1.5 + 2.0) / 3)
+    assert found["objective/rlhf_reward"] == 1.0  # as docs/metrics.md has it: one taken from the other
     assert found["rlhf_reward_var_per_prompt"] == pytest.approx(0.5)  # of 0.5 and 1.5; the other group has one score
     assert found["objective/entropy"] == 2.0
     assert found["val/num_eos_tokens"] == 3.0
+
+
+def test_completions_that_are_not_trained_on_have_no_kl():
+    rollout = Rollout(
+        prompt_ids=[[1]] * 3, completion_ids=[[5], [6, 7], [8]], groups=torch.tensor([0, 0, 0]),
+        scores=torch.zeros(3, 1), score=torch.tensor([1.0, 3.0, float("nan")]), trained=[True, False, False],
+    )  # fmt: skip
+    rollout.kl = [torch.tensor([4.0]), None, None]
+    found = {name: float(value) for name, value in rollout_metrics(RolloutFacts.of(rollout), 0.5).items()}
+    assert (found["objective/kl"], found["objective/non_score_reward"]) == (4.0, 2.0)
+    assert (found["objective/scores"], found["objective/rlhf_reward"]) == (2.0, 0.0)
 
 
 def test_off_by_default_and_names_are_taken(model, tokenizer, rows, config):

@@ -136,7 +136,9 @@ def test_a_fingerprint_sees_every_bit(dtype):
     assert fingerprint([weights]) == fingerprint([other])
     other.view(torch.uint8)[0] += 1
     assert fingerprint([weights]) != fingerprint([other])
-    assert fingerprint([weights.view(2, 3).T]) == fingerprint([weights])  # whatever its layout
+    table = weights.view(2, 3)
+    assert fingerprint([table.T.contiguous().T]) == fingerprint([table])  # whatever its layout
+    assert fingerprint([weights.flip(0)]) != fingerprint([weights])
 
 
 # -- scores and advantages

@@ -218,3 +218,22 @@ def test_an_adapter_whose_parameters_do_not_have_its_name():
     train_a_little(policy)
     with reference.use(policy) as module:
         torch.testing.assert_close(logits(module), expected)
+
+
+@pytest.mark.parametrize("init", [True, "gaussian", "pissa", "pissa_niter_4", "olora"])
+def test_the_reference_is_the_policy_as_it_starts(init):
+    """PiSSA and OLoRA put a part of the base weights into the adapter: without it the model is another."""
+    torch.manual_seed(0)
+    policy = get_peft_model(make_model(), LoraConfig(r=4, target_modules=["q_proj", "v_proj"], init_lora_weights=init))
+    ids = torch.arange(10).unsqueeze(0)
+    start = policy(input_ids=ids).logits.detach()
+    reference = make_reference(policy, new_adapter=True, follows=False, other=None)
+    torch.testing.assert_close(policy(input_ids=ids).logits.detach(), start)
+    with torch.no_grad():
+        for parameter in policy.parameters():
+            if parameter.requires_grad:
+                parameter.add_(0.5)
+    assert not torch.allclose(policy(input_ids=ids).logits.detach(), start, atol=1e-2)
+    with reference.use(policy) as module:
+        torch.testing.assert_close(module(input_ids=ids).logits.detach(), start, rtol=1e-4, atol=1e-4)
+    assert (reference.adapter is None) == (init in (True, "gaussian"))

@@ -22,7 +22,8 @@ from rloom.generation import Sampling, choose_engine
 from rloom.generation.vllm import VllmEngine, VllmOptions, VllmServerEngine, client, proof
 from rloom.generation.vllm.requests import Asking
 from rloom.generation.vllm.surroundings import give_back_classes, remember_classes
-from rloom.generation.vllm.weights import CHUNK, check_sendable, checkpoint_weights, fingerprint
+from rloom.generation.vllm.weights import check_sendable, checkpoint_weights, fingerprint
+from rloom.models.bits import CHUNK
 from rloom.types import Prompt
 from tests.conftest import make_model, make_tokenizer
 from tests.vllm_standin import LLM, install, serving

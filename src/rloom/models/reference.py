@@ -184,17 +184,28 @@ def make_reference(
     """The reference for a policy as it was given.
 
     `other` is a model to use instead of a copy. A PeftModel whose adapter was there before training, or whose
-    reference shall follow the policy, keeps a frozen copy of the adapter; a fresh adapter is simply switched off.
+    reference shall follow the policy, keeps a frozen copy of the adapter. A fresh one is simply switched off, unless it
+    began as a part of the base weights: without it, the model would not be the one that was given.
     """
     if other is not None:
         return FrozenReference(other, offload=offload, follows=follows)
     if not is_peft_model(policy):
         return FrozenReference(copy.deepcopy(policy), offload=offload, follows=follows)
-    if new_adapter and not follows:
+    if new_adapter and not follows and not _is_taken_from_base(policy):
         return AdapterReference(policy, adapter=None)
     with _trainable_as_before(policy):
         _copy_active_adapter(policy)
     return AdapterReference(policy, adapter=REF_ADAPTER, follows=follows)
+
+
+BESIDE = ("gaussian", "orthogonal", "eva")
+"""Ways to begin an adapter, by peft's names, that leave the base weights alone. True and False are others."""
+
+
+def _is_taken_from_base(policy: Any) -> bool:
+    """Whether the adapter began as a part of the base weights, which are others since (PiSSA, OLoRA, CorDA, LoftQ)."""
+    begun = getattr(policy.peft_config[policy.active_adapter], "init_lora_weights", True)
+    return isinstance(begun, str) and begun.lower() not in BESIDE
 
 
 def _copy_active_adapter(policy: Any) -> None:
@@ -204,6 +215,8 @@ def _copy_active_adapter(policy: Any) -> None:
     config = copy.copy(policy.peft_config[active])
     if hasattr(config, "bias"):
         config.bias = "none"  # peft allows only one adapter that trains biases, since they are not its own
+    if hasattr(config, "init_lora_weights"):
+        config.init_lora_weights = True  # others would take their part out of the base weights a second time
     policy.add_adapter(REF_ADAPTER, config)
     for name, frozen in _parameters_of(policy, REF_ADAPTER).items():
         # peft makes every new adapter float32; the copy of a bfloat16 one has to compute as that does.

@@ -17,7 +17,7 @@ BUILT_IN = {
     "grad_norm", "learning_rate", "epoch", "step", "win_rate",
 }  # fmt: skip
 BUILT_IN |= NAMES
-BUILT_IN_PREFIXES = ("rewards/", "completions/", "clip_ratio/", "eval_", "train_")
+BUILT_IN_PREFIXES = ("rewards/", "completions/", "clip_ratio/", "mismatch/", "updates/", "eval_", "train_")
 """Names that are the trainer's own; a reward function's `log_metric` must not use them."""
 
 

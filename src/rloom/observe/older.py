@@ -56,21 +56,22 @@ class RolloutFacts:
 
 
 def rollout_metrics(rollout: RolloutFacts, beta: float) -> dict[str, float | Tensor]:
-    """What a rollout is measured by, at its own weights; completions without a score do not count."""
+    """What a rollout is measured by, at its own weights. Each mean is over the completions that have the value: those
+    without a score have none, and those that are not trained on have no KL."""
     score = rollout.score
-    charged = torch.tensor([0.0 if kl is None else beta * kl for kl in rollout.kl])
-    reward = score - charged
+    kl = torch.tensor([float("nan") if one is None else one for one in rollout.kl])
+    charge = beta * kl.nanmean() if bool((~kl.isnan()).any()) else torch.zeros(())
+    reward = score - beta * kl.nan_to_num()  # of each: what is not trained on is not charged
     known = ~score.isnan()
     result: dict[str, float | Tensor] = {
         "objective/scores": score.nanmean(),
-        "objective/non_score_reward": charged.mean(),
-        "objective/rlhf_reward": reward.nanmean(),
+        "objective/non_score_reward": charge,
+        "objective/rlhf_reward": score.nanmean() - charge,
         "rlhf_reward_var_per_prompt": _mean(_variances(reward[known], rollout.groups[known])),
         "val/num_eos_tokens": float(sum(rollout.ended)) if rollout.ended is not None else float("nan"),
     }
-    sums = [kl for kl in rollout.kl if kl is not None]
-    if sums:
-        result["objective/kl"] = sum(sums) / len(sums)
+    if bool((~kl.isnan()).any()):
+        result["objective/kl"] = kl.nanmean()
     surprises = [-logprobs for logprobs in rollout.logprobs if logprobs is not None]
     if surprises:
         result["objective/entropy"] = sum(surprises) / len(surprises)

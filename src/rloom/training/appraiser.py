@@ -18,6 +18,7 @@ from torch import Tensor
 from rloom.algo import token_kl
 from rloom.data.transfer import flat_numbers, upload
 from rloom.models.head import exact_kl_chunks
+from rloom.models.load import has_dropout
 from rloom.models.logprobs import TokenStats
 from rloom.observe.metrics import Metrics
 from rloom.observe.older import RolloutFacts, rollout_metrics
@@ -37,6 +38,10 @@ class Appraiser:
         self.config, self.passes, self.credit, self.metrics = config, passes, credit, metrics
         self.estimator = config.choices.kl_estimator
 
+    @functools.cached_property
+    def _has_dropout(self) -> bool:
+        return has_dropout(self.passes.policy)
+
     # -- before the first update
 
     def begin(self, rollout: Rollout) -> None:
@@ -55,13 +60,14 @@ class Appraiser:
             self.begin(rollout)
         if not self.credit.needs_kl:
             self._set_advantages(rollout, range(len(rollout)), update=train)
-        if not whole or (self.credit.needs_kl and not self._fits_one_forward(rollout)):
+        if not whole or (self.credit.needs_kl and not self._fits_one_forward(model, rollout)):
             self._first_pass(model, rollout, keep_logprobs=not whole)
             if self.credit.needs_kl:
                 self._set_advantages(rollout, range(len(rollout)), update=train)
 
-    def _fits_one_forward(self, rollout: Rollout) -> bool:
-        if self.credit.needs_batch:
+    def _fits_one_forward(self, model: Any, rollout: Rollout) -> bool:
+        """Not with dropout: the KL is of the policy without it, whatever fits a micro-batch."""
+        if self.credit.needs_batch or (model.training and self._has_dropout):
             return False
         batcher, tokens = self.passes.batcher, self.passes.budget.tokens
         plans = batcher.plan(rollout, trained_rows(rollout), tokens, whole_groups=True)
@@ -99,7 +105,7 @@ class Appraiser:
 
     def catch_up(self, model: Any, rollout: Rollout, rows: Sequence[int]) -> None:
         """A budget that has shrunk since `prepare` may no longer hold whole groups: two passes, then."""
-        if self.awaits_forward(rollout, rows) and not self._fits_one_forward(rollout):
+        if self.awaits_forward(rollout, rows) and not self._fits_one_forward(model, rollout):
             self._first_pass(model, rollout, keep_logprobs=False)
             self._set_advantages(rollout, range(len(rollout)))
 

@@ -19,6 +19,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from rloom.errors import ProcessError
+from rloom.models.bits import sums_of
 
 BUCKET_MEGABYTES = 25
 """Small gradients travel together, up to so much; DistributedDataParallel's own number."""
@@ -250,13 +251,10 @@ def _sum(bucket: list[Tensor]) -> None:
 
 @torch.no_grad()
 def fingerprint(tensors: Iterable[Tensor]) -> str:
-    """A short text that changes with any bit of them: words are summed where they are, and the sums hashed.
+    """A short text that changes with any bit of them, and with their order: sums over bits, hashed.
 
     >>> weights = torch.ones(3)
     >>> fingerprint([weights]) == fingerprint([weights.clone()]) != fingerprint([weights * (1 + 1e-7)])
     True
     """
-    words = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-    sums = [t.detach().contiguous().view(words[t.element_size()]).sum(dtype=torch.int64) for t in tensors]
-    numbers = torch.stack(sums).tolist() if sums else []
-    return hashlib.sha256(repr(numbers).encode()).hexdigest()[:16]
+    return hashlib.sha256(repr(sums_of(tensors)).encode()).hexdigest()[:16]

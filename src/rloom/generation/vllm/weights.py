@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import functools
 import logging
 from collections.abc import Collection, Iterator
 from typing import Any
@@ -12,14 +11,10 @@ import torch
 from torch import Tensor, nn
 
 from rloom.errors import EngineError
+from rloom.models.bits import sums_of
 from rloom.models.load import base_of, has_virtual_tokens, is_peft_model
 
 logger = logging.getLogger(__name__)
-
-CHUNK = 1 << 20
-"""Words of eight bytes that are summed at a time: what a fingerprint takes of memory."""
-
-ODD = 0x1E3779B97F4A7C15
 
 
 def check_sendable(model: Any) -> None:
@@ -143,8 +138,7 @@ def fingerprint(model: nn.Module) -> tuple[Any, ...]:
     >>> before == fingerprint(layer), fingerprint(layer) == fingerprint(layer)
     (False, True)
     """
-    sums = [_sums(tensor) for tensor in (*model.parameters(), *model.buffers())]
-    bits = torch.stack([s.to(sums[0].device) for s in sums]).flatten().tolist() if sums else []
+    bits = sums_of((*model.parameters(), *model.buffers()))
     return (*bits, *(_adapters_of(module) for module in model.modules() if _is_wrapped(module)))
 
 
@@ -152,22 +146,3 @@ def _adapters_of(module: Any) -> str:
     """The adapters that a layer uses now, and how much of each: none of that is in a weight."""
     scaling = getattr(module, "scaling", None)
     return f"{getattr(module, 'active_adapters', None)} {getattr(module, 'disable_adapters', None)} {scaling}"
-
-
-def _sums(tensor: Tensor) -> Tensor:
-    """The sum of a tensor's words, and their sum weighted by place: (2,), modulo 2^64."""
-    data = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
-    whole = data.numel() // 8 * 8
-    words = data[:whole]
-    words = (words if words.storage_offset() % 8 == 0 else words.clone()).view(torch.int64)
-    places = _places(tensor.device)
-    total = torch.zeros(2, dtype=torch.int64, device=tensor.device)
-    for number, part in enumerate((data[whole:].long(), *words.split(CHUNK))):
-        sums = torch.stack([part.sum(), (part * places[: len(part)]).sum()])
-        total += sums * (2 * number + 1)  # odd, so that nothing is lost
-    return total
-
-
-@functools.cache
-def _places(device: torch.device) -> Tensor:
-    return torch.arange(1, CHUNK + 1, device=device) * ODD
