@@ -6,6 +6,7 @@ import logging
 import re
 import shutil
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 
 import pytest
 import torch
@@ -504,3 +505,18 @@ def test_buffers_are_made_for_the_longest_prompt_that_is_expected(model):
     engine = NativeEngine(lambda: model, sampling, longest_prompt=90)
     list(engine.generate([Prompt(content="", token_ids=[5, 6])], 2, seed=0))
     assert engine.runner.max_prompt == 128
+
+
+@pytest.mark.parametrize("penalty", [1.0, 3.0])
+def test_padding_is_no_token_that_was_seen(penalty):
+    """Beside a long prompt a short one is padded: what it draws is what it draws alone, and what the native engine
+    draws."""
+    model = make_model().eval()
+    short, long = prompts(3, 20)
+    options = sampling(temperature=0.0, repetition_penalty=penalty, eos_token_ids=(45,), max_completion_length=12)
+    for pad in range(4, 40):  # tokens that are drawn too
+        engine = TransformersEngine(lambda: model, replace(options, pad_token_id=pad))
+        alone, together = list(engine.generate([short], 1, seed=0)), list(engine.generate([short, long], 1, seed=0))
+        assert together[0].completions[0].token_ids == alone[0].completions[0].token_ids
+    (native,) = NativeEngine(lambda: model, options).generate([short], 1, seed=0)
+    assert native.completions[0].token_ids == alone[0].completions[0].token_ids

@@ -8,7 +8,8 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from transformers import GenerationConfig
+from torch import Tensor
+from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList
 
 from rloom.data.model_inputs import fitted_to, join
 from rloom.errors import ConfigError, EngineError, did_you_mean
@@ -64,6 +65,7 @@ class TransformersEngine:
                 input_ids=input_ids.to(device),
                 attention_mask=attention_mask.to(device),
                 generation_config=config,
+                **self._penalty(attention_mask.to(device)),
                 **fitted_to(model, shown),
                 **({"tokenizer": self.tokenizer} if self.sampling.extra.get("stop_strings") else {}),
             )
@@ -74,6 +76,12 @@ class TransformersEngine:
         for index, prompt in enumerate(prompts):
             start = index * num_generations
             yield Group(prompt=prompt, completions=completions[start : start + num_generations])
+
+    def _penalty(self, attention_mask: Tensor) -> dict[str, Any]:
+        penalty = self.sampling.repetition_penalty
+        if penalty == 1.0:
+            return {}
+        return {"logits_processor": LogitsProcessorList([RepetitionPenalty(penalty, attention_mask)])}
 
     def _completion(self, tokens: list[int]) -> Completion:
         completion = cut_at_end(tokens, self.sampling.eos_token_ids)
@@ -87,6 +95,23 @@ class TransformersEngine:
         if any(stop in text for stop in stops):
             return Completion(token_ids=tokens[:end], stop_reason=STOP_STRING)
         return completion
+
+
+class RepetitionPenalty(LogitsProcessor):
+    """Divides the logits of tokens that a row has seen, those below 0 multiplied: as the library's, which takes the
+    padding before short prompts for a token that was seen."""
+
+    def __init__(self, penalty: float, attention_mask: Tensor) -> None:
+        self.penalty, self.mask = penalty, attention_mask.bool()
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        """Logits (B, V) after `input_ids` (B, T), whose first tokens are the prompts."""
+        mask = self.mask.repeat_interleave(len(input_ids) // len(self.mask), 0)  # several beams to a prompt
+        width = mask.shape[1]
+        seen = input_ids.clone()
+        seen[:, :width] = torch.where(mask, input_ids[:, :width], input_ids[:, width - 1 : width])
+        score = scores.gather(1, seen)
+        return scores.scatter(1, seen, torch.where(score < 0, score * self.penalty, score / self.penalty))
 
 
 OWNED = {
@@ -121,7 +146,6 @@ def _generate_options(sampling: Sampling) -> dict[str, Any]:
         "top_p": sampling.top_p,
         "top_k": sampling.top_k,
         "min_p": sampling.min_p,
-        "repetition_penalty": sampling.repetition_penalty,
         "eos_token_id": list(sampling.eos_token_ids),
         "pad_token_id": sampling.pad_token_id,
         "disable_compile": True,
