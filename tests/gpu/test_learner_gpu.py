@@ -140,6 +140,45 @@ def test_bfloat16_gradients_accumulate_in_float32():
     assert float(weight.detach().float().mean()) == pytest.approx(0.995, abs=0.002)
 
 
+def test_a_step_that_shall_be_skipped_changes_nothing():
+    from rloom.models.precision import SplitAdamW
+
+    half = torch.nn.Parameter(torch.randn(1000, device="cuda").bfloat16())
+    wide = torch.nn.Parameter(torch.randn(1000, device="cuda"))
+    optimizer = SplitAdamW([half, wide], lr=0.1)
+    for _ in range(2):
+        half.grad, wide.grad = torch.ones(1000, device="cuda"), torch.ones(1000, device="cuda")
+        optimizer.step()
+    look = lambda: [x for p in (half, wide) for x in (p.detach(), *optimizer.state[p].values())]  # noqa: E731
+    before = [x.clone() for x in look()]
+    half.grad, wide.grad = (torch.full((1000,), float("nan"), device="cuda") for _ in range(2))
+    optimizer.skip = torch.ones(1, device="cuda")
+    optimizer.step()
+    assert all(torch.equal(a, b) for a, b in zip(before, look(), strict=True) if a.numel() > 1)
+    half.grad, wide.grad = torch.ones(1000, device="cuda"), torch.ones(1000, device="cuda")
+    optimizer.step()
+    assert not torch.equal(half.detach(), before[0])
+
+
+def test_a_gradient_that_is_not_finite_is_not_applied(tmp_path):
+    from rloom import RLOOConfig, RLOOTrainer
+    from tests.conftest import make_model, make_tokenizer
+
+    calls = []
+
+    def huge_once(completions, **kwargs):
+        calls.append(1)
+        return [3e38 * (-1) ** i if len(calls) == 2 else float(len(text)) for i, text in enumerate(completions)]
+
+    config = RLOOConfig(str(tmp_path), max_steps=4, per_device_train_batch_size=8, num_generations=4, logging_steps=1,
+                        max_completion_length=6, report_to="none", save_strategy="no", learning_rate=1e-3)  # fmt: skip
+    rows = [{"prompt": text} for text in ("ab", "hello there", "1+1=", "x")] * 4
+    trainer = RLOOTrainer(make_model(), huge_once, config, rows, processing_class=make_tokenizer())
+    trainer.train()
+    assert all(bool(torch.isfinite(p).all()) for p in trainer.model.parameters())
+    assert [entry["updates/skipped"] for entry in trainer.state.log_history if "updates/skipped" in entry] == [1.0]
+
+
 @pytest.mark.parametrize("keep", [False, True])
 @pytest.mark.parametrize("softcap", [None, 5.0])
 def test_head_kernels_against_float64(softcap, keep):

@@ -69,12 +69,14 @@ def _row_grads(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _adamw_split(  # type: ignore[no-untyped-def]
-    weight, rest, grad, exp_avg, exp_avg_sq, count, decay, beta1, beta2, step_size, correction, eps,
+    weight, rest, grad, exp_avg, exp_avg_sq, skip, count, decay, beta1, beta2, step_size, correction, eps,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """AdamW on the float32 word whose upper half, rounded, is the weight and whose rest is kept beside it."""
+    """AdamW on the float32 word whose upper half, rounded, is the weight and whose rest is kept beside it. Nothing is
+    changed where `skip` is set."""
     offset = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = offset < count
+    inside = inside & (tl.full([BLOCK], 0.0, tl.float32) + tl.load(skip) == 0.0)
     upper = tl.load(weight + offset, mask=inside, other=0).to(tl.int32)
     lower = tl.load(rest + offset, mask=inside, other=0).to(tl.int32)
     value = ((upper << 16) + lower).to(tl.float32, bitcast=True)
@@ -122,13 +124,15 @@ def row_grads(logits: Tensor, targets: Tensor, normalizer: Tensor, grads: Tensor
     return logits
 
 
-def adamw_split(weight: Tensor, state: dict[str, Any], grad: Tensor, group: dict[str, Any], step: int) -> None:
-    """One AdamW step of a contiguous bfloat16 weight with its rest, in one kernel."""
+def adamw_split(
+    weight: Tensor, state: dict[str, Any], grad: Tensor, group: dict[str, Any], step: int, skip: Tensor
+) -> None:
+    """One AdamW step of a contiguous bfloat16 weight with its rest, in one kernel; none where `skip` (1,) is not 0."""
     beta1, beta2 = group["betas"]
     lr = float(group["lr"])
     count = weight.numel()
     _adamw_split[(triton.cdiv(count, 1024),)](
-        weight.view(torch.int16), state["rest"], grad, state["exp_avg"], state["exp_avg_sq"], count,
+        weight.view(torch.int16), state["rest"], grad, state["exp_avg"], state["exp_avg_sq"], skip, count,
         1 - lr * group["weight_decay"], beta1, beta2, lr / (1 - beta1**step), (1 - beta2**step) ** 0.5, group["eps"],
         BLOCK=1024,
     )  # fmt: skip

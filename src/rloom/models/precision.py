@@ -15,6 +15,7 @@ Gradients accumulate in float32 (torch's `grad_dtype`).
 
 from __future__ import annotations
 
+import functools
 import logging
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -81,6 +82,7 @@ class SplitAdamW(Optimizer):
     ) -> None:
         super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
         self.rests = rests or {}  # somebody else's, who sees what they become
+        self.skip: Tensor | None = None  # (1,) on the device: not 0 if the next step shall change nothing
         accumulate_in_float32(p for group in self.param_groups for p in group["params"])
 
     @torch.no_grad()
@@ -93,6 +95,7 @@ class SplitAdamW(Optimizer):
         for group in self.param_groups:
             for batch in _in_batches(p for p in group["params"] if p.grad is not None):
                 self._update(batch, group)
+        self.skip = None
         return loss
 
     def _update(self, params: list[Tensor], group: dict[str, Any]) -> None:
@@ -108,7 +111,8 @@ class SplitAdamW(Optimizer):
 
         state = self._state(p)
         state["step"] += 1
-        adamw_split(p, state, p.grad.float(), group, int(state["step"]))  # type: ignore[union-attr]
+        skip = _nothing(p.device) if self.skip is None else self.skip
+        adamw_split(p, state, p.grad.float(), group, int(state["step"]), skip)  # type: ignore[union-attr]
 
     def _update_joined(self, params: list[Tensor], group: dict[str, Any]) -> None:
         states = [self._state(p) for p in params]
@@ -129,6 +133,7 @@ class SplitAdamW(Optimizer):
             eps=group["eps"],
             amsgrad=False,
             maximize=False,
+            found_inf=self.skip,
         )
         for p, s in halves:
             weight, rest = split(words[id(p)])
@@ -376,6 +381,12 @@ def warn_of_lost_bits(model: nn.Module) -> None:
 def _unless_changed(master: Tensor, p: Tensor) -> Tensor:
     """The float32 copy, and the weight where somebody else wrote to it. No `if`: the host must not wait."""
     return torch.where(p != split(master)[0], p.float(), master)
+
+
+@functools.cache
+def _nothing(device: torch.device) -> Tensor:
+    """A zero that is there already: another for each parameter would be a launch each."""
+    return torch.zeros(1, device=device)
 
 
 def _has_kernel(p: Tensor) -> bool:

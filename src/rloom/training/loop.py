@@ -26,6 +26,7 @@ from rloom.rewards.collection import RewardSet
 from rloom.training import checkpoint, weights
 from rloom.training.card import model_card
 from rloom.training.credit import Credit, Shaper
+from rloom.training.finite import FiniteUpdates, check_finite
 from rloom.training.learner import Learner
 from rloom.training.precision import Precision
 from rloom.training.processes import Processes
@@ -51,6 +52,7 @@ class UpdateLoop(Trainer):
     completion_log: CompletionLog
     store: RunStore
     precision: Precision
+    finite: FiniteUpdates
     reference: Reference | None
     _tag_names = ("rloom", "rloo")
     _resumed: dict[str, Any] | None = None  # what a checkpoint said, until the first epoch begins
@@ -135,6 +137,14 @@ class UpdateLoop(Trainer):
         split = self.precision.split
         return keeps_the_bits(cls, options, model, split.rests if split is not None else None)
 
+    def _get_grad_norm(self, model: nn.Module, grad_norm: Any = None) -> Any:
+        """The norm of the gradient, by which it is decided whether the update is made. A loss scaler (fp16) and
+        DeepSpeed decide for themselves."""
+        norm = super()._get_grad_norm(model, grad_norm=grad_norm)
+        if getattr(self.accelerator, "scaler", None) is None and not self.is_deepspeed_enabled:
+            self.finite.decide(norm, self.optimizer, model, self.state.global_step + 1)
+        return norm
+
     def _as_float32(self, *, loading: bool = False) -> Any:
         """The model's weights with all their bits, for what is written to disk or read from there. An adapter's are
         never split, and it goes there alone."""
@@ -197,6 +207,8 @@ class UpdateLoop(Trainer):
 
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
         folder = Path(self._get_output_dir(trial=trial)) / f"checkpoint-{self.state.global_step}"
+        self.finite.settle(self.state.global_step)
+        check_finite(self.model.named_parameters(), folder.name)
         name = self.args.hub_model_id or Path(self.args.output_dir).name
         self.create_model_card(model_name=name.split("/")[-1])
         if not self.args.save_only_model:

@@ -42,6 +42,7 @@ from rloom.seeds import derive_seed
 from rloom.training import assemble, contest, launch, loaders
 from rloom.training.advice import advise
 from rloom.training.callbacks import Diagnose, FitBudget, SampleTable, SyncReference, one_progress
+from rloom.training.finite import FiniteUpdates
 from rloom.training.loop import UpdateLoop
 from rloom.training.noted import Noted, in_turns
 from rloom.training.precision import choose_precision
@@ -154,6 +155,7 @@ class RLOOTrainer(UpdateLoop):
         self.appraiser, self.credit, self.shaper = parts.appraiser, parts.credit, parts.shaper
         self.reference = parts.reference
         self.metrics, self.completion_log, self.store = parts.metrics, parts.completion_log, parts.store
+        self.finite = FiniteUpdates(self.metrics)
         self.schedule = loaders.schedule(args)
         self.buffer = RolloutBuffer(self._make_rollout, self.schedule.parts * self.schedule.passes)
         self._eval_prefix: str | None = None  # while evaluating: what metric names begin with
@@ -211,6 +213,7 @@ class RLOOTrainer(UpdateLoop):
             self.optimizer.train()  # schedule-free optimizers have modes
         self.store.forget(but=self.buffer.records())  # what an update left that failed
         shares = self.buffer.take(inputs)
+        self.finite.begin(shares, self.state.global_step + 1)  # after generation, which has waited for the device
         own = getattr(self.compute_loss, "__func__", None) is not RLOOTrainer.compute_loss  # it may add to ours
         loss = self.learner.accumulate(
             model, shares, compute_loss=self.compute_loss, backward=self._backward, skip=not own

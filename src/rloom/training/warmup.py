@@ -188,4 +188,5 @@ def _optimizer(sizes: Sizes) -> None:
     weight, wide = torch.zeros(1024, dtype=torch.bfloat16, device=sizes.device), torch.zeros(1024, device=sizes.device)
     rest = torch.zeros(1024, dtype=torch.int16, device=sizes.device)
     state = {"rest": rest, "exp_avg": wide, "exp_avg_sq": wide.clone()}
-    adamw_split(weight, state, wide.clone(), {"betas": (0.9, 0.999), "lr": 0.0, "weight_decay": 0.0, "eps": 1e-8}, 1)
+    group = {"betas": (0.9, 0.999), "lr": 0.0, "weight_decay": 0.0, "eps": 1e-8}
+    adamw_split(weight, state, wide.clone(), group, 1, wide[:1])

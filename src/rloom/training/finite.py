@@ -1,0 +1,94 @@
+"""Updates whose gradient is not finite are not made.
+
+One score of 3e38 overflows a sum, and NaN in one gradient is NaN in all weights, and in the checkpoint that the next
+run resumes from. Such an update is skipped, counted and said; several in a row end the run with the reason.
+
+On a GPU the optimizer itself looks at a flag there: to wait for the norm would leave the GPU idle at every update. The
+host reads the flag when the next update begins.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from rloom.errors import DivergedError
+from rloom.models.precision import SplitAdamW
+from rloom.observe.metrics import Metrics
+from rloom.types import Share
+
+logger = logging.getLogger(__name__)
+
+IN_A_ROW = 5
+"""Skipped updates after which a run ends."""
+
+
+class FiniteUpdates:
+    """Decides of each update whether it is made."""
+
+    def __init__(self, metrics: Metrics) -> None:
+        self.metrics = metrics
+        self.in_a_row = 0
+        self._largest = 0.0  # score of the update in progress
+        self._flag: Tensor | None = None  # of the last update, where the device decided; 1: skipped
+
+    def begin(self, shares: Sequence[Share], step: int) -> None:
+        """The update number `step` begins; whether the last one was made is known by now."""
+        self.settle(step - 1)
+        scores = [share.rollout.score for share in shares]
+        known = torch.cat([score[~score.isnan()].abs() for score in scores]) if scores else torch.zeros(0)
+        self._largest = float(known.max()) if known.numel() else 0.0
+
+    def decide(self, norm: Any, optimizer: Any, model: nn.Module, step: int) -> None:
+        """Skip the update number `step` if the norm of its gradient is not finite."""
+        inner = getattr(optimizer, "optimizer", optimizer)  # accelerate wraps it
+        if isinstance(inner, SplitAdamW) and isinstance(norm, Tensor) and norm.is_cuda:
+            self._flag = inner.skip = (~torch.isfinite(norm)).float().reshape(1)
+            return
+        if not torch.isfinite(torch.as_tensor(norm)):
+            model.zero_grad(set_to_none=True)  # an optimizer passes over what has no gradient
+            self._skipped(step)
+        else:
+            self.in_a_row = 0
+
+    def settle(self, step: int) -> None:
+        """Find out what became of update number `step`, where the device has decided."""
+        flag, self._flag = self._flag, None
+        if flag is None:
+            return
+        if bool(flag):
+            self._skipped(step)
+        else:
+            self.in_a_row = 0
+
+    def _skipped(self, step: int) -> None:
+        self.in_a_row += 1
+        self.metrics.add("train", "updates/skipped", 1.0)
+        logger.warning(
+            "update %d is skipped: its gradient is not finite. The largest score in it is %g in size", step,
+            self._largest,
+        )  # fmt: skip
+        if self.in_a_row >= IN_A_ROW:
+            raise DivergedError(
+                f"{IN_A_ROW} updates in a row had a gradient that is not finite, and were skipped: look at the scores "
+                f"(the largest is {self._largest:g} in size; reward_clip_range holds them in), lower learning_rate, "
+                "or go on from an earlier checkpoint"
+            )
+
+
+def check_finite(named: Iterable[tuple[str, Tensor]], where: str) -> None:
+    """Refuse to write weights that are no numbers: a run would resume from them."""
+    floating = [(name, p) for name, p in named if p.is_floating_point()]
+    if not floating:
+        return
+    bad = torch.stack([(~torch.isfinite(p.detach())).any().to(floating[0][1].device) for _, p in floating]).tolist()
+    names = [name for (name, _), broken in zip(floating, bad, strict=True) if broken]
+    if names:
+        raise DivergedError(
+            f"{len(names)} of {len(bad)} weights hold numbers that are not finite, such as {names[0]}: {where} is not "
+            "written. Go on from an earlier checkpoint, with a lower learning_rate"
+        )
