@@ -180,3 +180,155 @@ def test_what_cannot_be_split_is_refused(model, rows, config):
         trainer_for(model, rows, config, bf16=False)
     with pytest.raises(ConfigError, match="no float32 weights"):
         trainer_for(make_model().bfloat16(), rows, config)
+
+
+@pytest.mark.parametrize("optim", ["adamw_torch", "sgd", "adafactor"])
+def test_weights_that_were_loaded_stay_when_training_goes_on(saved, rows, config, tmp_path, optim):
+    """The best checkpoint comes back at the end; a second `train()` that changes nothing leaves it as it is."""
+    options = {"save_strategy": "steps", "save_steps": 1, "eval_strategy": "steps", "eval_steps": 1, "max_steps": 3}
+    options |= {"load_best_model_at_end": True, "metric_for_best_model": "eval_reward", "optim": optim}
+    trainer = RLOOTrainer(
+        saved, length, config(bf16=True, split_weights=True, learning_rate=1e-3, weight_decay=0.0, **options), rows,
+        rows[:2], processing_class=make_tokenizer(),
+    )  # fmt: skip
+    trainer.train()
+    trainer.save_model(str(tmp_path / "best"))
+    with torch.no_grad():
+        for parameter in trainer.model.parameters():
+            parameter.grad = torch.zeros_like(parameter, dtype=torch.float32)
+        for group in trainer.optimizer.param_groups:
+            group["lr"] = 0.0
+        trainer.optimizer.step()
+    trainer.save_model(str(tmp_path / "after"))
+    best, after = weights_in(tmp_path / "best"), weights_in(tmp_path / "after")
+    assert all(torch.equal(best[name], after[name]) for name in best)
+
+
+@pytest.mark.parametrize("optim", ["adamw_torch", "adafactor", "sgd"])
+def test_a_run_goes_on_with_and_without_split_weights(saved, rows, config, tmp_path, optim):
+    """An optimizer that ran on float32 weights knows of no dropped bits, or of old ones: those of the file hold."""
+    options = {"save_strategy": "steps", "save_steps": 1, "output_dir": str(tmp_path / "a"), "optim": optim}
+    options |= {"lr_scheduler_type": "constant", "weight_decay": 0.0}
+    trainer_for(saved, rows, config, max_steps=1, learning_rate=1e-4, **options).train()
+    for step, split in ((2, False), (3, True)):
+        folder = tmp_path / "a" / f"checkpoint-{step - 1}"
+        changes = {"max_steps": step, "split_weights": split, "learning_rate": 1e-4}
+        trainer_for(saved, rows, config, **options, **changes).train(resume_from_checkpoint=str(folder))
+    before, after = (weights_in(tmp_path / "a" / f"checkpoint-{step}") for step in (2, 3))
+    if optim != "adafactor":  # which steps by a share of the weights
+        moved = max(float((after[name] - before[name]).abs().max()) for name in before)
+        assert 0 < moved < 3e-4  # one step; old bits would be off by up to a hundredth
+
+
+def test_the_bits_of_a_file_hold_over_an_optimizers(saved, rows, config, tmp_path):
+    trainer = trainer_for(saved, rows, config)
+    trainer.create_optimizer()
+    state = trainer.optimizer.state_dict()
+    for index in range(len(list(trainer.model.parameters()))):
+        state["state"][index] = {"step": torch.ones(()), "rest": torch.full((1,), 7.0)}  # of another optimizer, float32
+    trainer.optimizer.load_state_dict(state)
+    trainer.save_model(str(tmp_path / "copy"))
+    before, after = weights_in(saved), weights_in(tmp_path / "copy")
+    assert all(torch.equal(before[name], after[name]) for name in before)
+
+
+def test_another_trainer_of_the_same_model_has_its_bits(model, rows, config, tmp_path):
+    first = trainer_for(model, rows, config)
+    first.train()
+    first.save_model(str(tmp_path / "first"))
+    second = trainer_for(model, rows, config, split_weights=None)
+    assert second.precision.split is None  # on a CPU float32 weights stay
+    assert {p.dtype for p in model.parameters()} == {torch.float32}
+    kept = weights_in(tmp_path / "first")
+    assert all(torch.equal(kept[name], value) for name, value in model.state_dict().items() if name in kept)
+    third, fourth = trainer_for(model, rows, config), trainer_for(model, rows, config)
+    assert third.precision.split is fourth.precision.split
+    fourth.save_model(str(tmp_path / "fourth"))
+    assert all(torch.equal(kept[name], value) for name, value in weights_in(tmp_path / "fourth").items())
+
+
+def test_what_is_unfrozen_later_is_saved_with_its_bits(rows, config, tmp_path):
+    model = make_model()
+    with torch.no_grad():
+        model.model.norm.weight.copy_(model.model.norm.weight.bfloat16().float())  # drops nothing yet
+    model.model.norm.requires_grad_(False)
+    trainer = trainer_for(model, rows, config, learning_rate=1e-5)
+    model.model.norm.requires_grad_(True)
+    trainer.train()
+    trainer.save_model(str(tmp_path / "after"))
+    norm = weights_in(tmp_path / "after")["model.norm.weight"]
+    assert not torch.equal(norm, norm.bfloat16().float())
+
+
+def test_biases_that_are_trained_beside_an_adapter_keep_their_bits(rows, config, tmp_path):
+    peft = pytest.importorskip("peft")
+    lora = peft.LoraConfig(r=4, target_modules=["q_proj"], bias="all")
+    model = peft.get_peft_model(make_model(attention_bias=True), lora)
+    trainer = trainer_for(model, rows, config, learning_rate=1e-4)
+    trainer.train()
+    trainer.save_model(str(tmp_path / "adapter"))
+    biases = {n: v for n, v in load_file(tmp_path / "adapter/adapter_model.safetensors").items() if n.endswith("bias")}
+    assert biases
+    assert any(not torch.equal(value, value.bfloat16().float()) for value in biases.values())
+
+
+def test_a_merged_model_has_the_bits_of_its_base(rows, config, tmp_path):
+    peft = pytest.importorskip("peft")
+    from rloom.models.adapters import save_merged
+
+    base = make_model()
+    kept = {name: value.clone() for name, value in base.state_dict().items()}
+    model = peft.get_peft_model(base, peft.LoraConfig(r=4, target_modules=["q_proj"]))
+    trainer_for(model, rows, config)
+    save_merged(model, None, tmp_path / "merged")  # an adapter that adds nothing yet
+    merged = weights_in(tmp_path / "merged")
+    assert all(torch.equal(merged[name], kept[name]) for name in merged)
+
+
+def test_a_reference_that_follows_begins_with_all_bits(saved, rows, config):
+    trainer = trainer_for(saved, rows, config, sync_ref_model=True, beta=0.1)
+    before = weights_in(saved)
+    found = {name: trainer.reference.weights.value(name) for name in trainer.reference.weights.weights}
+    assert all(torch.equal(found[name], value) for name, value in before.items())
+
+
+def test_reward_models_run_under_autocast_as_before(saved, rows, config):
+    """The policy needs none; a classifier with a float32 head on bfloat16 layers does."""
+    from transformers import LlamaForSequenceClassification
+
+    shape = make_model().config
+    shape.num_labels = 1
+    judge = LlamaForSequenceClassification(shape).bfloat16()
+    judge.config.pad_token_id, judge.score = 0, judge.score.float()
+    trainer = RLOOTrainer(
+        saved, judge, config(bf16=True, split_weights=True, max_steps=1), rows, processing_class=make_tokenizer(),
+        reward_processing_classes=make_tokenizer(),
+    )  # fmt: skip
+    assert trainer.accelerator.autocast_handler.enabled is False
+    trainer.train()
+
+
+def test_a_model_with_a_float32_table_of_positions_is_left_alone(rows, config):
+    """Its hidden states are float32, which bfloat16 norms refuse on a CPU, under autocast too."""
+    from transformers import XGLMConfig, XGLMForCausalLM
+
+    sizes = {"vocab_size": 46, "d_model": 32, "ffn_dim": 48, "num_layers": 2, "attention_heads": 4}
+    model = XGLMForCausalLM(XGLMConfig(**sizes, max_position_embeddings=64, pad_token_id=0, dropout=0.0))
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    with pytest.raises(ConfigError, match="does not run with bfloat16 weights"):
+        trainer_for(model, rows, config, max_steps=1)
+    assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
+
+
+def test_parameters_that_an_architecture_keeps_in_float32_stay():
+    from rloom.models.split import kept_in_float32
+
+    model = make_model()
+    names = {id(p): name for name, p in model.named_parameters()}
+    model._keep_in_fp32_modules_strict = {"norm", "q_proj.weight"}
+    found = sorted(names[id(p)] for p in kept_in_float32(model))
+    assert found == [
+        "model.layers.0.self_attn.q_proj.weight",
+        "model.layers.1.self_attn.q_proj.weight",
+        "model.norm.weight",
+    ]

@@ -178,3 +178,48 @@ def test_the_engine_decodes_with_them(monkeypatch):
     assert engine.runner.fused is not None
     assert engine.runner.fused.rotates
     assert ours == plain
+
+
+@pytest.mark.parametrize("kind", ["gptj", "codegen"])
+def test_rotations_of_another_kind_are_left_alone(kind):
+    """Some take one tensor at a time: what is put in their place must not be called for them."""
+    names = {"n_embd": 32, "n_layer": 1, "n_head": 4, "rotary_dim": 8, "n_positions": 64, "vocab_size": 40}
+    model = tf.AutoModelForCausalLM.from_config(tf.AutoConfig.for_model(kind, **names), dtype=torch.float32).eval()
+    ids = torch.arange(6).unsqueeze(0)
+    before = model(input_ids=ids).logits
+    with fused.FusedLayers([model]).used():
+        torch.testing.assert_close(model(input_ids=ids).logits, before)
+
+
+def test_blocks_that_drop_are_left_alone():
+    config = tf.SeedOssConfig(
+        hidden_size=32, intermediate_size=48, num_attention_heads=4, num_key_value_heads=2, num_hidden_layers=1,
+        vocab_size=40, head_dim=8, residual_dropout=0.5, attention_dropout=0.0,
+    )  # fmt: skip
+    model = tf.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    assert "SeedOssMLP" not in {type(module).__name__ for module, _ in fused.FusedLayers([model]).forwards}
+
+
+def test_norms_of_other_layouts_and_by_name():
+    model = make("llama")
+    layers = fused.FusedLayers([model])
+    norm, x = model.model.norm, torch.randn(32, 5).T
+    with layers.used():
+        torch.testing.assert_close(norm(hidden_states=x), type(norm).forward(norm, x), rtol=1e-4, atol=1e-5)
+
+
+def test_heads_of_which_a_part_is_rotated_before_they_are_joined(monkeypatch):
+    """The attention kernel rotates whole heads: such models rotate by themselves, and the engine says nothing."""
+    from rloom.generation import NativeEngine, Sampling
+    from rloom.types import Prompt
+
+    torch.manual_seed(0)
+    sizes = {"vocab_size": 40, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1}
+    config = tf.PhiConfig(**sizes, num_attention_heads=4, partial_rotary_factor=0.5, max_position_embeddings=64)
+    model = tf.PhiForCausalLM(config).eval()
+    monkeypatch.setattr("rloom.generation.native.runner.runs_kernels", lambda device: True)
+    monkeypatch.setattr("rloom.generation.native.runner.fits_kernels", lambda geometry: False)
+    sampling = Sampling(max_completion_length=3, eos_token_ids=(2,), pad_token_id=0)
+    engine = NativeEngine(lambda: model, sampling)
+    assert (engine.fused, engine.late) == (True, False)
+    list(engine.generate([Prompt(content="", token_ids=[5, 6, 7])], 2, seed=0))

@@ -81,3 +81,17 @@ def test_what_was_chosen_is_said_in_one_line(model, rows, config, tokenizer, cap
     assert line == f"rloom: {trainer.chosen()}"
     for words in ("in float32", "packed rows of up to 8,192 tokens", "native engine"):
         assert words in line
+
+
+def test_an_architecture_with_other_sizes_is_no_error(monkeypatch):
+    """Heads that are wider than the kernels' tiles, sizes that are lists: nothing is compiled, and nothing raised."""
+    monkeypatch.setattr(warmup, "runs_kernels", lambda device: True)
+    args = SimpleNamespace(bf16=False, fp16=False, num_generations=4, device=torch.device("cpu"))
+    warmup.compile_kernels(make_model(head_dim=512), args)
+    config = SimpleNamespace(num_attention_heads=4, hidden_size=32, intermediate_size=[48, 48])
+    config.get_text_config = lambda: config
+    model = make_model()
+    monkeypatch.setattr(warmup, "base_of", lambda model: SimpleNamespace(
+        config=config, get_output_embeddings=model.get_output_embeddings
+    ))  # fmt: skip
+    warmup.compile_kernels(model, args)

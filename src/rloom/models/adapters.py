@@ -108,13 +108,16 @@ def save_merged(model: Any, processing_class: Any, folder: Any) -> None:
     the same format.
     """
     import copy
+    from contextlib import nullcontext
 
     from rloom.models.load import is_peft_model
+    from rloom.models.split import split_of
 
     if not is_peft_model(model):
         raise ConfigError("there is no adapter to merge: the model is not a PeftModel")
-    active = model.active_adapter
-    merged = copy.deepcopy(model).merge_and_unload(adapter_names=[active])
+    active, split = model.active_adapter, split_of(model)
+    with nullcontext() if split is None else split.as_float32(on_host=False):
+        merged = copy.deepcopy(model).merge_and_unload(adapter_names=[active])
     merged.save_pretrained(str(folder))
     if processing_class is not None:
         processing_class.save_pretrained(str(folder))

@@ -40,6 +40,13 @@ class FollowingWeights:
             self._rest(name)  # now, so that a run that has no memory for them fails at its start
 
     @torch.no_grad()
+    def begin_with(self, rests: Iterable[Tensor | None]) -> None:
+        """Dropped bits to begin with, in the order of the weights; None for none."""
+        for name, given in zip(self.weights, rests, strict=True):
+            if given is not None and (rest := self._rest(name)) is not None:
+                rest.copy_(given)
+
+    @torch.no_grad()
     def move(self, others: Iterable[Tensor], alpha: float, value: Value) -> None:
         """Move towards the others, which come in the order of the weights; `value` tells what one of them stands for.
 

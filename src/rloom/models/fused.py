@@ -10,10 +10,12 @@ model's Python module, which all models of that kind share: it is replaced for g
 
 from __future__ import annotations
 
+import inspect
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -127,7 +129,7 @@ def _norm_forward(module: Any, tried: dict[Any, bool]) -> Callable[..., Tensor] 
         tried[key] = eps is not None and _does_the_same(
             module.forward, lambda x: _Norm.apply(x, weight, eps), [(3, len(weight))], weight
         )
-    return (lambda x: _Norm.apply(x, module.weight, eps)) if tried[key] else None
+    return (lambda *x, **named: _Norm.apply(*x, *named.values(), module.weight, eps)) if tried[key] else None
 
 
 def _block_forward(block: Any, tried: dict[Any, bool]) -> Callable[..., Tensor] | None:
@@ -140,14 +142,21 @@ def _block_forward(block: Any, tried: dict[Any, bool]) -> Callable[..., Tensor] 
     key = (type(block), str(block._modules.get("act_fn")), weight.dtype)
     if key not in tried:
         tried[key] = _is_gated(block, weight)
-    return (lambda x: block.down_proj(_Gate.apply(block.gate_proj(x), block.up_proj(x)))) if tried[key] else None
+    if not tried[key]:
+        return None
+
+    def forward(*args: Any, **named: Any) -> Tensor:
+        (x,) = (*args, *named.values())
+        return block.down_proj(_Gate.apply(block.gate_proj(x), block.up_proj(x)))
+
+    return forward
 
 
 def _is_gated(block: Any, weight: Tensor) -> bool:
     """Whether a block is down(silu(gate) · up), whatever those three are: tried with others in their place."""
     own = {name: block._modules[name] for name in ("gate_proj", "up_proj", "down_proj")}
     stand_ins = {"gate_proj": nn.Identity(), "up_proj": _Reversed(), "down_proj": nn.Identity()}
-    training, block.training = block.training, False  # dropout would draw
+    training, block.training = block.training, True  # what dropout draws must show
     block._modules.update(stand_ins)
     try:
         width = getattr(own["gate_proj"], "out_features", 64)  # for which the kernel is compiled then
@@ -168,9 +177,9 @@ def _is_watched(module: nn.Module) -> bool:
 
 
 def _does_the_same(own: Function, ours: Function, shapes: list[tuple[int, ...]], weight: Tensor) -> bool:
-    """Whether two functions have the same values and gradients, on random numbers and on large ones, which some models
-    clamp."""
-    for scale in (1.0, 100.0):
+    """Whether two functions have the same values and gradients: on random numbers, on large ones, which some models
+    clamp, and on small ones, beside which a norm's epsilon shows."""
+    for scale in (1.0, 100.0, 0.01):
         try:
             expected = _values(own, shapes, weight, scale)
         except Exception:  # it takes other arguments: it is something else
@@ -226,6 +235,8 @@ def _replace_rotation(module: Any) -> bool:
     own = getattr(module, ROTATION, None)
     if own is None or hasattr(own, "rloom_kinds"):
         return own is not None
+    if list(inspect.signature(own).parameters)[:4] != ["q", "k", "cos", "sin"]:
+        return False  # some take one tensor at a time
     kinds: dict[bool, bool] = {}  # whether all of a head is turned, or a part: does the kernel do the same?
 
     def apply_rotary_pos_emb(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *args: Any, **kwargs: Any) -> Any:
@@ -249,6 +260,17 @@ def _replace_rotation(module: Any) -> bool:
 
 
 def _turns_the_same(own: Function, q: Tensor, k: Tensor, cos: Tensor) -> bool:
+    """In a thread of its own: checkpointing, in which the first call may be, notes what this one's tensors save."""
+
+    def tried() -> bool:
+        with torch.cuda.device(q.device) if q.is_cuda else nullcontext():
+            return _try_to_turn(own, q.detach(), k.detach(), cos.detach())
+
+    with ThreadPoolExecutor(1) as thread:
+        return thread.submit(tried).result()
+
+
+def _try_to_turn(own: Function, q: Tensor, k: Tensor, cos: Tensor) -> bool:
     generator = torch.Generator().manual_seed(1)
     angles = [torch.randn((1, 5, cos.shape[-1]), generator=generator).to(cos) for _ in range(2)]
     shapes: list[tuple[int, ...]] = [(1, x.shape[1], 5, x.shape[-1]) for x in (q, k)]

@@ -56,7 +56,7 @@ def _norm_grads(  # type: ignore[no-untyped-def]
 def norm(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     """x (…, N) → its norm, and what each row was scaled by."""
     width = x.shape[-1]
-    rows = x.reshape(-1, width)
+    rows = _rows(x)
     out = torch.empty(x.shape, dtype=torch.promote_types(x.dtype, weight.dtype), device=x.device)
     scales = torch.empty(len(rows), dtype=torch.float32, device=x.device)
     _norm[(len(rows),)](
@@ -69,7 +69,7 @@ def norm(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
 def norm_grads(grad: Tensor, x: Tensor, weight: Tensor, scales: Tensor) -> tuple[Tensor, Tensor]:
     """Gradients of x and of the weight."""
     width = x.shape[-1]
-    rows, grad = x.reshape(-1, width), grad.contiguous()
+    rows, grad = _rows(x), grad.contiguous()
     programs = min(len(rows), PROGRAMS)
     dx = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     partial = torch.empty((programs, width), dtype=torch.float32, device=x.device)
@@ -78,6 +78,11 @@ def norm_grads(grad: Tensor, x: Tensor, weight: Tensor, scales: Tensor) -> tuple
         BLOCK=triton.next_power_of_2(width), num_warps=_warps(width),
     )  # fmt: skip
     return dx, partial.sum(0).to(weight.dtype)
+
+
+def _rows(x: Tensor) -> Tensor:
+    rows = x.reshape(-1, x.shape[-1])
+    return rows if rows.stride(-1) == 1 else rows.contiguous()
 
 
 def _warps(width: int) -> int:

@@ -18,7 +18,7 @@ from __future__ import annotations
 import functools
 import logging
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, MutableMapping
 from contextlib import contextmanager
 from types import EllipsisType
 from typing import Any
@@ -78,10 +78,10 @@ class SplitAdamW(Optimizer):
         betas: tuple[float, float] = (0.9, 0.999),
         eps: float = 1e-8,
         weight_decay: float = 0.01,
-        rests: Mapping[Tensor, Tensor] | None = None,
+        rests: MutableMapping[Tensor, Tensor] | None = None,
     ) -> None:
         super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
-        self.rests = rests or {}  # somebody else's, who sees what they become
+        self.rests = {} if rests is None else rests  # somebody else's, who sees what they become
         self.skip: Tensor | None = None  # (1,) on the device: not 0 if the next step shall change nothing
         accumulate_in_float32(p for group in self.param_groups for p in group["params"])
 
@@ -147,21 +147,29 @@ class SplitAdamW(Optimizer):
             state["exp_avg"] = torch.zeros_like(p, dtype=torch.float32)
             state["exp_avg_sq"] = torch.zeros_like(p, dtype=torch.float32)
         if p.dtype == torch.bfloat16 and "rest" not in state:
-            state["rest"] = self.rests[p] if p in self.rests else torch.zeros_like(p, dtype=torch.int16)
+            state["rest"] = _rest_of(p, self.rests)
         return state
 
     def values(self) -> Value:
         """What parameters stand for, with the bits that are kept for them."""
         rests = {**self.rests, **{p: state["rest"] for p, state in self.state.items() if "rest" in state}}
-        return lambda p, piece: join(p[piece], rests[p][piece]) if p in rests else p[piece]
+        return lambda p, piece: join(p[piece], rests[p][piece].to(p.device)) if p in rests else p[piece]
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """As torch's, which would round the state to the parameters' bfloat16: put the saved bits back."""
+        """As torch's, which would round the state to the parameters' bfloat16: put the saved bits back.
+
+        Where the bits are somebody else's, who has read them from the weights' own file, those hold; but a file of
+        bfloat16 weights has none. Another optimizer may have carried along what it did not know.
+        """
         super().load_state_dict(state_dict)
         _put_back(self, state_dict)
-        for p, rest in self.rests.items():
-            if "rest" in self.state.get(p, {}):
-                self.state[p]["rest"] = rest.copy_(self.state[p]["rest"])
+        for p, state in self.state.items():
+            saved = state.pop("rest", None)
+            if p.dtype != torch.bfloat16:
+                continue
+            rest = state["rest"] = _rest_of(p, self.rests)
+            if saved is not None and saved.dtype == torch.int16 and not bool(rest.any()):
+                rest.copy_(saved)
 
 
 class MasterWeights(Optimizer):
@@ -176,10 +184,10 @@ class MasterWeights(Optimizer):
         *,
         make: Callable[..., Optimizer],
         wide: Iterable[Tensor] = (),
-        rests: Mapping[Tensor, Tensor] | None = None,
+        rests: MutableMapping[Tensor, Tensor] | None = None,
         **options: Any,
     ) -> None:
-        self.rests = rests or {}  # somebody else's, who sees what they become
+        self.rests = rests  # somebody else's, who sees what they become
         groups = [g if isinstance(g, dict) else {"params": [g]} for g in params]
         self.pairs: list[tuple[Tensor, Tensor]] = []
         copied = [{**group, "params": [self._master(p) for p in group["params"]]} for group in groups]
@@ -194,7 +202,7 @@ class MasterWeights(Optimizer):
     def _master(self, p: Tensor) -> Tensor:
         if p.dtype != torch.bfloat16:
             return p
-        master = nn.Parameter(join(p.detach(), self.rests[p]) if p in self.rests else p.detach().float())
+        master = nn.Parameter(p.detach().float() if self.rests is None else join(p.detach(), _rest_of(p, self.rests)))
         self.pairs.append((p, master))
         return master
 
@@ -214,18 +222,29 @@ class MasterWeights(Optimizer):
         """The weight is what its copy rounds to; who keeps the rest of it has that too."""
         weight, rest = split(master.detach())
         p.copy_(weight)
-        if p in self.rests:
+        if self.rests is not None:
             self.rests[p].copy_(rest)
 
     def _take_over_changes(self) -> None:
-        """What someone else (a callback, say) wrote into the weights holds: their copies would undo it."""
+        """What someone else wrote into the weights holds, a callback or who has loaded a checkpoint: their copies would
+        undo it."""
         for p, master in self.pairs:
-            master.copy_(_unless_changed(master, p))
+            master.copy_(self._value(p, master, ...))
 
     def values(self) -> Value:
         """What parameters stand for, as their float32 copies have it."""
         masters = dict(self.pairs)
-        return lambda p, piece: _unless_changed(masters[p][piece], p[piece]) if p in masters else p[piece]
+        return lambda p, piece: self._value(p, masters[p], piece) if p in masters else p[piece]
+
+    def _value(self, p: Tensor, master: Tensor, piece: slice | EllipsisType) -> Tensor:
+        """The float32 copy; where somebody else wrote to the weight, that, and with its rest if they wrote that too. No
+        `if` on numbers: the host must not wait."""
+        weight, own = split(master[piece])
+        value = torch.where(p[piece] != weight, p[piece].float(), master[piece])
+        if self.rests is None:
+            return value
+        rest = self.rests[p][piece]
+        return torch.where(rest != own, join(p[piece], rest), value)
 
     def train(self) -> None:
         """The weights that a schedule-free optimizer trains; nothing for others."""
@@ -256,10 +275,11 @@ class MasterWeights(Optimizer):
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Both, to the same bits."""
+        """Both, to the same bits. An optimizer that ran on float32 weights saved no copies: they are the weights."""
         state = dict(state_dict)
-        for (p, master), saved in zip(self.pairs, state.pop("masters"), strict=True):
-            master.copy_(saved)
+        saved = state.pop("masters", None) or [self._value(p, master, ...) for p, master in self.pairs]
+        for (p, master), value in zip(self.pairs, saved, strict=True):
+            master.copy_(value)
             self._hand_back(p, master)
         self.inner.load_state_dict(state)
         self.param_groups, self.state = self.inner.param_groups, self.inner.state
@@ -326,7 +346,7 @@ def can_keep_the_bits(cls: Any, options: dict[str, Any]) -> bool:
 
 
 def keeps_the_bits(
-    cls: Any, options: dict[str, Any], model: nn.Module, rests: Mapping[Tensor, Tensor] | None = None
+    cls: Any, options: dict[str, Any], model: nn.Module, rests: MutableMapping[Tensor, Tensor] | None = None
 ) -> tuple[Any, dict[str, Any]]:
     """The optimizer to use instead of `cls` for a model with bfloat16 parameters; `cls` itself for others.
 
@@ -341,7 +361,7 @@ def keeps_the_bits(
         )
         return cls, options
     accumulate_in_float32(params)
-    kept = {"rests": rests} if rests else {}
+    kept = {} if rests is None else {"rests": rests}
     if cls is torch.optim.AdamW:
         known = ("lr", "betas", "eps", "weight_decay")
         return SplitAdamW, {**kept, **{name: value for name, value in options.items() if name in known}}
@@ -378,9 +398,14 @@ def warn_of_lost_bits(model: nn.Module) -> None:
         )
 
 
-def _unless_changed(master: Tensor, p: Tensor) -> Tensor:
-    """The float32 copy, and the weight where somebody else wrote to it. No `if`: the host must not wait."""
-    return torch.where(p != split(master)[0], p.float(), master)
+def _rest_of(p: Tensor, rests: MutableMapping[Tensor, Tensor]) -> Tensor:
+    """The bits that a weight drops, beside it; zeros that are noted where nobody has any. What was frozen once may have
+    its bits on the host."""
+    rest = rests.get(p)
+    if rest is None or rest.device != p.device:
+        zeros = torch.zeros_like(p, dtype=torch.int16)
+        rests[p] = rest = zeros if rest is None else rest.to(p.device)
+    return rest
 
 
 @functools.cache

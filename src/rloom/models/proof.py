@@ -16,6 +16,7 @@ from torch import Tensor
 from rloom.data.batching import Batcher
 from rloom.errors import ConfigError
 from rloom.models.attention import num_calls, packed_attention, running
+from rloom.models.fused import FusedLayers
 from rloom.models.load import base_of, has_virtual_tokens, keeps_other_state
 from rloom.models.logprobs import Forward
 from rloom.models.looking import sees_ahead
@@ -27,9 +28,13 @@ logger = logging.getLogger(__name__)
 WITH_GRADIENT = 1024  # tokens of a window up to which gradients are compared too; activations of more take memory
 
 
-def proves_packing(model: Any) -> bool:
-    """Whether packed rows may be used for this model; says why not otherwise."""
-    reason = why_not_packed(model)
+def proves_packing(model: Any, layers: FusedLayers | None = None) -> bool:
+    """Whether packed rows may be used for this model, with these layers if there are any; says why not otherwise."""
+    reason = why_not_packed(model, layers=layers)
+    if layers is not None:
+        if reason is not None:
+            logger.warning("norms, rotations and activations are not run by kernels: with those, %s", reason)
+        return reason is None
     if reason is not None:
         logger.warning("training uses padded micro-batches, which are slower: %s", reason)
     return reason is None
@@ -75,10 +80,10 @@ def proves_packed_images(model: Any, rollout: Rollout) -> bool:
     return reason is None
 
 
-def why_not_packed(model: Any, rollout: Rollout | None = None) -> str | None:
+def why_not_packed(model: Any, rollout: Rollout | None = None, layers: FusedLayers | None = None) -> str | None:
     """None if a packed and a padded forward agree in log-probabilities and in a gradient, else what went wrong.
 
-    Tried on `rollout`, or on one of random tokens.
+    Tried on `rollout`, or on one of random tokens; the packed one with `layers`, if there are any.
     """
     base = base_of(model)
     if has_virtual_tokens(model):
@@ -96,7 +101,7 @@ def why_not_packed(model: Any, rollout: Rollout | None = None) -> str | None:
             return _compare(model, base, rollout)
         config = base.config.get_text_config()
         window = window_to_cross(model, config)
-        reason = _compare(model, base, _rollout(config, window if window <= WITH_GRADIENT else 0))
+        reason = _compare(model, base, _rollout(config, window if window <= WITH_GRADIENT else 0), layers=layers)
         return _across(model, base, window) if reason is None and window > WITH_GRADIENT else reason
     except Exception as error:  # whatever an architecture does not like about packed rows, padded ones remain
         logger.debug("the packed forward failed", exc_info=True)
@@ -114,7 +119,9 @@ def _across(model: Any, base: Any, window: int) -> str | None:
         return None
 
 
-def _compare(model: Any, base: Any, rollout: Rollout, *, with_gradient: bool = True) -> str | None:
+def _compare(
+    model: Any, base: Any, rollout: Rollout, *, with_gradient: bool = True, layers: FusedLayers | None = None
+) -> str | None:
     config = base.config.get_text_config()
     rows = list(range(len(rollout)))
     device = next(model.parameters()).device
@@ -128,7 +135,7 @@ def _compare(model: Any, base: Any, rollout: Rollout, *, with_gradient: bool = T
     with torch.set_grad_enabled(with_gradient):
         plain = forward(model, padded).logprobs
         plain_grad = None if probe is None else _gradient(plain, probe)
-        with packed_attention([base]), running(packed.packed):
+        with packed_attention([base], layers), running(packed.packed):
             ours = forward(model, packed).logprobs
             calls = num_calls()
             our_grad = None if probe is None else _gradient(ours, probe)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any, Protocol
 
@@ -34,6 +34,10 @@ class Reference(Protocol):
 
     def sync(self, policy: Any, alpha: float, value: Value = as_they_are) -> None:
         """reference ← α·policy + (1−α)·reference; `value` tells what the policy's parameters stand for."""
+        ...
+
+    def begin_with(self, policy: Any, rests: Mapping[Tensor, Tensor]) -> None:
+        """Begin with the bits that the policy's weights drop."""
         ...
 
     def state_dict(self) -> dict[str, Tensor]:
@@ -100,6 +104,10 @@ class FrozenReference:
     def sync(self, policy: Any, alpha: float, value: Value = as_they_are) -> None:
         """Move the copy towards the policy."""
         self.weights.move(policy.parameters(), alpha, value)
+
+    def begin_with(self, policy: Any, rests: Mapping[Tensor, Tensor]) -> None:
+        """Begin with the bits that the policy's weights drop, of which this is a copy."""
+        self.weights.begin_with([rests.get(p) for p in policy.parameters()])
 
     def state_dict(self) -> dict[str, Tensor]:
         """All parameters by name (buffers never change)."""
@@ -168,6 +176,9 @@ class AdapterReference:
         trained = policy.active_adapter
         twins = (policy.get_parameter(_renamed(name, REF_ADAPTER, trained)) for name in self.weights.weights)
         self.weights.move(twins, alpha, value)
+
+    def begin_with(self, policy: Any, rests: Mapping[Tensor, Tensor]) -> None:
+        """An adapter's weights drop no bits."""
 
     def state_dict(self) -> dict[str, Tensor]:
         """The frozen adapter's parameters by name, and the shared ones."""

@@ -7,6 +7,8 @@ number. So there is no float32 copy and no cast in a step. What is saved is floa
 
 from __future__ import annotations
 
+import re
+import weakref
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -14,7 +16,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from rloom.models.load import base_of
 from rloom.models.precision import join, split
+
+_known: weakref.WeakKeyDictionary[nn.Module, SplitWeights] = weakref.WeakKeyDictionary()
+"""By model, without its adapter: one may be trained more than once, and its bits are not in its weights."""
 
 
 class SplitWeights:
@@ -44,24 +50,36 @@ class SplitWeights:
                 self.rests[p] = rest
             elif bool(rest.any()):  # wanted when the model is saved, and not before
                 self.rests[p] = rest.cpu()
+        _known[base_of(model)] = self
 
     @contextmanager
-    def as_float32(self, *, loading: bool = False) -> Iterator[None]:
-        """The parameters as float32 numbers meanwhile, in the host's memory: to be saved, or (`loading`) written to."""
-        weights = [p.data for p in self.params]
-        for p in self.params:
-            p.data = self._value(p)
+    def as_float32(
+        self, only: Collection[Tensor] | None = None, *, loading: bool = False, on_host: bool = True
+    ) -> Iterator[None]:
+        """The parameters (`only` some of them) as float32 numbers meanwhile: to be saved, or (`loading`) written to."""
+        chosen = None if only is None else {id(p) for p in only}
+        params = [p for p in self.params if chosen is None or id(p) in chosen]
+        weights = [p.data for p in params]
+        for p in params:
+            p.data = self._value(p).to("cpu" if on_host else p.device)
         try:
             yield
             if loading:
-                for p, weight in zip(self.params, weights, strict=True):
+                for p, weight in zip(params, weights, strict=True):
                     self._take_over(p, weight)
         finally:
-            for p, weight in zip(self.params, weights, strict=True):
+            for p, weight in zip(params, weights, strict=True):
                 p.data = weight
 
+    def undo(self) -> None:
+        """Give the model its float32 weights back, with what they have learnt."""
+        for p in self.params:
+            p.data = self._value(p).to(p.device)
+            p.grad_dtype = None
+        self.params, self.rests = [], {}
+
     def _value(self, p: Tensor) -> Tensor:
-        weight = p.data.cpu()
+        weight = p.data.cpu()  # on the host: a float32 copy of all weights may be more than the device holds
         return join(weight, self.rests[p].cpu()) if p in self.rests else weight.float()
 
     def _take_over(self, p: Tensor, weight: Tensor) -> None:
@@ -74,7 +92,14 @@ class SplitWeights:
             self.rests[p] = rest.cpu()
 
 
+def split_of(model: nn.Module) -> SplitWeights | None:
+    """The dropped bits of a model that was split before, by another trainer, say."""
+    found = _known.get(base_of(model))
+    return found if found is not None and found.params else None
+
+
 def kept_in_float32(model: Any) -> list[Tensor]:
     """Parameters that an architecture keeps in float32 where it is loaded in half precision."""
-    patterns = getattr(model, "_keep_in_fp32_modules_strict", None) or ()
-    return [p for name, p in model.named_parameters() if any(part in patterns for part in name.split("."))]
+    patterns = [re.escape(pattern) for pattern in getattr(model, "_keep_in_fp32_modules_strict", None) or ()]
+    kept = re.compile(rf"(^|\.)({'|'.join(patterns)})(\.|$)") if patterns else None
+    return [p for name, p in model.named_parameters() if kept is not None and kept.search(name)]

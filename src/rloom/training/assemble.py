@@ -25,6 +25,8 @@ from rloom.generation.choose import choose_engine
 from rloom.generation.images import ImageRouter
 from rloom.generation.vllm.options import VllmOptions
 from rloom.models import load as loading
+from rloom.models.fused import FusedLayers
+from rloom.models.gpu import runs_kernels
 from rloom.models.proof import check_head, proves_packed_images, proves_packing
 from rloom.models.reference import Reference, make_reference
 from rloom.observe.completions import CompletionLog
@@ -304,22 +306,28 @@ def _passes(trainer: Any, policy: Policy, reference: Reference | None, encoder: 
     keep = args.keep_logits
     if keep is None:
         keep = tuning.keeps_logits(model, device, tokens=tokens, trained_share=trained / group)
+    batcher, fused = _batcher(trainer, policy, args)
     return Passes(
         policy=model,
         reference=reference,
-        batcher=_batcher(trainer, policy, args),
+        batcher=batcher,
         budget=TokenBudget(tokens),
         temperature=args.temperature,
         compiled=bool(args.compile_layers),
+        fused=fused,
         keep_logits=keep,
     )
 
 
-def _batcher(trainer: Any, policy: Policy, args: Any) -> Batcher:
-    """Packed micro-batches where the model's attention allows it, else padded ones."""
+def _batcher(trainer: Any, policy: Policy, args: Any) -> tuple[Batcher, bool]:
+    """Packed micro-batches where the model's attention allows it, else padded ones; and whether layers are run by
+    kernels."""
+    model, fused = trainer.model, False
     with trainer.accelerator.autocast():  # as it will be trained
-        check_head(trainer.model)
-        packed = args.packing is not False and proves_packing(trainer.model)
+        check_head(model)
+        if args.packing is not False and not args.compile_layers and runs_kernels(args.device):
+            fused = proves_packing(model, FusedLayers([loading.base_of(model)]))
+        packed = fused or (args.packing is not False and proves_packing(model))
     if args.packing and not packed:
         raise ConfigError(
             "packing=True: this model cannot be trained on packed rows (see above); leave `packing` unset"
@@ -329,12 +337,13 @@ def _batcher(trainer: Any, policy: Policy, args: Any) -> Batcher:
         with trainer.accelerator.autocast():
             return proves_packed_images(trainer.model, rollout)
 
-    return Batcher(
+    batcher = Batcher(
         packed=packed,
         pad_token_id=policy.tokenizer.pad_token_id,
         multiple=args.pad_to_multiple_of,
         packs_images=packs_images,
     )
+    return batcher, fused
 
 
 def _reward_model(name: str, args: Any) -> nn.Module:
@@ -368,7 +377,8 @@ def _rewards(
             )
 
     def place(model: nn.Module) -> nn.Module:
-        return trainer.accelerator.prepare_model(model, evaluation_mode=True, device_placement=True)
+        with trainer.precision.for_other_models(trainer.accelerator):
+            return trainer.accelerator.prepare_model(model, evaluation_mode=True, device_placement=True)
 
     built = [
         build_reward(function, tokenizer, place=place, template_kwargs=args.chat_template_kwargs or {})
@@ -399,6 +409,8 @@ def _reference(trainer: Any, policy: Policy, path: str | None, args: Any) -> Ref
         other=other,
         offload=args.offload_reference,
     )
+    if other is None and args.sync_ref_model and trainer.precision.split is not None:
+        reference.begin_with(trainer.model, trainer.precision.split.rests)
     if hasattr(reference, "model"):
         if args.disable_dropout:
             loading.disable_dropout(reference.model)

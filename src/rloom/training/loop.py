@@ -146,10 +146,16 @@ class UpdateLoop(Trainer):
         return norm
 
     def _as_float32(self, *, loading: bool = False) -> Any:
-        """The model's weights with all their bits, for what is written to disk or read from there. An adapter's are
-        never split, and it goes there alone."""
-        split = self.precision.split
-        return nullcontext() if split is None or is_peft_model(self.model) else split.as_float32(loading=loading)
+        """The model's weights with all their bits, for what is written to disk or read from there. Beside an adapter,
+        whose own are never split, that is what else is trained (biases), and embeddings."""
+        split, only = self.precision.split, None
+        if split is None:
+            return nullcontext()
+        if is_peft_model(self.model):
+            ends = (self.model.get_input_embeddings(), self.model.get_output_embeddings())
+            only = [p for p in split.params if p.requires_grad]
+            only += [p for module in ends if module is not None for p in module.parameters()]
+        return split.as_float32(only, loading=loading)
 
     def _older_counts(self, logs: dict[str, Any]) -> dict[str, Any]:
         """`episode`, which older documents plot over, `eps` and `lr`."""

@@ -13,7 +13,6 @@ from rloom.data.batching import Batcher
 from rloom.data.transfer import upload
 from rloom.models.attention import CompiledLayers, own_attention, packed_attention, running
 from rloom.models.fused import FusedLayers
-from rloom.models.gpu import runs_kernels
 from rloom.models.logprobs import Forward, TokenStats
 from rloom.models.reference import FrozenReference, Reference
 from rloom.training.budget import TokenBudget
@@ -32,6 +31,7 @@ class Passes:
         budget: TokenBudget,
         temperature: float,
         compiled: bool = False,
+        fused: bool = False,
         keep_logits: bool = False,
     ) -> None:
         self.policy, self.reference = policy, reference
@@ -45,7 +45,7 @@ class Passes:
         self._layers: CompiledLayers | FusedLayers | None = None
         if compiled and batcher.packed:
             self._layers = CompiledLayers(self._attending)
-        elif batcher.packed and runs_kernels(self.device):
+        elif batcher.packed and fused:
             self._layers = FusedLayers(self._attending)
 
     def words(self) -> str:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,7 +16,9 @@ from rloom.errors import ConfigError
 from rloom.models.load import base_of, is_peft_model
 from rloom.models.precision import can_keep_the_bits
 from rloom.models.reference import adapter_parameters
-from rloom.models.split import SplitWeights, kept_in_float32
+from rloom.models.split import SplitWeights, kept_in_float32, split_of
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -22,6 +27,19 @@ class Precision:
 
     split: SplitWeights | None
     words: str
+    asked_autocast: Any = None  # accelerate's handler, as it is for other models than the policy
+
+    @contextmanager
+    def for_other_models(self, accelerator: Any) -> Iterator[None]:
+        """Models that are prepared meanwhile, a reward's, run under autocast as the options say."""
+        own, accelerator.autocast_handler = accelerator.autocast_handler, self.asked_autocast
+        try:
+            yield
+        finally:
+            accelerator.autocast_handler = own
+
+
+SPLIT = "float32 weights, held as bfloat16 and the 16 bits that it drops"
 
 
 def choose_precision(trainer: Any, *, asked_dtype: Any, own_optimizer: bool) -> Precision:
@@ -31,32 +49,37 @@ def choose_precision(trainer: Any, *, asked_dtype: Any, own_optimizer: bool) -> 
     `asked_dtype`: what the user asked a model to be loaded in, if anything. `own_optimizer`: one was passed in, which
     knows nothing of dropped bits.
     """
-    args, model = trainer.args, trainer.model
-    leave = [*kept_in_float32(base_of(model))]
-    if is_peft_model(model):
-        leave += adapter_parameters(model).values()
+    args, model, asked = trainer.args, trainer.model, trainer.accelerator.autocast_handler
+    reason, before = _why_not_split(trainer, asked_dtype, own_optimizer), split_of(model)
+    if before is not None and reason is not None:
+        before.undo()
+    elif before is not None:
+        _leave_dtypes_to(trainer)
+        return Precision(split=before, words=SPLIT, asked_autocast=asked)
+    leave = [*kept_in_float32(base_of(model)), *(adapter_parameters(model).values() if is_peft_model(model) else ())]
     left = {id(p) for p in leave}
-    wide = [p for p in model.parameters() if p.dtype == torch.float32 and id(p) not in left]
-    if not wide:
+    if all(p.dtype != torch.float32 or id(p) in left for p in model.parameters()):
         if args.split_weights:
             raise ConfigError("split_weights=True: the model has no float32 weights to split; leave it unset")
-        if not leave:
-            _leave_dtypes_to(trainer)
-        return Precision(split=None, words=f"weights in {_name(_dtype_of(model))}{_learns(model)}")
-    reason = _why_not_split(trainer, asked_dtype, own_optimizer)
-    if args.split_weights and reason is not None:
-        raise ConfigError(f"split_weights=True: {reason}; leave it unset")
+        _leave_dtypes_to(trainer)
+        words = f"weights in {_name(_dtype_of(model))}{_learns(model)}"
+        return Precision(split=None, words=words, asked_autocast=asked)
     if reason is None:
         split = SplitWeights(model, leave)
-        if not leave:
-            _leave_dtypes_to(trainer)
-        if torch.cuda.is_available():
-            torch.cuda.empty_cache()
-        return Precision(split=split, words="float32 weights, held as bfloat16 and the 16 bits that it drops")
+        _leave_dtypes_to(trainer)
+        if _runs(trainer) is not None:
+            if torch.cuda.is_available():
+                torch.cuda.empty_cache()
+            return Precision(split=split, words=SPLIT, asked_autocast=asked)
+        split.undo()
+        reason = "the model does not run with bfloat16 weights"
+    if args.split_weights:
+        raise ConfigError(f"split_weights=True: {reason}; leave it unset")
     if args.bf16 or args.fp16:
         kind = "bfloat16" if args.bf16 else "float16"
-        return Precision(split=None, words=f"float32 weights, cast to {kind} for each product ({reason})")
-    return Precision(split=None, words="weights and arithmetic in float32")
+        words = f"float32 weights, cast to {kind} for each product ({reason})"
+        return Precision(split=None, words=words, asked_autocast=asked)
+    return Precision(split=None, words="weights and arithmetic in float32", asked_autocast=asked)
 
 
 def _why_not_split(trainer: Any, asked_dtype: Any, own_optimizer: bool) -> str | None:
@@ -80,9 +103,31 @@ def _why_not_split(trainer: Any, asked_dtype: Any, own_optimizer: bool) -> str |
 
 def _leave_dtypes_to(trainer: Any) -> None:
     """A model all of whose weights are half precision computes in that by itself, as it does wherever else it is used.
-    Autocast would cast what is half precision already to float32 and back, for norms and sums."""
-    if trainer.args.bf16 and {p.dtype for p in trainer.model.parameters() if p.is_floating_point()} == {torch.bfloat16}:
-        trainer.accelerator.autocast_handler = AutocastKwargs(enabled=False)
+    Autocast would cast what is half precision already to float32 and back, for norms and sums. Some cannot do without:
+    float32 tables of positions make float32 of what they are added to."""
+    model = trainer.model
+    half = {p.dtype for p in model.parameters() if p.is_floating_point()} == {torch.bfloat16}
+    if not (trainer.args.bf16 and half):
+        return
+    asked, trainer.accelerator.autocast_handler = trainer.accelerator.autocast_handler, AutocastKwargs(enabled=False)
+    if _runs(trainer) != torch.bfloat16:
+        trainer.accelerator.autocast_handler = asked
+
+
+@torch.no_grad()
+def _runs(trainer: Any) -> torch.dtype | None:
+    """In which dtype the model's logits come, as it is run now; None if it does not run."""
+    model, training = trainer.model, trainer.model.training
+    model.eval()
+    try:
+        ids = torch.arange(4, device=next(model.parameters()).device).unsqueeze(0)
+        with trainer.accelerator.autocast():
+            return model(input_ids=ids).logits.dtype
+    except Exception as error:  # of mixed dtypes; what else may be wrong is found where it matters
+        logger.debug("the model does not run with these dtypes: %s", error)
+        return None
+    finally:
+        model.train(training)
 
 
 def _dtype_of(model: Any) -> torch.dtype:

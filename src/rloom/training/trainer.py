@@ -146,7 +146,9 @@ class RLOOTrainer(UpdateLoop):
         self.processes.share_weights(self.model)  # before the reference is made of them
         by_name: Any = args.model_init_kwargs if isinstance(model, str) else None
         self.precision = choose_precision(
-            self, asked_dtype=(by_name or {}).get("dtype"), own_optimizer=optimizers[0] is not None
+            self,
+            asked_dtype=(by_name or {}).get("dtype") or (by_name or {}).get("torch_dtype"),
+            own_optimizer=optimizers[0] is not None,
         )
         if optimizers[0] is not None:
             warn_of_lost_bits(self.model)

@@ -75,11 +75,11 @@ def compile_kernels(model: Any, args: Any) -> None:
         return
     try:
         sizes = Sizes.of(model, args)
-    except AttributeError as error:  # an architecture that names its sizes otherwise
+        tasks = [*_of_attention(sizes), *_of_head(sizes), *_of_layers(sizes), *_of_decoding(sizes)]
+    except Exception as error:  # an architecture that names its sizes otherwise, or that has no use for the kernels
         logger.debug("kernels are compiled when they are needed: %s", error)
         return
     trains_half = any(p.requires_grad and p.dtype == torch.bfloat16 for p in model.parameters())
-    tasks = [*_of_attention(sizes), *_of_head(sizes), *_of_layers(sizes), *_of_decoding(sizes)]
     tasks += [lambda: _optimizer(sizes)] if trains_half else []
 
     def run(task: Callable[[], Any]) -> None:

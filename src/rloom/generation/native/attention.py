@@ -119,6 +119,8 @@ def _attention(
         options = (scale, sliding_window or 0, softcap or 0.0)
         return torch.ops.rloom.native_decode(query, key, value, s_aux, *options), None
     rotation, _active.rotation = _active.rotation, None
+    if rotation is not None and rotation[0].shape[-1] != query.shape[-1]:
+        raise EngineError("what is rotated is a part of the heads that attend")
     options = (scale, sliding_window or 0, softcap or 0.0)
     return _run(query, key, value, s_aux, int(module.layer_idx), *options, rotation), None
 

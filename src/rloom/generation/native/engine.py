@@ -71,6 +71,7 @@ class NativeEngine:
         self.max_sequences, self.compiled, self.merged = max_sequences, compiled, merged
         self.group_size, self.longest_prompt = group_size, longest_prompt
         self.fused = True  # kernels for norms, rotations and activations
+        self.late = True  # rotations are left to the attention kernel
         self.paged = False  # found out below
         self.stops = sampling.stop_strings
         if self.stops and tokenizer is None:
@@ -95,6 +96,8 @@ class NativeEngine:
             if reason is not None and merged and self._is_right(model, merged=False):
                 logger.warning("adapters are not merged into copies of their layers: with those, %s", reason)
                 return None
+            if reason is not None and fused and self._is_right(model, late=False):
+                return None  # heads of which a part is rotated: by a kernel of its own
             if reason is not None and fused and self._is_right(model, fused=False):
                 logger.warning("norms and rotations run as they are, which is slower: with kernels, %s", reason)
                 return None
@@ -114,6 +117,7 @@ class NativeEngine:
             model, Sampler(self.sampling, _never(model)), max_new_tokens=self.sampling.max_completion_length,
             eos_token_ids=self.sampling.eos_token_ids, compiled=self.compiled, merged=self.merged,
             group_size=self.group_size, longest_prompt=self.longest_prompt, fused=self.fused,
+            late=self.late,
         )  # fmt: skip
 
     def _current_runner(self) -> Runner:

@@ -79,6 +79,7 @@ class Runner:
     def __init__(
         self, model: Any, sampler: Sampler, *, max_new_tokens: int, eos_token_ids: tuple[int, ...], compiled: bool,
         merged: bool | None = None, group_size: int = 0, longest_prompt: int = 0, fused: bool = True,
+        late: bool = True,
     ) -> None:  # fmt: skip
         self.model = model
         self.base = base_of(model)
@@ -102,6 +103,7 @@ class Runner:
         self.compiled = compiled
         self.proved: set[tuple[bool, bool]] = set()  # kinds of steps of which a compiled one was right
         self.max_prompt, self.largest_group = 0, group_size  # that buffers are made for
+        self.late = late  # rotation is left to the attention kernel
         self.longest_prompt = longest_prompt  # that is expected: graphs are captured for it at once
         self.buckets: dict[tuple[int, int], Bucket] = {}  # by rows and groups
         self.geometry: Geometry | None = None
@@ -177,7 +179,7 @@ class Runner:
         """(B, V) after the rows' next tokens."""
         inputs = {"input_ids": rows.tokens, "position_ids": rows.positions, **self._no_cache()}
         order = self.geometry.order if self.geometry is not None else ()
-        late = self.fused is not None and self.fused.rotates
+        late = self.late and self.fused is not None and self.fused.rotates
         with decoding(cache, rows, order=order), rotating(rotate_in_attention) if late else nullcontext():
             return self.model(**inputs).logits[:, -1]
 
