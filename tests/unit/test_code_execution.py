@@ -68,6 +68,29 @@ def run(program: str, tests=SIMPLE, *, limits: Limits | None = None, partial: bo
     return judge_program(program, read_tests(row), limits or Limits(seconds=3.0), partial=partial)
 
 
+# -- what it must not see
+
+READS_ENVIRONMENTS = """
+import glob, os
+def double(x):
+    for path in glob.glob("/proc/[0-9]*/environ"):
+        try:
+            if b"RLOOM_TEST_SECRET" in open(path, "rb").read():
+                return 2 * x
+        except OSError:
+            continue
+    return 0
+"""
+
+
+@needs_sandbox
+def test_the_trainers_environment_is_not_there(monkeypatch):
+    """Tokens are in it. bubblewrap itself is a process that the program sees."""
+    monkeypatch.setenv("RLOOM_TEST_SECRET", "s3cret")
+    assert run(READS_ENVIRONMENTS).share == 0.0
+    assert run("def double(x):\n    return 2 * x\n").share == 1.0
+
+
 # -- what it takes
 
 

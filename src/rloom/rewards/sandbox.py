@@ -217,6 +217,8 @@ def boot(
         stderr=subprocess.DEVNULL,
         pass_fds=(*fds.values(), *more_fds),
         cwd="/",
+        # bubblewrap clears what the program gets, and is the first process that the program sees in /proc itself.
+        env={"PATH": os.environ.get("PATH", os.defpath)},
     )
     assert process.stdin is not None
     try:
