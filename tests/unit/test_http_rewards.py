@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import gzip
 import http.client
 import json
 import logging
 import os
 import re
+import socket
+import struct
 import subprocess
 import sys
 import threading
@@ -224,6 +227,40 @@ def test_values_that_are_no_scores_are_counted():
         rewards.close()
 
 
+def test_answers_that_unpack_to_more_than_is_allowed():
+    """Gigabytes of zeros pack to kilobytes, twice packed to less."""
+    large = json.dumps({"scores": [0.0], "padding": "0" * 10_000_000}).encode()
+
+    def bomb(encoding, times):
+        content = large
+        for _ in range(times):
+            content = gzip.compress(content)
+        return lambda call: call.answer(content, Content_Encoding=encoding)
+
+    for encoding, times, words in (
+        ("gzip", 1, "more than 1000000 bytes"),
+        ("gzip, gzip", 2, "encoding"),
+        ("br", 1, "enc"),
+    ):
+        with serving(bomb(encoding, times)) as (url, _):
+            service = web.JsonService(url + "/score", retries=0, max_bytes=1_000_000)
+            with pytest.raises(RewardError, match=words):
+                service.post({})
+
+
+def test_packed_answers_are_read():
+    with serving(lambda call: call.answer(gzip.compress(b'{"scores": [3.0]}'), Content_Encoding="gzip")) as (
+        url,
+        calls,
+    ):
+        assert ask(url, 1) == [3.0]
+        assert calls[0].headers["Accept-Encoding"] == "gzip"
+    with serving(lambda call: call.answer(b"no gzip", Content_Encoding="gzip")) as (url, calls):
+        with pytest.raises(RewardError, match="half an answer"):
+            ask(url, 1)
+        assert len(calls) == 3
+
+
 # -- the service
 
 
@@ -290,11 +327,44 @@ def test_other_paths_and_sizes(server):
     assert send(server, b"", headers={"Content-Length": str(10**12)})[0] == 413
 
 
+def raw(server, text):
+    """What a server answers to these very bytes, until it closes the connection."""
+    with socket.create_connection(server.server_address, timeout=5) as connection:
+        connection.sendall(text)
+        connection.shutdown(socket.SHUT_WR)
+        return b"".join(iter(lambda: connection.recv(65536), b""))
+
+
+def test_lengths_in_other_digits_are_refused(server):
+    head = "POST /score HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nContent-Length: \u00b2\r\n\r\n"
+    assert raw(server, head.encode("latin-1")).startswith(b"HTTP/1.1 411")
+
+
+def test_a_body_that_nobody_reads_is_not_the_next_request(server):
+    inner = b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n"
+    head = f"GET /health HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(inner)}\r\n\r\n".encode()
+    assert raw(server, head + inner).count(b"HTTP/1.1 200") == 1
+
+
+def test_a_client_that_hangs_up_is_no_error(server, caplog, capsys):
+    body = b'{"completions": ["a"]}'
+    head = f"POST /score HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nContent-Length: {len(body)}"
+    for _ in range(5):
+        connection = socket.create_connection(server.server_address, timeout=5)
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))  # a reset, not a good-bye
+        connection.sendall(f"{head}\r\n\r\n".encode() + body[:5])
+        connection.close()
+    time.sleep(0.2)
+    assert "Traceback" not in caplog.text + capsys.readouterr().err
+    assert send(server, body) == (200, {"scores": [1.0]})
+
+
 def test_a_browser_cannot_be_used_to_reach_it(server):
     body = b'{"completions": ["a"]}'
     for kind in ("text/plain", "application/x-www-form-urlencoded", "multipart/form-data"):
         assert send(server, body, headers={"Content-Type": kind})[0] == 415
-    for host in ("evil.example", "evil.example:8000", "", "[", "127.0.0.1.evil.example"):
+    others = ("evil.example", "evil.example:8000", "", "[", "127.0.0.1.evil.example", "[::1].evil.example")
+    for host in (*others, "localhost:80@evil.example", "[::1]evil.example:80"):
         assert send(server, body, headers={"Host": host})[0] == 403
         assert send(server, None, "GET", "/health", headers={"Host": host})[0] == 403
     for host in ("localhost", "127.0.0.1:8000", "[::1]:8000"):

@@ -6,10 +6,11 @@ import hmac
 import json
 import logging
 import math
+import re
+import sys
 import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
-from urllib.parse import urlsplit
 
 from rloom.errors import RewardError
 from rloom.rewards.base import RewardBatch, shown
@@ -20,6 +21,8 @@ logger = logging.getLogger(__name__)
 
 MAX_BODY = 256 * 2**20
 FIELDS = ("prompts", "completions", "completion_ids", "columns")
+OWN_HOST = re.compile(r"(localhost|127\.0\.0\.1|\[::1\])(:[0-9]{1,5})?", re.IGNORECASE)
+"""Names of this machine, as a Host header has them: all of it, since what is parsed may hide another behind it."""
 
 
 class BadRequest(Exception):
@@ -52,6 +55,14 @@ class RewardServer(ThreadingHTTPServer):
         self.one_by_one = any(not (c.marks.isolated or c.marks.threads or c.is_async) for c in rewards.callers)
         self.lock = threading.Lock()
         super().__init__((host, port), Handler)
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """A client that hangs up is none."""
+        error = sys.exception()
+        if isinstance(error, (ConnectionError, TimeoutError)):
+            logger.debug("a client hung up: %s", error)
+        else:
+            logger.exception("a request failed")
 
     def score(self, request: Any) -> list[float | None]:
         """Scores for a request's completions; null where there is none."""
@@ -95,6 +106,8 @@ class Handler(BaseHTTPRequestHandler):
 
     def do_GET(self) -> None:
         """Whether the service is up, and what it scores with."""
+        if "Content-Length" in self.headers or "Transfer-Encoding" in self.headers:
+            self.close_connection = True  # what nobody reads would be taken for the next request
         if self.path != "/health":
             return self._answer(404, {"error": "GET /health and POST /score are all there is"})
         try:
@@ -130,16 +143,13 @@ class Handler(BaseHTTPRequestHandler):
 
     def _check_host(self) -> None:
         """Without a token, only who calls us by a name of this machine: a browser says which name a page is from."""
-        try:
-            host = urlsplit(f"//{self.headers.get('Host', '')}").hostname
-        except ValueError:
-            host = None
-        if not self.server.token and host not in LOOPBACK:
+        named = OWN_HOST.fullmatch(self.headers.get("Host", ""))
+        if not self.server.token and named is None:
             raise BadRequest("without a token, the Host must be this machine's own", 403)
 
     def _request(self) -> Any:
         length = self.headers.get("Content-Length", "")
-        if not length.isdigit():
+        if not re.fullmatch("[0-9]{1,18}", length):  # other scripts have digits too
             raise BadRequest("a Content-Length is needed", 411)
         if int(length) > MAX_BODY:
             raise BadRequest(f"more than {MAX_BODY} bytes; send fewer completions at a time", 413)

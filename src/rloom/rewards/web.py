@@ -12,6 +12,7 @@ import re
 import threading
 import time
 import weakref
+import zlib
 from typing import Any
 from urllib.parse import SplitResult, parse_qsl, quote, unquote, urlsplit, urlunsplit
 
@@ -141,14 +142,33 @@ class JsonService:
         return self._read(response, received)
 
     async def _asked(self, client: Any, body: bytes) -> tuple[Any, bytes]:
-        headers = {"Content-Type": "application/json", **self.headers}
+        headers = {"Content-Type": "application/json", "Accept-Encoding": "gzip", **self.headers}
         received = bytearray()
         async with client.stream("POST", self._target, content=body, headers=headers) as response:
-            async for part in response.aiter_bytes():
+            async for part in response.aiter_raw():
                 received += part
                 if len(received) > self.max_bytes:
-                    raise RewardError(f"{self.url} answered more than {self.max_bytes} bytes")
-        return response, bytes(received)
+                    raise self._too_much()
+        return response, self._unpacked(response.headers.get("Content-Encoding", ""), bytes(received))
+
+    def _unpacked(self, encoding: str, received: bytes) -> bytes:
+        """A few kilobytes may unpack to gigabytes: no more than is allowed is unpacked."""
+        if encoding.strip().lower() in ("", "identity"):
+            return received
+        if encoding.strip().lower() != "gzip":
+            raise RewardError(
+                f"{self.url} answered in an encoding that was not asked for: {self.safe(encoding)[:80]!r}"
+            )
+        try:
+            content = zlib.decompressobj(16 + zlib.MAX_WBITS).decompress(received, self.max_bytes + 1)
+        except zlib.error as error:
+            raise Unavailable(f"half an answer, or none in gzip ({error})") from None
+        if len(content) > self.max_bytes:
+            raise self._too_much()
+        return content
+
+    def _too_much(self) -> RewardError:
+        return RewardError(f"{self.url} answered more than {self.max_bytes} bytes")
 
     def safe(self, value: Any) -> Any:
         """What came from elsewhere, without what must not be shown: a service may echo what it was sent."""
