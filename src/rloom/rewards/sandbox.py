@@ -217,6 +217,7 @@ def boot(
         stderr=subprocess.DEVNULL,
         pass_fds=(*fds.values(), *more_fds),
         cwd="/",
+        start_new_session=True,  # Ctrl-C is for the run, which finishes its update, and not for what it waits for
         # bubblewrap clears what the program gets, and is the first process that the program sees in /proc itself.
         env={"PATH": os.environ.get("PATH", os.defpath)},
     )

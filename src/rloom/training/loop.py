@@ -27,6 +27,7 @@ from rloom.training import checkpoint, weights
 from rloom.training.card import model_card
 from rloom.training.credit import Credit, Shaper
 from rloom.training.finite import FiniteUpdates, check_finite
+from rloom.training.interrupts import Interrupts
 from rloom.training.learner import Learner
 from rloom.training.precision import Precision
 from rloom.training.processes import Processes
@@ -53,6 +54,7 @@ class UpdateLoop(Trainer):
     store: RunStore
     precision: Precision
     finite: FiniteUpdates
+    interrupts: Interrupts
     reference: Reference | None
     _tag_names = ("rloom", "rloo")
     _resumed: dict[str, Any] | None = None  # what a checkpoint said, until the first epoch begins
@@ -178,8 +180,10 @@ class UpdateLoop(Trainer):
             resume_from_checkpoint = self._newest_checkpoint(must_be=resume_from_checkpoint is True)
         if self.processes.is_main:
             self._open_store(resume_from_checkpoint)
-        with self._rewards_open():
-            return super().train(resume_from_checkpoint, *args, **kwargs)
+        with self._rewards_open(), self.interrupts.listening():
+            result = super().train(resume_from_checkpoint, *args, **kwargs)
+        self.interrupts.leave(self.args.output_dir, self.state.global_step)
+        return result
 
     def _newest_checkpoint(self, *, must_be: bool) -> str | bool:
         """Its path, which all processes have from the main one: its disk decides; False where there is none."""

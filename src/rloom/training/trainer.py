@@ -43,6 +43,7 @@ from rloom.training import assemble, contest, launch, loaders
 from rloom.training.advice import advise
 from rloom.training.callbacks import Diagnose, FitBudget, SampleTable, SyncReference, one_progress
 from rloom.training.finite import FiniteUpdates
+from rloom.training.interrupts import Interrupts
 from rloom.training.loop import UpdateLoop
 from rloom.training.noted import Noted, in_turns
 from rloom.training.precision import choose_precision
@@ -157,7 +158,7 @@ class RLOOTrainer(UpdateLoop):
         self.appraiser, self.credit, self.shaper = parts.appraiser, parts.credit, parts.shaper
         self.reference = parts.reference
         self.metrics, self.completion_log, self.store = parts.metrics, parts.completion_log, parts.store
-        self.finite = FiniteUpdates(self.metrics)
+        self.finite, self.interrupts = FiniteUpdates(self.metrics), Interrupts()
         self.schedule = loaders.schedule(args)
         self.buffer = RolloutBuffer(self._make_rollout, self.schedule.parts * self.schedule.passes)
         self._eval_prefix: str | None = None  # while evaluating: what metric names begin with
@@ -171,6 +172,7 @@ class RLOOTrainer(UpdateLoop):
 
     def _add_own_callbacks(self, args: RLOOConfig) -> None:
         """What happens beside the updates, as the options say."""
+        self.add_callback(self.interrupts)
         self.add_callback(FitBudget(self.learner, self.collector.encoder))
         if args.sync_ref_model:
             assert self.reference is not None  # the config refuses sync_ref_model without a KL
