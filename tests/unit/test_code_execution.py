@@ -68,6 +68,44 @@ def run(program: str, tests=SIMPLE, *, limits: Limits | None = None, partial: bo
     return judge_program(program, read_tests(row), limits or Limits(seconds=3.0), partial=partial)
 
 
+# -- programs as people write them
+
+ENDINGS = {
+    "exit": "x = int(input())\nprint(2 * x)\nexit()",
+    "quit, with a code": "x = int(input())\nprint(2 * x)\nquit(0)",
+    "a thread that nobody joins": """
+import threading, time
+x = int(input())
+def work():
+    time.sleep(0.2)
+    print(2 * x)
+threading.Thread(target=work).start()
+""",
+    "at exit": "import atexit\nx = int(input())\natexit.register(lambda: print(2 * x))",
+    "no line's end": "import sys\nsys.stdout.write(str(2 * int(sys.stdin.read())))",
+}
+
+
+@needs_sandbox
+@pytest.mark.parametrize("program", ENDINGS.values(), ids=ENDINGS)
+def test_programs_end_as_they_do_by_themselves(program):
+    assert run(program, {"inputs": ["3\n", "-4\n"], "outputs": ["6\n", "-8\n"]}).share == 1.0
+
+
+@needs_sandbox
+def test_a_program_that_leaves_with_an_error_has_failed():
+    assert run("print(6)\nexit(1)", {"inputs": ["3\n"], "outputs": ["6\n"]}).share == 0.0
+
+
+def test_long_completions_are_not_parsed_here(monkeypatch):
+    from rloom.rewards import problems
+
+    monkeypatch.setattr(problems.ast, "parse", lambda *args: pytest.fail("parsed"))
+    body = "    x = 1\n" * 10_000
+    assert problems.program_of(body, prompt="def f(x):\n", entry_point="f") == "def f(x):\n" + body
+    assert problems.program_of(f"def f(x):\n{body}", prompt="def g(x):\n", entry_point="f").startswith("def f")
+
+
 # -- what it must not see
 
 READS_ENVIRONMENTS = """

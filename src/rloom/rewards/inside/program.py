@@ -6,6 +6,8 @@ answers are judged elsewhere.
 
 from __future__ import annotations
 
+import atexit
+import builtins
 import os
 import resource
 import sys
@@ -33,7 +35,13 @@ def begin(payload: dict[str, Any]) -> None:
     nowhere = os.open(os.devnull, os.O_RDWR)
     for fd in (0, 1, 2):
         os.dup2(nowhere, fd)
+    vars(builtins).update(exit=leave, quit=leave)  # what `site` brings, which is not imported here
     os.write(payload["ready_fd"], b"r")
+
+
+def leave(code: Any = None) -> None:
+    """As in a program that is run by itself."""
+    raise SystemExit(code)
 
 
 def main(payload: dict[str, Any]) -> None:
@@ -120,10 +128,19 @@ def start(program: str, text: str) -> tuple[int, int]:
     try:
         exec(compile(program, "<program>", "exec"), {"__name__": "__main__", "__builtins__": __builtins__})
         code = 0
-    except SystemExit as leave:
-        code = int(bool(leave.code))
+    except SystemExit as left:
+        code = int(bool(left.code))
     finally:
         try:
-            sys.stdout.flush()
+            finish()
         finally:
             os._exit(code)
+
+
+def finish() -> None:
+    """What an interpreter does at its end: threads that nobody has joined end, then what was asked for at exit is done,
+    and what was printed is written."""
+    if "threading" in sys.modules:
+        sys.modules["threading"]._shutdown()
+    atexit._run_exitfuncs()
+    sys.stdout.flush()
