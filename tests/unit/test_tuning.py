@@ -26,19 +26,20 @@ def model_of(parameters, layers, vocabulary=150_000):
 
 
 def test_small_layers_have_large_micro_batches(h200):
-    tokens = lambda *size, group=100: tuning.micro_batch_tokens(  # noqa: E731
+    tokens = lambda *size, group=1: tuning.micro_batch_tokens(  # noqa: E731
         model_of(*size), GPU, group=group, checkpointed=True
     )
     assert tokens(358_000_000, 24) == 32_768
     assert tokens(106_000_000, 30) == 65_536
-    assert tokens(1_310_000_000, 28) == 8192
+    assert tokens(1_310_000_000, 28) == 16_384
     assert tokens(7_000_000_000, 32) == tuning.LEAST_TOKENS
-    assert tokens(1_310_000_000, 28, group=8320) == 8320  # a whole group, where that is not much more
-    assert tokens(1_310_000_000, 28, group=100_000) == 8192
+    assert tokens(7_000_000_000, 32, group=8704) == 8704  # a whole group, where that is not much more
+    assert tokens(1_310_000_000, 28, group=8320) == 2 * 8320  # whole groups
+    assert tokens(1_310_000_000, 28, group=100_000) == 16_384
 
 
 def test_activations_that_are_kept_take_the_room_of_tokens(h200):
-    plain = tuning.micro_batch_tokens(model_of(106_000_000, 30), GPU, group=100, checkpointed=False)
+    plain = tuning.micro_batch_tokens(model_of(106_000_000, 30), GPU, group=1, checkpointed=False)
     assert plain == 16_384
 
 

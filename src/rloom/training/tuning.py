@@ -12,8 +12,8 @@ TOKENS_ON_CPU = 8192
 LEAST_TOKENS = 8192
 MOST_TOKENS = 65_536
 
-HOST_SECONDS = 5e-3
-"""That a slow host takes to launch a layer forward, forward again and backward; an H200's took 3 to 8 ms."""
+HOST_SECONDS = 8e-3
+"""That a slow host takes to launch a layer forward, forward again and backward; hosts of an H200 took 7.6 to 11 ms."""
 
 CLOCK = 1.7e9
 PER_PROCESSOR = {7: 512, 8: 1024, 9: 4096, 10: 8192, 12: 1024}
@@ -30,8 +30,9 @@ def micro_batch_tokens(model: Any, device: torch.device, *, group: int, checkpoi
     """Tokens to a micro-batch: so many that the GPU takes longer to run a layer than the host to launch it; more would
     take memory and gain next to nothing.
 
-    `group`: tokens of the largest group, which should fit as a whole, since a forward less is run then. `checkpointed`:
-    whether activations are made again in the backward. If not, they take several times the memory for each token.
+    `group`: tokens of the largest group. Whole groups should fit, since a forward less is run then: what is left beside
+    them would be of no use. `checkpointed`: whether activations are made again in the backward. If not, they take
+    several times the memory for each token.
     """
     if device.type != "cuda":
         return TOKENS_ON_CPU
@@ -42,7 +43,9 @@ def micro_batch_tokens(model: Any, device: torch.device, *, group: int, checkpoi
     tokens = min(max(tokens, LEAST_TOKENS), MOST_TOKENS)
     if not checkpointed:
         tokens = max(tokens // 4, LEAST_TOKENS)
-    return group if tokens < group <= max(2 * tokens, MOST_TOKENS // 2) else tokens
+    if group <= tokens:
+        return -(-tokens // group) * group
+    return group if group <= max(2 * tokens, MOST_TOKENS // 2) else tokens
 
 
 def keeps_logits(model: Any, device: torch.device, *, tokens: int, trained_share: float) -> bool:
