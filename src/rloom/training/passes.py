@@ -13,6 +13,7 @@ from rloom.data.batching import Batcher
 from rloom.data.transfer import upload
 from rloom.models.attention import CompiledLayers, own_attention, packed_attention, running
 from rloom.models.fused import FusedLayers
+from rloom.models.gpu import has_triton
 from rloom.models.logprobs import Forward, TokenStats
 from rloom.models.reference import FrozenReference, Reference
 from rloom.training.budget import TokenBudget
@@ -52,9 +53,16 @@ class Passes:
         """How rows are run, in words."""
         if not self.batcher.packed:
             return "updates on padded rows, which are slower (see above for why, or packing=False)"
-        how = {CompiledLayers: "compiled layers", FusedLayers: "kernels for attention and layers"}
-        form = how.get(type(self._layers), "plain attention, since there are no kernels for this device")
-        return f"updates on packed rows of up to {self.budget.tokens:,} tokens, with {form}"
+        return f"updates on packed rows of up to {self.budget.tokens:,} tokens, with {self._form()}"
+
+    def _form(self) -> str:
+        if isinstance(self._layers, CompiledLayers):
+            return "compiled layers"
+        if isinstance(self._layers, FusedLayers):
+            return "kernels for attention and layers"
+        if self.device.type != "cuda":
+            return "plain attention, as on a CPU"
+        return "kernels for attention alone" if has_triton() else "plain attention, since Triton is not installed"
 
     @property
     def device(self) -> torch.device:

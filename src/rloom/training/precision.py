@@ -79,7 +79,8 @@ def choose_precision(trainer: Any, *, asked_dtype: Any, own_optimizer: bool) -> 
         kind = "bfloat16" if args.bf16 else "float16"
         words = f"float32 weights, cast to {kind} for each product ({reason})"
         return Precision(split=None, words=words, asked_autocast=asked)
-    return Precision(split=None, words="weights and arithmetic in float32", asked_autocast=asked)
+    words = f"weights and arithmetic in float32{_why_not_half(args.device)}"
+    return Precision(split=None, words=words, asked_autocast=asked)
 
 
 def _why_not_split(trainer: Any, asked_dtype: Any, own_optimizer: bool) -> str | None:
@@ -128,6 +129,15 @@ def _runs(trainer: Any) -> torch.dtype | None:
         return None
     finally:
         model.train(training)
+
+
+def _why_not_half(device: torch.device) -> str:
+    """What would be faster on a GPU."""
+    if device.type != "cuda":
+        return ""
+    if torch.cuda.is_bf16_supported(including_emulation=False):
+        return " (bf16=True is several times faster)"
+    return " (this GPU does no bfloat16: fp16=True is faster)"
 
 
 def _dtype_of(model: Any) -> torch.dtype:
