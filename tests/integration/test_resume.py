@@ -106,3 +106,48 @@ def test_an_unfinished_checkpoint_is_passed_over(tmp_path):
     (broken / "trainer_state.json").write_text('{"global_step": 3, "log_hi')
     run("straddling", f"{output}:resume")
     assert_same(last_checkpoint(tmp_path / "whole"), last_checkpoint(output))
+
+
+def damaged(folder, how):
+    file = folder / ("optimizer.pt" if how != "weights" else "model.safetensors")
+    if how == "missing":
+        file.unlink()
+    elif how == "short":
+        file.write_bytes(file.read_bytes()[:-7])
+    else:  # one bit
+        content = bytearray(file.read_bytes())
+        content[len(content) // 2] ^= 1
+        file.write_bytes(content)
+    return file.name
+
+
+@pytest.mark.parametrize("how", ["missing", "short", "weights"])
+def test_a_damaged_checkpoint_is_passed_over_by_name(how, model, rows, config, tokenizer, caplog, capsys, tmp_path):
+    from rloom import RLOOTrainer
+
+    reward = lambda completions, **kwargs: [float(len(text)) for text in completions]  # noqa: E731
+    options = {"max_steps": 3, "save_strategy": "steps", "save_steps": 1}
+    make = lambda: RLOOTrainer(model, reward, config(**options), rows, processing_class=tokenizer)  # noqa: E731
+    make().train()
+    newest = tmp_path / "out" / "checkpoint-3"
+    name = damaged(newest, how)
+    with pytest.raises(ValueError, match=rf"checkpoint-3 is damaged: {name}"):
+        make().train(resume_from_checkpoint=str(newest))
+    make().train(resume_from_checkpoint="auto")
+    assert f"checkpoint-3 is damaged: {name}" in caplog.text
+    assert f"going on from {tmp_path / 'out' / 'checkpoint-2'}, after update 2" in capsys.readouterr().err
+
+
+def test_what_people_edit_is_no_damage(model, rows, config, tokenizer, tmp_path):
+    from rloom import RLOOTrainer
+    from rloom.training.checkpoint import damage
+
+    reward = lambda completions, **kwargs: [float(len(text)) for text in completions]  # noqa: E731
+    options = config(max_steps=1, save_strategy="steps", save_steps=1)
+    RLOOTrainer(model, reward, options, rows, processing_class=tokenizer).train()
+    folder = tmp_path / "out" / "checkpoint-1"
+    (folder / "tokenizer_config.json").write_text("{}")
+    (folder / "notes.txt").write_text("good")
+    assert damage(folder) is None
+    (folder / "rloom_manifest.json").write_text("{")
+    assert "rloom_manifest.json cannot be read" in damage(folder)

@@ -2,14 +2,17 @@
 
 `rloom_state.pt` holds what the next update depends on and transformers does not keep: rollouts in use, running
 normalisers, metrics that were not logged yet, the running loss; of several processes, each but the first has a file of
-its own, with its number in the name. `reference.pt` holds a reference that has moved.
+its own, with its number in the name. `reference.pt` holds a reference that has moved. `rloom_manifest.json`, which is
+written last, has the size and the checksum of every file: a checkpoint that was damaged since is passed over.
 """
 
 from __future__ import annotations
 
 import json
 import logging
+import os
 import re
+import zlib
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +23,9 @@ logger = logging.getLogger(__name__)
 STATE_FILE = "rloom_state.pt"
 REFERENCE_FILE = "reference.pt"
 TRAINER_STATE_FILE = "trainer_state.json"
+MANIFEST_FILE = "rloom_manifest.json"
+NUMBERS = (".safetensors", ".bin", ".pt", ".pth")
+CHUNK = 1 << 24
 
 
 def save(folder: str | Path, state: dict[str, Any], reference: dict[str, Any] | None, *, rank: int = 0) -> None:
@@ -47,9 +53,54 @@ def load(folder: str | Path, *, rank: int = 0) -> tuple[dict[str, Any] | None, d
     return found[0], found[1]
 
 
-def is_whole(folder: Path) -> bool:
-    """Whether a checkpoint was written to its end."""
-    return step_of(folder) is not None
+def seal(folder: str | Path) -> None:
+    """Write down what a checkpoint consists of, when all of it is there and on the disk."""
+    path = Path(folder)
+    files = {str(file.relative_to(path)): _measured(file, sync=True) for file in _files(path)}
+    new = path / f"{MANIFEST_FILE}.new"
+    with new.open("w") as out:
+        json.dump({"files": files}, out, indent=1)
+        out.flush()
+        os.fsync(out.fileno())
+    new.replace(path / MANIFEST_FILE)
+
+
+def _files(folder: Path) -> list[Path]:
+    """Those that the next update depends on: others, a tokenizer's or a card, people may edit."""
+    own = (file for file in folder.rglob("*") if file.suffix in NUMBERS or file.name == TRAINER_STATE_FILE)
+    return sorted(file for file in own if file.is_file())
+
+
+def _measured(file: Path, *, sync: bool = False) -> list[int]:
+    """Size and checksum of a file: against damage, not against malice."""
+    checksum = 0
+    with file.open("rb") as content:
+        while part := content.read(CHUNK):
+            checksum = zlib.crc32(part, checksum)
+        if sync:
+            os.fsync(content.fileno())
+    return [file.stat().st_size, checksum]
+
+
+def damage(folder: str | Path) -> str | None:
+    """What is wrong with a checkpoint, None if nothing is. One without a manifest (an older version's, TRL's) is taken
+    as it is, if it was written to its end."""
+    path = Path(folder)
+    if step_of(path) is None:
+        return "is unfinished (the run was stopped while writing it)"
+    try:
+        files = json.loads((path / MANIFEST_FILE).read_text())["files"]
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError, KeyError, TypeError):
+        return f"is damaged: {MANIFEST_FILE} cannot be read"
+    for name, expected in files.items():
+        try:
+            if _measured(path / name) != expected:
+                return f"is damaged: {name} is not what was written"
+        except OSError:
+            return f"is damaged: {name} is missing or cannot be read"
+    return None
 
 
 def step_of(folder: Path) -> int | None:
@@ -61,12 +112,14 @@ def step_of(folder: Path) -> int | None:
 
 
 def newest_whole(output_dir: str | Path) -> Path | None:
-    """The newest checkpoint that is whole; an unfinished one, left by a kill in mid-write, is named and passed over."""
+    """The newest checkpoint that is whole; one that is unfinished, left by a kill in mid-write, or damaged is named and
+    passed over."""
     pattern = re.compile(r"^checkpoint-(\d+)$")
     root = Path(output_dir)
     numbered = [(int(m[1]), p) for p in root.glob("checkpoint-*") if (m := pattern.match(p.name)) and p.is_dir()]
     for _, folder in sorted(numbered, reverse=True):
-        if is_whole(folder):
+        wrong = damage(folder)
+        if wrong is None:
             return folder
-        logger.warning("%s is unfinished (the run was stopped while writing it) and is passed over", folder)
+        logger.warning("%s %s and is passed over", folder, wrong)
     return None

@@ -6,6 +6,7 @@ import dataclasses
 import functools
 import logging
 import os
+import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
@@ -178,12 +179,26 @@ class UpdateLoop(Trainer):
             resume_from_checkpoint = os.fspath(resume_from_checkpoint)
         if resume_from_checkpoint == "auto" or resume_from_checkpoint is True:
             resume_from_checkpoint = self._newest_checkpoint(must_be=resume_from_checkpoint is True)
+        elif isinstance(resume_from_checkpoint, str):
+            self._check_checkpoint(Path(resume_from_checkpoint))
+        self._say_where_it_goes_on(resume_from_checkpoint)
         if self.processes.is_main:
             self._open_store(resume_from_checkpoint)
         with self._rewards_open(), self.interrupts.listening():
             result = super().train(resume_from_checkpoint, *args, **kwargs)
         self.interrupts.leave(self.args.output_dir, self.state.global_step)
         return result
+
+    def _check_checkpoint(self, folder: Path) -> None:
+        """Refuse one that was damaged since. Of one without a manifest transformers says what is wrong with it."""
+        sealed = self.processes.is_main and (folder / checkpoint.MANIFEST_FILE).exists()
+        if sealed and (wrong := checkpoint.damage(folder)) is not None:
+            raise ValueError(f'{folder} {wrong}: name another, or "auto" for the newest that is whole')
+
+    def _say_where_it_goes_on(self, folder: Any) -> None:
+        step = checkpoint.step_of(Path(folder)) if isinstance(folder, str) else None
+        if self.processes.is_main and step is not None:
+            print(f"rloom: going on from {folder}, after update {step}", file=sys.stderr, flush=True)
 
     def _newest_checkpoint(self, *, must_be: bool) -> str | bool:
         """Its path, which all processes have from the main one: its disk decides; False where there is none."""
@@ -227,6 +242,8 @@ class UpdateLoop(Trainer):
         self.processes.check_same_weights(self.model)
         super()._save_checkpoint(model, trial)
         self.processes.wait()  # nobody looks for it before it is there
+        if self.processes.is_main and folder.exists() and not self.args.save_only_model:
+            checkpoint.seal(folder)
 
     def _save_rng_state(self, output_dir: str) -> None:
         super()._save_rng_state(output_dir)
