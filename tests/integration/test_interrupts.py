@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import threading
+import time
 
 import pytest
 import torch
@@ -30,6 +31,7 @@ def interrupted_at(call, *signals):
         if len(calls) == call:
             for number in signals:
                 os.kill(os.getpid(), number)
+                time.sleep(0.5)  # rewards run in threads, and the main one takes signals: two at once would be one
         return lengths(completions)
 
     return reward
