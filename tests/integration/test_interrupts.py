@@ -14,6 +14,16 @@ from rloom import RLOOTrainer
 from tests.conftest import make_model, make_tokenizer
 
 
+@pytest.fixture(autouse=True)
+def as_in_a_script():
+    """What a signal does is Python's own default, whatever the tests were started by."""
+    before = {signal.SIGINT: signal.default_int_handler, signal.SIGTERM: signal.SIG_DFL}
+    before = {number: signal.signal(number, handler) for number, handler in before.items()}
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
 def trainer_for(config, rows, reward, **changes):
     return RLOOTrainer(make_model(), reward, config(max_steps=4, **changes), rows, processing_class=make_tokenizer())
 
