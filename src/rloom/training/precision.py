@@ -42,14 +42,15 @@ class Precision:
 SPLIT = "float32 weights, held as bfloat16 and the 16 bits that it drops"
 
 
-def choose_precision(trainer: Any, *, asked_dtype: Any, own_optimizer: bool) -> Precision:
+def choose_precision(trainer: Any, *, loaded_with: Any, own_optimizer: bool) -> Precision:
     """Float32 weights under `bf16=True` become bfloat16 weights with the bits that these drop, unless something asks
     for float32 weights.
 
-    `asked_dtype`: what the user asked a model to be loaded in, if anything. `own_optimizer`: one was passed in, which
-    knows nothing of dropped bits.
+    `loaded_with`: arguments of `from_pretrained`, of a model by name. `own_optimizer`: one was passed in, which knows
+    nothing of dropped bits.
     """
     args, model, asked = trainer.args, trainer.model, trainer.accelerator.autocast_handler
+    asked_dtype = (loaded_with or {}).get("dtype") or (loaded_with or {}).get("torch_dtype")
     reason, before = _why_not_split(trainer, asked_dtype, own_optimizer), split_of(model)
     if before is not None and reason is not None:
         before.undo()

@@ -145,12 +145,8 @@ class RLOOTrainer(UpdateLoop):
         self.processes = Processes.of(args)
         launch.check_same_everywhere(self.processes, args, train_dataset, eval_dataset)
         self.processes.share_weights(self.model)  # before the reference is made of them
-        by_name: Any = args.model_init_kwargs if isinstance(model, str) else None
-        self.precision = choose_precision(
-            self,
-            asked_dtype=(by_name or {}).get("dtype") or (by_name or {}).get("torch_dtype"),
-            own_optimizer=optimizers[0] is not None,
-        )
+        asked = args.model_init_kwargs if isinstance(model, str) else None
+        self.precision = choose_precision(self, loaded_with=asked, own_optimizer=optimizers[0] is not None)
         if optimizers[0] is not None:
             warn_of_lost_bits(self.model)
         parts = assemble.build(self, policy, functions, terms, reward_classes, reference_path, engine)
