@@ -109,6 +109,17 @@ def test_off_by_default_and_names_are_taken(model, tokenizer, rows, config):
         trainer.train()
 
 
+@pytest.mark.parametrize("name", ["mismatch/mean", "updates/skipped", "clip_ratio/own"])
+def test_names_of_the_trainers_own_are_refused(name, model, tokenizer, rows, config):
+    def logs_it(completions, log_metric, **kwargs):
+        log_metric(name, 1.0)
+        return [0.0] * len(completions)
+
+    trainer = RLOOTrainer(model, logs_it, config(max_steps=1), rows, processing_class=tokenizer)
+    with pytest.raises(RewardError, match="the trainer's own"):
+        trainer.train()
+
+
 def test_at_the_level_of_tokens(model, tokenizer, rows, config):
     args = config(log_older_metrics=True, num_iterations=2, max_steps=2, ratio_level="token", beta=0.0)
     trainer = RLOOTrainer(model, spread, args, rows, processing_class=tokenizer)
