@@ -109,13 +109,17 @@ def run_one(peer: str, name: str, folder: str, steps: int, per_device: int, dtyp
         from rloom import RLOOConfig, RLOOTrainer
     model, more, arguments = model_and_arguments(shape, folder, dtype)
     clock, began = callback(steps), time.time()
-    use_cpu = {} if torch.cuda.is_available() else {"use_cpu": True, "bf16": False}
-    config = RLOOConfig(**options(shape, folder, per_device), **more, **use_cpu)
+    if not torch.cuda.is_available():
+        more |= {"use_cpu": True, "bf16": False}
+    if os.environ.get("BENCH_FLOAT32"):
+        more["bf16"] = False
+    config = RLOOConfig(**options(shape, folder, per_device), **more)
     arguments["processing_class"] = make_tokenizer()  # some versions load a Qwen2's own class instead of what was saved
     trainer = RLOOTrainer(model, reward, config, rows, callbacks=[clock], **arguments)
     built = time.time()
     trainer.train()
     gaps = [b - a for a, b in zip(clock.ends, clock.ends[1:], strict=False)]
+    gaps = gaps or [clock.ends[0] - built]  # a single step of a slow peer: its first
     late = gaps[max(settled - 1, 0) :] or gaps[-1:]
     row: dict[str, Any] = {
         "shape": name, "peer": peer, "dtype": dtype, "imports_s": round(began - SECONDS, 1),
@@ -194,8 +198,11 @@ def main() -> None:
     parser.add_argument("--settled", type=int, default=3, help="steps of ours that the median leaves out")
     parser.add_argument("--per-device", type=int, default=16, help="per_device_train_batch_size")
     parser.add_argument("--dtype", default=None, help="of the weights, for both; unset: as people load the shape")
+    parser.add_argument("--float32", action="store_true", help="bf16=False for both: true float32")
     parser.add_argument("--warm", action="store_true", help="all runs share their caches")
     arguments = parser.parse_args()
+    if arguments.float32:
+        os.environ["BENCH_FLOAT32"] = "1"
     with tempfile.TemporaryDirectory() as caches:
         for name in arguments.shapes:
             compare(name, arguments, caches)
