@@ -104,7 +104,7 @@ class LLM:
     def wake_up(self):
         self.asleep = False
 
-    def _add(self, name, prompt, params):
+    def _add(self, name, prompt, params, lora_request=None):
         assert not self.asleep
         self.waiting[name] = (prompt["prompt_token_ids"], params)
 

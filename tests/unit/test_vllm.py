@@ -282,8 +282,8 @@ def test_not_installed(monkeypatch):
     model = make_model()
     with pytest.raises(EngineError, match=r"engine='vllm': .* pip install vllm, .* Leave `engine` unset"):
         choose_engine(lambda: model, sampling(), wanted="vllm", tokenizer=make_tokenizer())
-    install(monkeypatch, version=(0, 31, 2))
-    with pytest.raises(EngineError, match=r"vLLM 0.31.2 is too old: 0.32 is the oldest"):
+    install(monkeypatch, version=(0, 21, 2))
+    with pytest.raises(EngineError, match=r"vLLM 0.21.2 is too old: 0.22 is the oldest"):
         VllmEngine(lambda: model, sampling(), tokenizer=make_tokenizer())
 
 
@@ -549,7 +549,7 @@ def test_what_is_no_address(address):
     ("changes", "message"),
     [
         ({"missing": ("server_info",)}, "does not know /server_info.* developer mode.* VLLM_SERVER_DEV_MODE=1"),
-        ({"missing": ("weight_checker",)}, "does not know /weight_checker.* older than 0.32"),
+        ({"missing": ("weight_checker",)}, "does not know /weight_checker.* older than 0.22"),
         ({"missing": ("health",)}, "Is http://127.0.0.1:.* a vLLM server"),
         ({"logprobs_mode": "raw_logprobs"}, "as raw_logprobs, before temperature: .*--logprobs-mode processed"),
         ({"deaf": True}, "does not take 21 of its weights from ours"),
@@ -560,6 +560,34 @@ def test_a_server_that_is_not_as_it_should_be(changes, message):
     model = make_model()
     with serving(model.config, **changes) as service, pytest.raises(EngineError, match=message):
         server_engine(service, model)
+
+
+OLDER = ("weight_info", "weight_checker", "update_weight_version")
+
+
+def test_a_server_without_versions_is_proved_by_what_it_answers():
+    """As those before 0.32 are: no version, no checksums, no word on its cache."""
+    model = make_model()
+    older = {"missing": OLDER, "reset_prefix_cache": lambda _: None}
+    with serving(model.config, **older) as service:
+        engine = server_engine(service, model)
+        list(engine.generate(prompts(3), 2, seed=0))
+        syncs = engine.syncs
+        model.model.norm.weight.data += 1e-3
+        list(engine.generate(prompts(3), 2, seed=0))
+        assert engine.syncs == syncs + 1
+        service.model.inner.model.norm.weight.data += 1.0  # somebody else's weights
+        list(engine.generate(prompts(3), 2, seed=0))
+        assert engine.syncs == syncs + 2
+        rollout = engine.generate(prompts(3), 2, seed=0)
+        next(rollout)
+        service.model.inner.model.norm.weight.data += 1.0
+        with pytest.raises(EngineError, match="given other weights while it generated"):
+            list(rollout)
+    with serving(model.config, deaf=True, **older) as service:
+        service.model.inner.load_state_dict(model.state_dict())
+        with pytest.raises(EngineError, match="answers alike with two models that differ"):
+            server_engine(service, model)
 
 
 def test_a_server_that_stops_taking_weights():

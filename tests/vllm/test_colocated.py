@@ -250,10 +250,12 @@ def test_two_in_a_process_take_turns(one):
     [
         {"target_modules": ["q_proj", "down_proj", "lm_head"], "modules_to_save": ["norm"]},
         {"target_modules": "all-linear", "use_dora": True},
+        {"target_modules": "all-linear", "lora_alpha": 7},
+        {"target_modules": ["q_proj", "v_proj", "down_proj"], "rank_pattern": {"v_proj": 3}, "use_rslora": True},
     ],
-    ids=["with the head", "dora"],
+    ids=["with the head", "dora", "all", "some"],
 )
-def test_adapters(adapter):
+def test_adapters(adapter, request):
     from peft import LoraConfig, get_peft_model
 
     some = prompts("ab", "hello there, you")
@@ -273,6 +275,10 @@ def test_adapters(adapter):
         assert_drawn_from(model, some, in_order(engine, some))
     after = model.state_dict()
     assert all(torch.equal(before[name], after[name]) for name in before)
+    assert engine._alone == (request.node.callspec.id in ("all", "some"))
+    if engine._alone:  # what is under the adapter is noticed too
+        base.get_input_embeddings().weight.data += 0.1
+        assert_drawn_from(model, some, in_order(engine, some))
 
 
 SMALL = {

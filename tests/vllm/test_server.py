@@ -13,7 +13,7 @@ import torch
 from rloom import RLOOTrainer
 from rloom.errors import EngineError
 from rloom.generation.vllm import VllmOptions, VllmServerEngine
-from rloom.generation.vllm.client import Client
+from rloom.generation.vllm.client import Client, ServerError
 from tests.conftest import make_tokenizer
 from tests.vllm.conftest import DEVICE, assert_drawn_from, in_order, prompts, sampling, tiny
 
@@ -154,6 +154,61 @@ def test_training(server, config, rows, lora):
     found = [log["mismatch/max"] for log in trainer.state.log_history if "mismatch/max" in log]
     assert len(found) == 3
     assert max(found) < 1e-4
+
+
+def test_adapters_alone(folder, tmp_path, config, rows):
+    from peft import LoraConfig, get_peft_model
+
+    lora = LoraConfig(r=4, target_modules="all-linear", lora_alpha=64)
+    flags = ["--enable-lora", "--max-lora-rank", "8", "--max-loras", "1"]
+    server = Server(folder, tmp_path / "lora.log", *MODE, *flags, VLLM_ALLOW_RUNTIME_LORA_UPDATING="1")
+    try:
+        trainer = RLOOTrainer(
+            tiny(7),  # what the server serves
+            lambda completions, **_: [text.count("a") - len(text) / 4 for text in completions],
+            config(
+                max_steps=3, learning_rate=1e-2, use_vllm=True, vllm_mode="server",
+                vllm_server_base_url=server.address, vllm_server_timeout=300,
+            ),
+            rows, processing_class=make_tokenizer(), peft_config=lora,
+        )  # fmt: skip
+        made = trainer.collector.engine
+        assert made._alone
+        syncs = made.syncs
+        trainer.train()
+        assert made.syncs == syncs + 2
+        found = [log["mismatch/max"] for log in trainer.state.log_history if "mismatch/max" in log]
+        assert len(found) == 3
+        assert max(found) < 1e-4
+        with trainer.model.disable_adapter():
+            assert_drawn_from(trainer.model, prompts("ab"), in_order(made, prompts("ab"), 4))
+        with pytest.raises(EngineError, match="does not draw from the policy"):  # another base than is served
+            engine(server, get_peft_model(tiny(8), lora))
+        with pytest.raises(EngineError, match="takes adapters alone"):
+            engine(server, tiny(7))
+    finally:
+        server.stop()
+
+
+def test_a_server_without_versions_is_proved_by_what_it_answers(server, monkeypatch):
+    """As those before 0.32 are: no version, no checksums, no word on its cache."""
+    own = Client._raw
+
+    def older(self, connection, method, path, content=None):
+        if path.startswith(("/weight_info", "/weight_checker", "/update_weight_version")):
+            raise ServerError(404, path, "Not Found")
+        return own(self, connection, method, path, content)
+
+    monkeypatch.setattr(Client, "_raw", older)
+    model, some = tiny(), prompts("ab", "x")
+    made = engine(server, model)
+    assert_drawn_from(model, some, in_order(made, some))
+    model.lm_head.weight.data += torch.randn_like(model.lm_head.weight)
+    assert_drawn_from(model, some, in_order(made, some))
+    syncs, other = made.syncs, tiny(9)
+    engine(server, other)  # somebody else's
+    assert_drawn_from(model, some, in_order(made, some))
+    assert made.syncs == syncs + 1
 
 
 @pytest.mark.slow

@@ -10,7 +10,7 @@ import torch
 
 TOKENS_ON_CPU = 8192
 LEAST_TOKENS = 8192
-MOST_TOKENS = 65_536
+MOST_TOKENS = 32_768
 
 HOST_SECONDS = 8e-3
 """That a slow host takes to launch a layer forward, forward again and backward; hosts of an H200 took 7.6 to 11 ms."""
@@ -45,14 +45,15 @@ def micro_batch_tokens(model: Any, device: torch.device, *, group: int, checkpoi
         tokens = max(tokens // 4, LEAST_TOKENS)
     if group <= tokens:
         return -(-tokens // group) * group
-    return group if group <= max(2 * tokens, MOST_TOKENS // 2) else tokens
+    return group if group <= max(2 * tokens, MOST_TOKENS) else tokens
 
 
 def keeps_logits(model: Any, device: torch.device, *, tokens: int, trained_share: float) -> bool:
-    """Whether logits are kept for the backward: where that takes little memory. `trained_share`: of a micro-batch's
-    tokens, that have logits."""
+    """Whether logits are kept for the backward: where they take little memory, and no more than float32 weights.
+    `trained_share`: of a micro-batch's tokens, that have logits."""
     vocabulary = model.config.get_text_config().vocab_size
-    return device.type == "cuda" and tokens * trained_share * vocabulary * 2 <= KEPT_LOGITS
+    room = min(KEPT_LOGITS, 4 * model.num_parameters(exclude_embeddings=True))
+    return device.type == "cuda" and tokens * trained_share * vocabulary * 2 <= room
 
 
 def _power_above(count: float) -> int:

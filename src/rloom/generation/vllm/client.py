@@ -56,6 +56,11 @@ class Client:
         with closing(self._connection(timeout)) as connection:
             return self._ask(connection, "POST", path, content)
 
+    def tell(self, path: str, content: Any) -> None:
+        """A POST whose answer is only whether it was heard."""
+        with closing(self._connection(self.timeout)) as connection:
+            self._raw(connection, "POST", path, content)
+
     def _connection(self, timeout: float | None) -> HTTPConnection:
         parts = urlsplit(self.address)
         make = HTTPSConnection if parts.scheme == "https" else HTTPConnection
@@ -64,6 +69,13 @@ class Client:
         return make(parts.hostname, parts.port, timeout=timeout)
 
     def _ask(self, connection: HTTPConnection, method: str, path: str, content: Any = None) -> Any:
+        body = self._raw(connection, method, path, content)
+        try:
+            return json.loads(body) if body else None
+        except ValueError as error:
+            raise EngineError(f"{self.address}{path} did not answer with JSON: is it a vLLM server?") from error
+
+    def _raw(self, connection: HTTPConnection, method: str, path: str, content: Any = None) -> bytes:
         data = None if method == "GET" else json.dumps({} if content is None else content).encode()
         headers = {} if data is None else {"Content-Type": "application/json"}
         try:
@@ -81,10 +93,7 @@ class Client:
             ) from error
         if not 200 <= answer.status < 300:
             raise ServerError(answer.status, path, body.decode(errors="replace"))
-        try:
-            return json.loads(body) if body else None
-        except ValueError as error:
-            raise EngineError(f"{self.address}{path} did not answer with JSON: is it a vLLM server?") from error
+        return body
 
     def wait(self, seconds: float) -> None:
         """Until the server is up; an error says what to do if that takes longer."""
@@ -113,7 +122,7 @@ class Client:
             if error.status in (404, 405):
                 raise EngineError(
                     f"the vLLM server at {self.address} does not know {path}, by which weights reach it: it is not in "
-                    f"developer mode, or older than 0.32; {HOW_TO_START}"
+                    f"developer mode, or older than 0.22; {HOW_TO_START}"
                 ) from error
             raise
 

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import copy
 import gc
+import shutil
 import weakref
 from collections.abc import Callable, Generator, Iterator, Sequence
-from contextlib import closing
+from contextlib import closing, nullcontext
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -15,6 +17,16 @@ import torch
 from rloom.errors import EngineError
 from rloom.generation.base import Sampling, nothing_asked
 from rloom.generation.vllm import proof
+from rloom.generation.vllm.adapter import (
+    adapter_rank,
+    base_fingerprint,
+    is_active,
+    largest_rank,
+    room_for,
+    why_folded,
+    write_adapter,
+)
+from rloom.generation.vllm.loader import LOADER, loading_from
 from rloom.generation.vllm.options import VllmOptions
 from rloom.generation.vllm.requests import Asking, check_lengths
 from rloom.generation.vllm.surroundings import (
@@ -26,10 +38,11 @@ from rloom.generation.vllm.surroundings import (
     temporary_folder,
 )
 from rloom.generation.vllm.weights import base_of, check_sendable, checkpoint_weights, fingerprint, hint_rounding
+from rloom.models.load import is_peft_model
 from rloom.types import Completion, Group, Prompt
 
-OLDEST = (0, 32)
-"""The oldest vLLM whose calls were tried: reloading weights from memory, the log-probabilities' mode."""
+OLDEST = (0, 22)
+"""The oldest vLLM that has what is called here: reloading weights from memory, the log-probabilities' mode."""
 
 _running: weakref.ref[VllmEngine] | None = None
 """vLLM keeps its process groups in globals, so that two of it in one process break each other."""
@@ -40,7 +53,8 @@ class VllmEngine:
 
     vLLM is started without weights, from the model's config and tokenizer alone. They come from the model in memory:
     all of them before the first rollout, which a comparison of log-probabilities proves, and again whenever any has
-    changed. So there is no second source that could be stale.
+    changed. So there is no second source that could be stale. Of a plain LoRA adapter's model the base is handed over
+    once, at the start, and then the adapter alone.
     """
 
     takes_images = False
@@ -53,12 +67,15 @@ class VllmEngine:
         self.asking = Asking(sampling, self.options.regex)
         self.asking.hint_filters()
         check_sendable(get_model())
-        hint_rounding(get_model(), self.options.dtype_for(get_model()))
+        self._alone = self._sends_adapter_alone()
         _check_sleep(self.options, self._device)
         self.syncs = 0  # how often weights were handed over
         self._llm: Any = None
         self._folder = temporary_folder(self)  # stays: vLLM reads the tokenizer again when outputs are constrained
         self._sent: tuple[Any, ...] | None = None  # the fingerprint of the weights that vLLM has
+        self._base: tuple[Any, ...] | None = None  # that of the weights under an adapter which is sent alone
+        self._room = 0  # the rank that vLLM has made room for
+        self._lora: Any = None  # that adapter, as requests name it
         self._asleep = False
         self._numbers = 0  # of requests so far
         self._end: Callable[[], Any] = lambda: None  # shuts vLLM down, at the latest with the process
@@ -132,7 +149,8 @@ class VllmEngine:
         self._numbers += 1
         name = f"rloom-{self._numbers}"
         try:
-            engine.add_request(name, {"prompt_token_ids": list(prompt.token_ids)}, self._params(options, regex))
+            content = {"prompt_token_ids": list(prompt.token_ids)}
+            engine.add_request(name, content, self._params(options, regex), lora_request=self._lora)
         except Exception as error:
             raise EngineError(f"vLLM refuses what it is asked: {error}") from error
         return name
@@ -153,26 +171,51 @@ class VllmEngine:
     def _ready(self) -> Any:
         """vLLM, awake, with the weights that the model has now."""
         global _running
+        model = self.get_model()
+        if self._alone and self._llm is not None and not self._fits(model):
+            self.close()
         if self._llm is None:
             other = None if _running is None else _running()
             if other is not None:
                 other.close()  # it starts again if it is asked once more
             gc.collect()  # one that nobody has closed would take the new one's process groups with it later
-            self._llm, self._sent = self._start(), None
+            self._llm, self._sent = self._start_either(), None
             _running = weakref.ref(self)
         self._let_go()
         if self._asleep:
             self._llm.wake_up()
         self._asleep = False
-        model = self.get_model()
         now = fingerprint(model)
         if now != self._sent:
-            self._send(model)
+            self._sent = None  # should it fail half-way
+            (self._send_adapter if self._alone else self._send)(model)
             self._sent = now
+            self.syncs += 1
         return self._llm
 
+    def _send_adapter(self, model: Any) -> None:
+        """Hand the adapter over, under a new name: what vLLM keeps of the last one is not found again."""
+        from vllm.lora.request import LoRARequest
+
+        last, self._lora = self._lora, None
+        engine = self._llm.llm_engine
+        with own_randomness(self._device):
+            if last is not None:
+                engine.remove_lora(last.lora_int_id)
+            if not is_active(model):
+                return
+            number = self.syncs + 1
+            path = Path(self._folder, f"adapter-{number}")
+            try:
+                write_adapter(model, path, self.options.dtype_for(model))
+                lora = LoRARequest(path.name, number, str(path))
+                if not engine.add_lora(lora):
+                    raise EngineError("vLLM does not take the policy's adapter")
+            finally:
+                shutil.rmtree(path, ignore_errors=True)
+        self._lora = lora
+
     def _send(self, model: Any) -> None:
-        self._sent = None  # should it fail half-way
         with own_randomness(self._device):
             try:
                 [missing] = self._llm.collective_rpc(_take, args=(model,))
@@ -185,23 +228,52 @@ class VllmEngine:
             raise EngineError(f"vLLM did not find {len(missing)} of its weights in the policy's, such as {missing[0]}")
         if not emptied:
             raise EngineError("vLLM kept keys and values of the old weights: its prefix cache could not be emptied")
-        self.syncs += 1
 
     def _sleep(self) -> None:
-        """Let its memory go, if it may. Weights are not worth keeping: the next rollout's are sent anyway."""
+        """Let its memory go, if it may. Weights are worth keeping where the next rollout's are not sent anyway."""
         if not self.options.sleeps or self._llm is None or self._asleep or self._under_way:
             return
-        self._sent, self._asleep = None, True
+        self._asleep = True
+        if self._alone:
+            self._llm.sleep(level=1)
+            return
+        self._sent = None
         self._llm.sleep(level=2)
 
     def close(self) -> None:
         """Let go of vLLM and its memory."""
         self._end()
-        self._llm = self._sent = None
+        self._llm = self._sent = self._base = self._lora = None
         self._under_way, self._asleep = {}, False
         gc.collect()
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
+
+    def _sends_adapter_alone(self) -> bool:
+        model = self.get_model()
+        if not is_peft_model(model):
+            return False
+        reason = why_folded(model)
+        if reason is not None:
+            hint_rounding(model, self.options.dtype_for(model), reason)
+        return reason is None
+
+    def _fits(self, model: Any) -> bool:
+        """Whether the running vLLM can take the adapter as it is now: what is under it was handed over at the start."""
+        self._alone = self._sends_adapter_alone()
+        return self._alone and adapter_rank(model) <= self._room and base_fingerprint(model) == self._base
+
+    def _start_either(self) -> Any:
+        """vLLM with room for the adapter; where it has none for adapters on this model, without."""
+        try:
+            return self._start()
+        except EngineError as error:
+            if not self._alone or "lora" not in str(error).lower():
+                raise
+            self._alone = False
+            model = self.get_model()
+            hint_rounding(model, self.options.dtype_for(model), "vLLM has no LoRA for this model")
+            return self._start()
 
     def _start(self) -> Any:
         model, device = self.get_model(), self._device
@@ -210,8 +282,14 @@ class VllmEngine:
             _describe(model, self.tokenizer, self._folder)
             classes, theirs = remember_classes(base_of(model)), None
             grouped = torch.distributed.is_initialized()
+            options = _engine_options(model, self.options, device)
+            if self._alone:
+                self._base = base_fingerprint(model)
+                self._room = room_for(largest_rank(model))
+                options |= {"load_format": LOADER, "enable_lora": True, "max_loras": 1, "max_lora_rank": self._room}
             try:
-                llm = make(model=self._folder, **_engine_options(model, self.options, device))
+                with loading_from(model) if self._alone else nullcontext():
+                    llm = make(model=self._folder, **options)
                 self._end = weakref.finalize(self, _shut_down, llm, grouped)
                 [theirs] = llm.collective_rpc(_model_of)
                 return llm

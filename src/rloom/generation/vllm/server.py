@@ -20,6 +20,7 @@ from safetensors.torch import save_file
 from rloom.errors import EngineError
 from rloom.generation.base import Sampling, nothing_asked
 from rloom.generation.vllm import proof
+from rloom.generation.vllm.adapter import adapter_rank, is_active, why_folded, write_adapter
 from rloom.generation.vllm.client import HOW_TO_START, Client, ServerError
 from rloom.generation.vllm.options import VllmOptions
 from rloom.generation.vllm.requests import Asking, check_lengths
@@ -32,11 +33,14 @@ from rloom.generation.vllm.weights import (
     hint_rounding,
     unties_embeddings,
 )
+from rloom.models.load import is_peft_model
 from rloom.types import Completion, Group, Prompt
 
 logger = logging.getLogger(__name__)
 
 EMPTY = hashlib.sha256(b"").hexdigest()  # of what vLLM keeps in a layout of its own, as linear layers on a CPU
+FOR_ADAPTERS = "start it with VLLM_ALLOW_RUNTIME_LORA_UPDATING=1 and --enable-lora --max-lora-rank RANK"
+ANSWERS = "answers"
 ENDING_SECONDS = 30.0  # for requests that were called off
 MOVED = 1e-4  # a change of a log-probability that cannot be rounding in float32
 
@@ -44,9 +48,11 @@ MOVED = 1e-4  # a change of a log-probability that cannot be rounding in float32
 class VllmServerEngine:
     """Generates with a running vLLM server (`vllm_mode="server"`).
 
-    Before a rollout in which weights have changed they are written to a folder, and the server reads them. That it has
-    taken them all is found out at the start (each of its weights must change when each of ours does), that it has
-    taken these by a few log-probabilities after each time, and that it still has them by the version it was told.
+    Before a rollout in which weights have changed they are written to a folder, and the server reads them: all of
+    them, or a LoRA adapter alone where the server was started for that. That it has taken them all is found out at the
+    start (each of its weights must change when each of ours does), that it has taken these by a few log-probabilities
+    after each time, and that it still has them by the version it was told, or the adapter's name. A server older than
+    0.32 has no versions and no checksums: there the log-probabilities are the proof.
     """
 
     takes_images = False
@@ -64,8 +70,9 @@ class VllmServerEngine:
             )
         self.client = Client(options.server, options.timeout)
         self.client.wait(options.timeout)
-        self.model_name, self.max_model_length, self.dtype = self._look()
-        hint_rounding(get_model(), self.dtype)
+        self.model_name, self.max_model_length, self.dtype, room = self._look()
+        self._alone = self._sends_adapter_alone(room)
+        self._versions = self._has_versions()
         self.folder = Path(options.weights_dir or temporary_folder(self)).absolute()
         self.syncs = 0
         self._sent: tuple[Any, ...] | None = None
@@ -91,7 +98,10 @@ class VllmServerEngine:
         with closing(self._run(self.asking, prompts, num_generations, seed)) as answers:
             for index, completions in answers:
                 yield Group(prompt=prompts[index], completions=completions)
-        self._check_version("while it generated")
+        if not self._still_has():
+            raise EngineError(
+                "the vLLM server was restarted or given other weights while it generated: use one server for one run"
+            )
 
     def _run(
         self, asking: Asking, prompts: Sequence[Prompt], count: int, seed: int
@@ -120,7 +130,7 @@ class VllmServerEngine:
 
     def _request(self, asking: Asking, prompt: Prompt, count: int, seed: int, number: int) -> dict[str, Any]:
         request = {
-            "model": self.model_name,
+            "model": self._version if self._alone and self._version else self.model_name,
             "prompt": list(prompt.token_ids),
             "return_token_ids": True,
             **asking.options(count, seed=seed, number=number),
@@ -132,7 +142,7 @@ class VllmServerEngine:
     def _completions(self, answer: dict[str, Any], asking: Asking, count: int) -> list[Completion]:
         choices = sorted(answer["choices"], key=lambda choice: choice["index"])
         if any(choice.get("token_ids") is None for choice in choices):
-            raise EngineError(f"the vLLM server returns no token ids; it is older than 0.32: {HOW_TO_START}")
+            raise EngineError(f"the vLLM server returns no token ids; it is older than 0.22: {HOW_TO_START}")
         found = [
             asking.completion(choice["token_ids"], choice["logprobs"]["token_logprobs"], choice["finish_reason"])
             for choice in choices
@@ -141,9 +151,10 @@ class VllmServerEngine:
 
     # -- the server and its weights
 
-    def _look(self) -> tuple[str, int, torch.dtype]:
-        """The server's model, its context length and what it computes in."""
-        info = self.client.developer("GET", "/server_info?config_format=json")["vllm_config"]["model_config"]
+    def _look(self) -> tuple[str, int, torch.dtype, int]:
+        """The server's model, its context length, what it computes in, and the rank it has room for in adapters."""
+        config = self.client.developer("GET", "/server_info?config_format=json")["vllm_config"]
+        info = config["model_config"]
         mode = info.get("logprobs_mode")
         if mode != "processed_logprobs":
             raise EngineError(
@@ -155,19 +166,82 @@ class VllmServerEngine:
             logger.warning(
                 "the vLLM server computes in %s and the trainer in %s: `mismatch` will show it", dtype, wanted
             )
-        return self.client.get("/v1/models")["data"][0]["id"], int(info["max_model_len"]), dtype
+        room = int((config.get("lora_config") or {}).get("max_lora_rank", 0))
+        return self._models()[0], int(info["max_model_len"]), dtype, room
+
+    def _models(self) -> list[str]:
+        return [entry["id"] for entry in self.client.get("/v1/models")["data"]]
+
+    def _sends_adapter_alone(self, room: int) -> bool:
+        """Whether the server is sent the adapter alone; `room`: the largest rank it was started for, 0 for none."""
+        model = self.get_model()
+        if not is_peft_model(model):
+            if room:
+                raise EngineError(
+                    "the vLLM server takes adapters only, and there is none: start it without --enable-lora"
+                )
+            return False
+        reason = why_folded(model)
+        if reason is None and not room:
+            reason = f"the server was not started for adapters: {FOR_ADAPTERS}"
+        elif reason is None and room < adapter_rank(model):
+            reason = f"the server was started for adapters of rank {room}, and ours has {adapter_rank(model)}"
+        if reason is not None and room:
+            raise EngineError(f"{reason}; a vLLM server with --enable-lora takes no other weights")
+        if reason is not None:
+            hint_rounding(model, self.dtype, reason)
+        return reason is None
+
+    def _has_versions(self) -> bool:
+        """Whether the server knows versions and checksums of its weights: since 0.32."""
+        try:
+            self.client.get("/weight_info", self.client.timeout)
+        except ServerError as error:
+            if error.status in (404, 405):
+                return False
+            raise
+        return True
 
     def _ready(self) -> None:
         """Have the server draw from the weights that the model has now."""
         self._let_go()
         model = self.get_model()
         now = fingerprint(model)
-        if now == self._sent and self._served_version() == self._version:
+        if now == self._sent and self._still_has():
             return
         self._sent = None
-        self._send(checkpoint_weights(model, self._names))
+        if self._alone:
+            self._send_adapter(model)
+        else:
+            self._send(checkpoint_weights(model, self._names))
         self._check_probe(model)
         self._sent = now
+
+    def _still_has(self) -> bool:
+        """Whether the server has the weights that it was sent last."""
+        if self._alone:
+            return not self._version or self._version in self._models()
+        if self._versions:
+            return self._served_version() == self._version
+        return self._ask_probe(self.get_model())[1] is None
+
+    def _send_adapter(self, model: Any, shift: float = 0.0) -> None:
+        """Hand the adapter over, under a new name: what the server keeps of the last one is not found again."""
+        last, self._version = self._version, ""
+        if last in self._models():
+            self.client.tell("/v1/unload_lora_adapter", {"lora_name": last})
+        if not is_active(model):
+            return
+        name = f"rloom-{uuid.uuid4().hex[:12]}"
+        path = write_adapter(model, self.folder / name, self.dtype, shift)
+        try:
+            self.client.tell("/v1/load_lora_adapter", {"lora_name": name, "lora_path": str(path)})
+        except ServerError as error:
+            raise EngineError(f"{error}. {FOR_ADAPTERS}, and have it see the folder {path.parent}") from error
+        finally:
+            shutil.rmtree(path, ignore_errors=True)
+        self._version = name
+        self.syncs += 1
 
     def _send(self, weights: Iterator[tuple[str, torch.Tensor]]) -> None:
         self._version = f"rloom-{uuid.uuid4().hex[:12]}"
@@ -182,11 +256,15 @@ class VllmServerEngine:
                     "taken half of the weights"
                 ) from error
         self._empty_cache()
-        self.client.developer("POST", "/update_weight_version", {"new_version": self._version})
+        if self._versions:
+            self.client.developer("POST", "/update_weight_version", {"new_version": self._version})
         self.syncs += 1
 
     def _empty_cache(self) -> None:
         """Have the server forget keys and values of the old weights; requests that were called off may still end."""
+        if not self._versions:  # nor does it say whether it has: what is under way is begun anew
+            self.client.tell("/reset_prefix_cache?reset_running_requests=true", {})
+            return
         end = time.monotonic() + min(ENDING_SECONDS, self.options.timeout)
         while not self.client.developer("POST", "/reset_prefix_cache")["success"]:
             if time.monotonic() > end:
@@ -199,52 +277,78 @@ class VllmServerEngine:
     def _served_version(self) -> str:
         return str(self.client.developer("GET", "/weight_info")["weight_version"])
 
-    def _check_version(self, when: str) -> None:
-        found = self._served_version()
-        if found != self._version:
-            raise EngineError(
-                f"the vLLM server was restarted or given other weights {when} (version {found!r}, ours is "
-                f"{self._version!r}): use one server for one run"
-            )
-
     def _prove(self) -> None:
-        """Send other numbers, then let the first rollout's weights follow: what stays the same was never taken.
-
-        vLLM only warns, in its own log, of weights that it does not find among those it reads.
-        """
+        """Have the server draw from the policy, or raise what is wrong."""
         model = self.get_model()
-        overrides = {"load_config": {"load_format": "safetensors"}}  # a server that began with other files reads ours
-        self.client.developer(
-            "POST", "/collective_rpc", {"method": "update_config", "kwargs": {"overrides": overrides}}
-        )
-        self._names = list(self._checksums())
-        self._send((name, tensor + 1) for name, tensor in checkpoint_weights(model, self._names))
-        before = self._checksums()
-        self._send(checkpoint_weights(model, self._names))
-        after = self._checksums()
-        same = sorted(name for name in after if after[name] == before.get(name) and after[name] != EMPTY)
-        if same:
-            raise EngineError(f"the vLLM server does not take {len(same)} of its weights from ours, such as {same[0]}")
+        if self._alone:
+            self._prove_adapter(model)
+        else:
+            overrides = {"load_config": {"load_format": "safetensors"}}  # one that began with other files reads ours
+            call = {"method": "update_config", "kwargs": {"overrides": overrides}}
+            self.client.developer("POST", "/collective_rpc", call)
+            self._prove_weights(model)
         self._check_probe(model)
         if self.options.regex is not None:  # one that vLLM does not understand is told now
             asking = Asking(replace(self.sampling, max_completion_length=1), self.options.regex)
             list(self._run(asking, proof.probe_prompts(model)[:1], 1, proof.SEED))
         self._sent = fingerprint(model)
 
+    def _prove_weights(self, model: Any) -> None:
+        """Send other numbers, then the policy's: what stays the same was never taken.
+
+        vLLM only warns, in its own log, of weights that it does not find among those it reads.
+        """
+        self._names = list(self._checksums()) if self._versions else []
+        self._send((name, tensor + 1) for name, tensor in checkpoint_weights(model, self._names))
+        before = self._state(model)
+        self._send(checkpoint_weights(model, self._names))
+        after = self._state(model)
+        same = sorted(name for name in after if after[name] == before.get(name) and after[name] != EMPTY)
+        if same == [ANSWERS]:
+            raise EngineError("the vLLM server answers alike with two models that differ: it does not take our weights")
+        if same:
+            raise EngineError(f"the vLLM server does not take {len(same)} of its weights from ours, such as {same[0]}")
+
+    def _state(self, model: Any) -> dict[str, Any]:
+        """What moves with the server's weights: their checksums, or else what it answers, which is one for all."""
+        if self._versions:
+            return self._checksums()
+        try:
+            probe, _ = self._ask_probe(model)
+        except ServerError:  # weights that are far off may answer with what is no number
+            return {}
+        return {ANSWERS: (probe.tokens, probe.theirs)}
+
+    def _prove_adapter(self, model: Any) -> None:
+        """Send another adapter, then the policy's: a new one adds nothing yet, and would not be missed."""
+        if is_active(model):
+            self._send_adapter(model, shift=0.05)
+            other, _ = self._ask_probe(model)
+            self._send_adapter(model)
+            now, _ = self._ask_probe(model)
+            if other.tokens == now.tokens and other.theirs == now.theirs:
+                raise EngineError("the vLLM server answers alike with two adapters that differ: it does not use them")
+
     def _checksums(self) -> dict[str, str]:
         return dict(self.client.developer("POST", "/weight_checker", {"action": "checksum"})["checksums"])
 
-    def _check_probe(self, model: Any) -> None:
+    def _ask_probe(self, model: Any) -> tuple[proof.Probe, str | None]:
+        """What the server answers now, and why that is not drawn from the policy; None if it is."""
         sampling, prompts = proof.probe_sampling(self.sampling), proof.probe_prompts(model)
         answers = dict(self._run(Asking(sampling), prompts, proof.COMPLETIONS, proof.SEED))
         groups = [answers[index] for index in range(len(prompts))]
         own = proof.own_logprobs(model, prompts, groups, sampling.temperature)
         probe = proof.Probe(prompts=prompts, completions=groups, own=own)
-        exact = {self.dtype, self.options.dtype_for(model), next(model.parameters()).dtype} == {torch.float32}
-        reason = probe.why_not(torch.float32 if exact else torch.bfloat16)
+        return probe, probe.why_not(torch.float32 if self._is_exact(model) else torch.bfloat16)
+
+    def _is_exact(self, model: Any) -> bool:
+        return {self.dtype, self.options.dtype_for(model), next(model.parameters()).dtype} == {torch.float32}
+
+    def _check_probe(self, model: Any) -> None:
+        probe, reason = self._ask_probe(model)
         if reason is not None:
             raise EngineError(f"the vLLM server does not draw from the policy: {reason}. {_hint(model)}")
-        if exact and self._probe is not None and _stands_still(self._probe, probe):
+        if self._is_exact(model) and self._probe is not None and _stands_still(self._probe, probe):
             raise EngineError(
                 "the vLLM server answers as it did before the last weights were sent: it did not take them"
             )

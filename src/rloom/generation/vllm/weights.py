@@ -25,20 +25,22 @@ def check_sendable(model: Any) -> None:
         raise EngineError("the adapter puts virtual tokens before each prompt, which vLLM knows nothing of")
 
 
-def hint_rounding(model: Any, dtype: torch.dtype) -> None:
-    """Say what folding an adapter costs in half precision."""
+def hint_rounding(model: Any, dtype: torch.dtype, reason: str) -> None:
+    """Say that an adapter is folded in, why, and what that costs in half precision."""
     if is_peft_model(model) and dtype != torch.float32:
         logger.warning(
-            "vLLM is given weights with the adapter folded in, in %s: what the adapter adds to a weight is lost "
-            "where that is less than a few thousandths of it. `mismatch` shows how much that is; engine='native' "
-            "samples from the adapter itself",
+            "vLLM is given all weights with the adapter folded in, in %s, at every update (%s): what the adapter adds "
+            "to a weight is lost where that is less than a few thousandths of it. `mismatch` shows how much that is; "
+            "engine='native' samples from the adapter itself",
             str(dtype).removeprefix("torch."),
+            reason,
         )
 
 
 @torch.no_grad()
-def checkpoint_weights(model: Any, known: Collection[str]) -> Iterator[tuple[str, Tensor]]:
-    """Names and weights as `save_pretrained` would write them, adapters folded in. The model stays as it is.
+def checkpoint_weights(model: Any, known: Collection[str], *, adapters: bool = True) -> Iterator[tuple[str, Tensor]]:
+    """Names and weights as `save_pretrained` would write them, adapters folded in, or left out. The model stays as it
+    is.
 
     Layers with an adapter are folded one at a time, in copies. Where the library keeps weights in memory under other
     names than in checkpoints (mixtures of experts, vision-language models), all are converted at once. `known` are
@@ -46,8 +48,8 @@ def checkpoint_weights(model: Any, known: Collection[str]) -> Iterator[tuple[str
     """
     base = base_of(model)
     second = {name for name in _second_names(base) if not any(one.endswith(name) for one in known)}
-    weights = ((name, tensor) for name, tensor in _folded(base) if name not in second)
-    if not _are_renamed(base):
+    weights = ((name, tensor) for name, tensor in _folded(base, adapters) if name not in second)
+    if not are_renamed(base):
         yield from weights
         return
     from transformers.core_model_loading import revert_weight_conversion
@@ -61,7 +63,7 @@ def unties_embeddings(model: Any) -> bool:
     if not getattr(base.config.get_text_config(), "tie_word_embeddings", False) or not is_peft_model(model):
         return False
     inside, outside = base.get_input_embeddings(), base.get_output_embeddings()
-    return any(_is_wrapped(module) for module in (inside, outside))
+    return any(is_wrapped(module) for module in (inside, outside))
 
 
 def _second_names(base: Any) -> set[str]:
@@ -75,7 +77,7 @@ def _second_names(base: Any) -> set[str]:
     return found
 
 
-def _are_renamed(base: Any) -> bool:
+def are_renamed(base: Any) -> bool:
     """Tried on tensors without data, under the names that they have without an adapter."""
     from transformers.core_model_loading import revert_weight_conversion
 
@@ -87,25 +89,27 @@ def _are_renamed(base: Any) -> bool:
     return set(revert_weight_conversion(base, dict(own))) != set(own)
 
 
-def _folded(module: nn.Module, prefix: str = "") -> Iterator[tuple[str, Tensor]]:
+def _folded(module: nn.Module, adapters: bool, prefix: str = "") -> Iterator[tuple[str, Tensor]]:
     """Tied weights come under each of their names."""
-    if _is_wrapped(module):
-        yield from _folded(_as_used(module), prefix)
+    if is_wrapped(module):
+        yield from _folded(_as_used(module, adapters), adapters, prefix)
         return
     for name, tensor in (*module._parameters.items(), *module._buffers.items()):
         if tensor is not None and name not in module._non_persistent_buffers_set:
             yield prefix + name, tensor.detach()
     for name, child in module.named_children():
-        yield from _folded(child, f"{prefix}{name}.")
+        yield from _folded(child, adapters, f"{prefix}{name}.")
 
 
-def _is_wrapped(module: Any) -> bool:
+def is_wrapped(module: Any) -> bool:
     """Whether peft has put something around a layer."""
     return hasattr(module, "base_layer") or hasattr(module, "original_module")
 
 
-def _as_used(module: Any) -> nn.Module:
+def _as_used(module: Any, adapters: bool) -> nn.Module:
     """The layer that does what peft's does: with the adapter folded in, or the copy that is trained in its place."""
+    if not adapters and not getattr(module, "merged", True):
+        return module.base_layer
     if hasattr(module, "modules_to_save"):
         active = module.active_adapters
         trained = bool(active) and not module.disable_adapters and active[0] in module.modules_to_save
@@ -114,7 +118,7 @@ def _as_used(module: Any) -> nn.Module:
     while hasattr(layer, "base_layer"):  # there may be one inside another
         if not hasattr(layer, "merge"):
             raise EngineError(f"the adapter's {type(layer).__name__} cannot be folded into the weights that vLLM needs")
-        if not layer.disable_adapters:
+        if adapters and not layer.disable_adapters:
             layer.merge()
         elif layer.merged:
             layer.unmerge()
@@ -139,7 +143,7 @@ def fingerprint(model: nn.Module) -> tuple[Any, ...]:
     (False, True)
     """
     bits = sums_of((*model.parameters(), *model.buffers()))
-    return (*bits, *(_adapters_of(module) for module in model.modules() if _is_wrapped(module)))
+    return (*bits, *(_adapters_of(module) for module in model.modules() if is_wrapped(module)))
 
 
 def _adapters_of(module: Any) -> str:

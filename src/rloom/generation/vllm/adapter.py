@@ -1,0 +1,104 @@
+"""A LoRA adapter as vLLM takes it: a folder with a few matrices, in the place of all of the model's weights."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+from rloom.generation.native.lora import adds_nothing, is_plain_lora, parts_of
+from rloom.generation.vllm.weights import are_renamed, is_wrapped
+from rloom.models.bits import sums_of
+from rloom.models.load import base_of, is_peft_model
+
+RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
+"""Those that vLLM makes room for; an adapter takes the next larger one."""
+
+
+def why_folded(model: Any) -> str | None:
+    """Why the adapter cannot be sent alone and must be folded into weights; None if it can."""
+    base = base_of(model)
+    layers = dict(_wrapped(base))
+    for name, layer in layers.items():
+        if not (is_plain_lora(layer) or adds_nothing(layer)) or type(layer.base_layer) is not nn.Linear:
+            return f"vLLM knows plain LoRA on linear layers alone, and {name} has something else"
+    if base.get_output_embeddings() in layers.values():
+        return "vLLM takes no adapter on the output layer"
+    if adapter_rank(model) > RANKS[-1]:
+        return f"vLLM knows ranks of up to {RANKS[-1]}"
+    if are_renamed(base):
+        return "this model's layers have other names in memory than in checkpoints"
+    return None
+
+
+def adapter_rank(model: Any) -> int:
+    """The largest rank of any layer, the adapters in use taken together; 0 if none is in use."""
+    return max((_rank(parts_of(layer)) for _, layer in _active(base_of(model))), default=0)
+
+
+def largest_rank(model: Any) -> int:
+    """That, or the largest of a single adapter: one that is switched off now may be switched on later."""
+    ranks = [down.weight.shape[0] for _, layer in _wrapped(base_of(model)) for down in layer.lora_A.values()]
+    return max(adapter_rank(model), *ranks, 1)
+
+
+def room_for(rank: int) -> int:
+    """
+    >>> room_for(4), room_for(16), room_for(17)
+    (8, 16, 32)
+    """
+    return next(room for room in RANKS if room >= rank)
+
+
+def is_active(model: Any) -> bool:
+    """Whether the adapter is switched on."""
+    return is_peft_model(model) and next(_active(base_of(model)), None) is not None
+
+
+@torch.no_grad()
+def write_adapter(model: Any, folder: Path, dtype: torch.dtype, shift: float = 0.0) -> Path:
+    """Write the adapters in use as one, as peft would: several ranks are put side by side, scales folded in. A `shift`
+    of what they add makes another adapter."""
+    rank = adapter_rank(model)
+    tensors, names = dict[str, Tensor](), set[str]()
+    for name, layer in _active(base_of(model)):
+        down, up = _joined(parts_of(layer), rank)
+        tensors[f"base_model.model.{name}.lora_A.weight"] = down.to("cpu", dtype)
+        tensors[f"base_model.model.{name}.lora_B.weight"] = (up + shift).to("cpu", dtype)
+        names.add(name.rpartition(".")[2])
+    folder.mkdir(parents=True)
+    config = {"peft_type": "LORA", "r": rank, "lora_alpha": rank, "target_modules": sorted(names), "bias": "none"}
+    (folder / "adapter_config.json").write_text(json.dumps(config))
+    save_file(tensors, folder / "adapter_model.safetensors", metadata={"format": "pt"})
+    return folder
+
+
+def base_fingerprint(model: nn.Module) -> tuple[Any, ...]:
+    """What changes whenever a weight that is not the adapter's does."""
+    own = [tensor for name, tensor in model.named_parameters() if ".lora_" not in name]
+    return tuple(sums_of((*own, *model.buffers())))
+
+
+def _wrapped(base: nn.Module) -> Iterator[tuple[str, Any]]:
+    return ((name, module) for name, module in base.named_modules() if is_wrapped(module))
+
+
+def _active(base: nn.Module) -> Iterator[tuple[str, Any]]:
+    return ((name, layer) for name, layer in _wrapped(base) if is_plain_lora(layer))
+
+
+def _rank(parts: list[tuple[Tensor, Tensor, float]]) -> int:
+    return sum(down.shape[0] for down, _, _ in parts)
+
+
+def _joined(parts: list[tuple[Tensor, Tensor, float]], rank: int) -> tuple[Tensor, Tensor]:
+    """Down (rank, in) and up (out, rank), with zeros where the layer's own rank is smaller."""
+    down = torch.cat([down.float() for down, _, _ in parts])
+    up = torch.cat([scaling * up.float() for _, up, scaling in parts], dim=1)
+    missing = rank - down.shape[0]
+    return nn.functional.pad(down, (0, 0, 0, missing)), nn.functional.pad(up, (0, missing))
