@@ -5,6 +5,7 @@
     python bench/engine.py small --top-k 20 --top-p 0.95
     python bench/engine.py small --lora 16 --merged 0 1
     python bench/engine.py small --lora 16 --four-bit
+    python bench/engine.py small tldr reason lora8b --ours --vllm    # beside vLLM, on the same GPU
     python bench/engine.py --growth
 
 Prints ratio, tokens per second, milliseconds per decode step against the floor of the memory bus (weights, and keys
@@ -17,9 +18,12 @@ import argparse
 import gc
 import itertools
 import json
+import subprocess
+import sys
 import tempfile
 import time
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -142,7 +146,7 @@ def compare(
     filters: dict[str, Any] | None = None, lora: int = 0, merged: list[bool] | None = None, four_bit: bool = False,
 ) -> None:  # fmt: skip
     dtype = torch.bfloat16 if torch.cuda.is_available() else torch.float32
-    model = make_model(shape, dtype).eval()
+    model, lora = make_model(shape, dtype).eval(), lora or shape.lora
     if four_bit:
         model = in_four_bits(model)
     if lora:
@@ -203,6 +207,12 @@ def with_layers(config: Any, factor: int) -> Any:
     return type(config)(**{**made_from, "num_hidden_layers": config.num_hidden_layers * factor})
 
 
+def beside_vllm(names: list[str], ragged: bool) -> None:
+    """vLLM's rows, from a process of its own."""
+    asked = [f"{name}:ragged" if ragged else name for name in names]
+    subprocess.run([sys.executable, str(Path(__file__).with_name("vllm_rollouts.py")), *asked], check=True)
+
+
 def growth() -> None:
     cuda = torch.cuda.is_available()
     base = replace(SHAPES["small"], completion=128) if cuda else SHAPES["cpu"]
@@ -229,6 +239,7 @@ def main() -> None:
     parser.add_argument("--lora", type=int, default=0, help="rank of an adapter on all linear layers")
     parser.add_argument("--merged", type=int, nargs="*", help="0, 1 or both: whether the adapter is merged into copies")
     parser.add_argument("--four-bit", action="store_true", help="the layers' weights in NF4")
+    parser.add_argument("--vllm", action="store_true", help="vLLM too, one after the other, in its own process")
     parser.add_argument("--profile", action="store_true")
     parser.add_argument("--growth", action="store_true")
     arguments = parser.parse_args()
@@ -242,6 +253,8 @@ def main() -> None:
         }
         filters = {key: getattr(arguments, key) for key in ("top_k", "top_p") if getattr(arguments, key) is not None}
         compare(name, SHAPES[name], compiled=compiled, filters=filters, **options)
+    if arguments.vllm:
+        beside_vllm(arguments.shapes, arguments.ragged)
     if arguments.growth:
         growth()
 

@@ -38,11 +38,11 @@ class Model:
         return set(state)
 
     @torch.no_grad()
-    def draw(self, prompt, *, n, seed, temperature, max_tokens, stop_token_ids, **_):
+    def draw(self, prompt, *, n, temperature, max_tokens, stop_token_ids, seed=None, **_):
         """Tokens, log-probabilities and the reason for the end, n times."""
         found = []
         for index in range(n):
-            noise = torch.Generator().manual_seed((seed + index) % 2**63)
+            noise = None if seed is None else torch.Generator().manual_seed((seed + index) % 2**63)
             tokens, logprobs = [], []
             while len(tokens) < max_tokens and (not tokens or tokens[-1] not in stop_token_ids):
                 logits = self.inner(input_ids=torch.tensor([prompt + tokens])).logits[0, -1] / (temperature or 1.0)

@@ -107,20 +107,20 @@ def test_options_of_generation_are_known_or_refused(extra, message):
 
 def test_what_is_asked():
     extra = {"stop_strings": "x", "stop": ["y"], "min_tokens": 2, "bos_token_id": 1}
-    options = Asking(sampling(top_k=5, extra=extra)).options(4, seed=1, number=0)
+    options = Asking(sampling(top_k=5, extra=extra)).seeded(4, seed=1, number=0)
     expected = {"n": 4, "top_k": 5, "stop": ["x", "y"], "min_tokens": 2, "stop_token_ids": [2], "ignore_eos": True}
     assert {name: options[name] for name in expected} == expected
     assert "bos_token_id" not in options
     as_json = Asking(sampling(extra={"logit_bias": {"5": 2.0}}))
-    assert as_json.options(4, seed=1, number=0)["logit_bias"] == {5: 2.0}
+    assert as_json.seeded(4, seed=1, number=0)["logit_bias"] == {5: 2.0}
     with pytest.raises(ConfigError, match=r"temperature=0.005: vLLM draws at 0.01 instead"):
         Asking(sampling(temperature=0.005))
-    seeds = {Asking(sampling()).options(4, seed=s, number=n)["seed"] for s in (1, 2) for n in (0, 1)}
+    seeds = {Asking(sampling()).seeded(4, seed=s, number=n)["seed"] for s in (1, 2) for n in (0, 1)}
     assert len(seeds) == 4
-    assert Asking(sampling(temperature=0.0)).options(4, seed=1, number=0)["n"] == 1
+    assert Asking(sampling(temperature=0.0)).seeded(4, seed=1, number=0)["n"] == 1
     off = Asking(sampling(top_k=None, min_p=None))
     assert not off.filtered
-    assert [off.options(4, seed=1, number=0)[name] for name in ("top_k", "min_p")] == [0, 0.0]
+    assert [off.seeded(4, seed=1, number=0)[name] for name in ("top_k", "min_p")] == [0, 0.0]
 
 
 def test_how_answers_are_read():

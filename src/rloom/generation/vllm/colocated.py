@@ -30,6 +30,7 @@ from rloom.generation.vllm.loader import LOADER, loading_from
 from rloom.generation.vllm.options import VllmOptions
 from rloom.generation.vllm.requests import Asking, check_lengths
 from rloom.generation.vllm.surroundings import (
+    RolloutNoise,
     give_back_classes,
     keeping_process_group,
     own_randomness,
@@ -115,10 +116,11 @@ class VllmEngine:
         """Each prompt's number and completions, as they finish. What is left when nobody asks on is let go of."""
         engine, waiting = llm.llm_engine, dict[str, int]()
         self._under_way = waiting
+        noise = RolloutNoise(self._device, seed)
         try:
-            with own_randomness(self._device):
+            with noise.drawing():
                 for index, prompt in enumerate(prompts):
-                    options = asking.options(count, seed=seed, number=index)
+                    options = asking.options(count)
                     waiting[self._ask(engine, prompt, options, asking.regex)] = index
             while waiting:
                 done: list[Any] = []
@@ -127,7 +129,7 @@ class VllmEngine:
                         f"another rollout began while {len(waiting)} of {len(prompts)} prompts of this one were not "
                         "done: vLLM generates one at a time"
                     )
-                with own_randomness(self._device):
+                with noise.drawing():
                     while not done:
                         if not engine.has_unfinished_requests():
                             raise EngineError(f"vLLM has lost {len(waiting)} of {len(prompts)} prompts")

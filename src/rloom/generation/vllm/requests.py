@@ -78,16 +78,19 @@ class Asking:
         """Completions to ask for: of the likeliest tokens there is only one, which vLLM wants to be told."""
         return num_generations if self.sampling.temperature > 0 else 1
 
-    def options(self, num_generations: int, *, seed: int, number: int) -> dict[str, Any]:
-        """The request for the prompt with this number, but for its tokens and how outputs are constrained.
+    def seeded(self, num_generations: int, *, seed: int, number: int) -> dict[str, Any]:
+        """The request for the prompt with this number, with noise of its own: vLLM gives its completions the seeds from
+        this one on."""
+        return {**self.options(num_generations), "seed": key_of(seed, number, 0)}
 
-        End tokens are ours alone (`ignore_eos` leaves vLLM's own out), and so is the noise: vLLM gives the completions
-        of a request the seeds from `seed` on.
+    def options(self, num_generations: int) -> dict[str, Any]:
+        """A request, but for its tokens and how outputs are constrained.
+
+        End tokens are ours alone: `ignore_eos` leaves vLLM's own out.
         """
         s = self.sampling
         return {
             "n": self.count(num_generations),
-            "seed": key_of(seed, number, 0),
             "temperature": s.temperature,
             "top_p": s.top_p,
             "top_k": s.top_k or 0,

@@ -133,7 +133,7 @@ class VllmServerEngine:
             "model": self._version if self._alone and self._version else self.model_name,
             "prompt": list(prompt.token_ids),
             "return_token_ids": True,
-            **asking.options(count, seed=seed, number=number),
+            **asking.seeded(count, seed=seed, number=number),
         }
         if asking.regex is not None:
             request["structured_outputs"] = {"regex": asking.regex}

@@ -29,6 +29,34 @@ def own_randomness(device: torch.device) -> Iterator[None]:
         yield
 
 
+class RolloutNoise:
+    """The random state of one rollout, which begins with a seed and waits while others draw.
+
+    vLLM could be given a seed for each request instead. It then draws row by row, which takes about as long as a decode
+    step of a small model.
+    """
+
+    def __init__(self, device: torch.device, seed: int) -> None:
+        self.device = device
+        generators = [torch.default_generator]
+        if device.type == "cuda":
+            generators.append(torch.cuda.default_generators[device.index or 0])
+        self._generators = generators
+        with own_randomness(device):
+            self._states = [generator.manual_seed(seed % 2**63).get_state() for generator in generators]
+
+    @contextmanager
+    def drawing(self) -> Iterator[None]:
+        """While this is open, torch draws this rollout's numbers."""
+        with own_randomness(self.device):
+            for generator, state in zip(self._generators, self._states, strict=True):
+                generator.set_state(state)
+            try:
+                yield
+            finally:
+                self._states = [generator.get_state() for generator in self._generators]
+
+
 @contextmanager
 def starting_vllm() -> Iterator[None]:
     """For its import and its start: in this process, quietly, and with what it changes put back.
