@@ -177,9 +177,7 @@ class VllmServerEngine:
         model = self.get_model()
         if not is_peft_model(model):
             if room:
-                raise EngineError(
-                    "the vLLM server takes adapters only, and there is none: start it without --enable-lora"
-                )
+                raise EngineError("a vLLM server with --enable-lora takes adapters alone, and the policy has none")
             return False
         reason = why_folded(model)
         if reason is None and not room:
