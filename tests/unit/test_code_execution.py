@@ -873,6 +873,8 @@ def pairs(): return sorted({result(lambda: socket.socketpair(f, t)) for f in ran
 def sockets_by_long_numbers(): return [result(lambda: long(family)) for family in (1, 40)]
 def larger_pipes(): return result(lambda: fcntl.fcntl(os.pipe()[1], 1031, 2**20))
 def watches(): return [result(lambda: call("inotify_init")), result(lambda: call("inotify_init1", 0)), result(lambda: call("fanotify_init", 0x200, 0))]
+def watched_folders(): return result(lambda: fcntl.fcntl(os.open("/tmp", os.O_RDONLY), fcntl.F_NOTIFY, fcntl.DN_CREATE | fcntl.DN_MULTISHOT))
+def flushes(): return result(lambda: call("syncfs", 1))
 def locks(): return result(lambda: fcntl.flock(os.open("/usr/bin/env", os.O_RDONLY), fcntl.LOCK_SH))
 def timers():
     timer, count = ctypes.c_void_p(), 0
@@ -882,7 +884,7 @@ def timers():
 REFUSED = {
     "attributes": "EPERM", "attributes_of_links": "EPERM", "attributes_by_descriptor": "EPERM",
     "sockets": ["EAFNOSUPPORT"], "pairs": ["EAFNOSUPPORT"], "sockets_by_long_numbers": ["done", "EAFNOSUPPORT"],
-    "larger_pipes": "EPERM", "watches": ["EPERM"] * 3, "locks": "EPERM", "timers": True,
+    "larger_pipes": "EPERM", "watches": ["EPERM"] * 3, "locks": "EPERM", "timers": True, "watched_folders": "EPERM", "flushes": "EPERM",
 }  # fmt: skip
 
 
@@ -896,7 +898,7 @@ def test_what_takes_memory_of_nobodys_or_what_others_need_is_refused(what):
 
 
 NEEDS = """
-import asyncio, dbm, fcntl, http.server, os, shelve, shutil, socket, sqlite3, subprocess, tempfile, threading, urllib.request
+import asyncio, concurrent.futures, dbm, fcntl, http.server, mmap, multiprocessing, os, select, shelve, shutil, signal, socket, sqlite3, subprocess, tempfile, threading, urllib.request
 def database():
     with sqlite3.connect("/tmp/a.db") as one, sqlite3.connect("/tmp/a.db", timeout=0) as two:
         one.execute("create table t (x)"); one.commit(); one.execute("begin immediate")
@@ -927,9 +929,27 @@ def web():
         threading.Thread(target=server.handle_request).start()
         return urllib.request.urlopen(f"http://127.0.0.1:{server.server_port}/").status
 def child(): return subprocess.run(["/usr/bin/env", "echo", "x"], capture_output=True).stdout
+def shell(): return subprocess.check_output("for i in 1 2 3; do echo $i; done | sort -r | head -1", shell=True, text=True)
+def threads():
+    with concurrent.futures.ThreadPoolExecutor(2) as pool: return sum(pool.map(len, ["a", "bc", "def"]))
+def processes():
+    queue = multiprocessing.get_context("fork").SimpleQueue()
+    other = multiprocessing.get_context("fork").Process(target=queue.put, args=(7,))
+    other.start(); value = queue.get(); other.join(); return value
+def folders():
+    os.makedirs("/tmp/a/b"); os.symlink("a", "/tmp/c"); open("/tmp/a/b/d", "w").write("x"); os.utime("/tmp/a/b/d", (1, 2))
+    os.rename("/tmp/a/b/d", "/tmp/a/e"); os.chmod("/tmp/a/e", 0o600); os.mkfifo("/tmp/f"); found = sorted(os.listdir("/tmp/c"))
+    shutil.rmtree("/tmp/a"); return found
+def waits():
+    signal.signal(signal.SIGALRM, lambda *args: None); signal.setitimer(signal.ITIMER_REAL, 0.01); signal.pause()
+    poll = select.epoll(); one, two = os.pipe(); poll.register(one, select.EPOLLIN); os.write(two, b"x"); return len(poll.poll())
+def mapped():
+    with open("/tmp/m", "wb+") as file:
+        file.truncate(8192); memory = mmap.mmap(file.fileno(), 8192); memory[0:1] = b"x"; memory.flush(); return memory[0:2]
 """
 NEEDED = ["assert database() == 'database is locked'", "assert shelf() == [1]", "assert locked() == True", "assert copied() == True",
-          "assert loop() == [1, 2]", "assert pair() == b'x'", "assert local() == b'x'", "assert web() == 204", "assert child() == b'x\\n'"]  # fmt: skip
+          "assert loop() == [1, 2]", "assert pair() == b'x'", "assert local() == b'x'", "assert web() == 204", "assert child() == b'x\\n'",
+          "assert shell() == '3\\n'", "assert threads() == 6", "assert processes() == 7", "assert folders() == ['b', 'e']", "assert waits() == 1", "assert mapped() == b'x\\0'"]  # fmt: skip
 
 
 @needs_sandbox
@@ -956,7 +976,22 @@ def passed(lines: bytes, arch: int, number: int, *args: int) -> int:
         at += 1 + (0 if what == seccomp.LOAD else holds if tests[what] else fails)
 
 
-@pytest.mark.parametrize("machine", seccomp.REFUSED)
+REFUSED_BY_NUMBER = {
+    "x86_64": {"shmget": 29, "semget": 64, "msgget": 68, "flock": 73, "ptrace": 101, "modify_ldt": 154, "sync": 162,
+               "mount": 165, "setxattr": 188, "io_setup": 206, "keyctl": 250, "inotify_init": 253, "unshare": 272, "splice": 275,
+               "vmsplice": 278, "perf_event_open": 298, "fanotify_init": 300, "setns": 308, "memfd_create": 319, "bpf": 321, "userfaultfd": 323},
+    "aarch64": {"io_setup": 0, "setxattr": 5, "inotify_init1": 26, "flock": 32, "mount": 40, "vmsplice": 75, "splice": 76, "sync": 81,
+                "unshare": 97, "ptrace": 117, "msgget": 186, "semget": 190, "shmget": 194, "keyctl": 219, "perf_event_open": 241,
+                "fanotify_init": 262, "setns": 268, "memfd_create": 279, "bpf": 280, "userfaultfd": 282},
+}  # fmt: skip
+REFUSED_EVERYWHERE = {"io_uring_setup": 425, "fsopen": 430, "pidfd_getfd": 438, "mount_setattr": 442, "memfd_secret": 447, "setxattrat": 463}  # fmt: skip
+ALLOWED_BY_NUMBER = {
+    "x86_64": {"read": 0, "mmap": 9, "execve": 59, "futex": 202, "openat": 257},
+    "aarch64": {"openat": 56, "read": 63, "futex": 98, "execve": 221, "mmap": 222},
+}
+
+
+@pytest.mark.parametrize("machine", seccomp.ALLOWED)
 def test_the_filter_of_each_machine(machine):
     """Also of the one that this is not."""
 
@@ -964,10 +999,15 @@ def test_the_filter_of_each_machine(machine):
         result = passed(seccomp.program(machine), seccomp.ARCHITECTURES[machine], number, *args)
         return None if result == seccomp.ALLOW else result - seccomp.REFUSE
 
-    refused = {*seccomp.REFUSED[machine].values(), *seccomp.SHARED.values()}
+    allowed = set(seccomp.ALLOWED[machine].values())
+    assert len(allowed) == len(seccomp.ALLOWED[machine])
+    assert allowed >= set(ALLOWED_BY_NUMBER[machine].values())
+    for refused in (REFUSED_BY_NUMBER[machine], REFUSED_EVERYWHERE):
+        assert {name: errno_of(number) for name, number in refused.items()} == dict.fromkeys(refused, errno.EPERM)
     conditional = {*seccomp.SOCKETS[machine], seccomp.FCNTL[machine], seccomp.CLONE[machine], seccomp.CLONE3}
     for number in set(range(600)) - conditional:
-        assert errno_of(number, 40, 1031) == (errno.EPERM if number in refused else None)
+        unknown = errno.ENOSYS if number > seccomp.NEWEST else errno.EPERM
+        assert errno_of(number, 40, 1031) == (None if number in allowed else unknown)
         assert errno_of(seccomp.X32 + number) == errno.EPERM
         assert passed(seccomp.program(machine), 0x40000003, number) == seccomp.KILL  # calls of 32 bits
     assert errno_of(seccomp.CLONE3) == errno.ENOSYS
@@ -975,12 +1015,21 @@ def test_the_filter_of_each_machine(machine):
         families = [family for family in range(64) if errno_of(number, family) is None]
         assert families == [socket.AF_UNIX, socket.AF_INET, socket.AF_INET6]
         assert errno_of(number, 2**32 + 40) == errno.EAFNOSUPPORT
-    assert [errno_of(seccomp.FCNTL[machine], 3, command) for command in (1030, 1031, 1032)] == [None, errno.EPERM, None]
+    lease, notify, copy, set_size, size = 1024, 1026, 1030, 1031, 1032
+    commands = [errno_of(seccomp.FCNTL[machine], 3, command) for command in (lease, notify, copy, set_size, size, 1033)]
+    assert commands == [errno.EPERM, errno.EPERM, None, errno.EPERM, None, errno.EPERM]
     assert [errno_of(seccomp.CLONE[machine], flags) for flags in (17, 0x3D0F00, 0x10000011)] == [
         None,
         None,
         errno.EPERM,
     ]
+
+
+@pytest.mark.skipif(bool(MISSING), reason=MISSING)
+def test_machines_without_a_filter_say_so(monkeypatch, caplog):
+    monkeypatch.setattr(platform, "machine", lambda: "vax")
+    sandbox.check_sandbox.__wrapped__()
+    assert "no filter of system calls for vax" in caplog.text
 
 
 @needs_sandbox

@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import functools
 import json
+import logging
 import marshal
 import os
+import platform
 import select
 import shutil
 import subprocess
@@ -23,6 +25,8 @@ from typing import Any, Protocol
 
 from rloom.errors import SandboxError
 from rloom.rewards import seccomp
+
+logger = logging.getLogger(__name__)
 
 INSIDE = Path(__file__).with_name("inside")
 NOBODY = 65534
@@ -111,6 +115,12 @@ def check_sandbox() -> None:
             "container, user namespaces must be allowed (Docker: --security-opt seccomp=unconfined, or a profile that "
             "allows them; hosts: sysctl kernel.unprivileged_userns_clone=1, and on Ubuntu "
             "kernel.apparmor_restrict_unprivileged_userns=0)"
+        )
+    if seccomp.program() is None:
+        logger.warning(
+            "there is no filter of system calls for %s (only for %s): programs run in bubblewrap alone, whose limits "
+            "some system calls lead around. See docs/rewards.md",
+            *(platform.machine(), " and ".join(seccomp.ALLOWED)),
         )
 
 
