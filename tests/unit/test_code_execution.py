@@ -25,7 +25,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rloom.errors import RewardError, SandboxError
-from rloom.rewards import FunctionReward, RewardBatch, RewardSet, code_execution, nursery, sandbox, seccomp
+from rloom.rewards import FunctionReward, RewardBatch, RewardSet, cgroups, code_execution, nursery, sandbox, seccomp
 from rloom.rewards.code import judge_program
 from rloom.rewards.inside import light_json
 from rloom.rewards.inside.wire import WireError, receive, send
@@ -852,6 +852,78 @@ def test_limits_with_tests_of_the_other_kinds(hog):
     assert time.monotonic() - began < 30
 
 
+OOM = """
+def score(): return [open(f"/proc/{pid}/oom_score_adj").read().strip() for pid in ("self", 1)]
+def lowered():
+    try: open("/proc/self/oom_score_adj", "w").write("0")
+    except OSError: pass
+    return score()[0]
+"""
+
+
+@needs_sandbox
+def test_the_kernel_ends_programs_before_the_trainer_when_memory_runs_out():
+    assert run(OOM, ["assert score() == ['1000', '1000']", "assert lowered() == '1000'"]).why == ""
+
+
+FAMILY = """
+import os
+def total(count, megabytes):
+    pipes = [os.pipe() for _ in range(count)]
+    done, held = os.pipe()
+    for read, write in pipes:
+        if os.fork() == 0:
+            for fd in {held, *sum(pipes, ())} - {write}: os.close(fd)
+            memory = bytearray(os.urandom(1)) * (megabytes * 2**20)
+            os.write(write, b"x")
+            os.read(done, 1)
+            os._exit(0)
+    for _, write in pipes: os.close(write)
+    os.close(done)
+    return sum(len(os.read(read, 1)) for read, _ in pipes)
+"""
+
+
+@needs_sandbox
+def test_children_have_no_more_memory_than_one_process():
+    """Where there are control groups: each of them is within its own limit."""
+    if cgroups.parent() is None:
+        pytest.skip("no control groups can be made here")
+    limits = Limits(seconds=20, memory_mb=128)
+    assert run(FAMILY, ["assert total(3, 20) == 3"], limits=limits).why == ""
+    assert run(FAMILY, ["assert total(4, 90) == 4"], limits=limits).share == 0.0
+    cgroups._at_exit()
+    assert list(cgroups.parent().glob(f"rloom-{os.getpid()}-*")) == []
+
+
+MOUNTS = """
+22 1 0:20 / /proc rw - proc proc rw
+35 31 0:32 {root} /sys/fs/cgroup/memory rw - cgroup cgroup rw,memory
+41 31 0:38 {root} /sys/fs/cgroup/unified rw,nsdelegate - cgroup2 cgroup2 rw
+"""
+
+
+@pytest.mark.parametrize(
+    ("groups", "root", "found"),
+    [
+        ("4:memory:/a/b\n0::/", "/", ["memory/a/b", "unified"]),
+        ("4:cpu,memory:/docker/x\n0::/docker/x", "/docker/x", ["memory", "unified"]),
+        ("0::/user.slice/me.scope", "/", ["unified/user.slice/me.scope", "unified/user.slice"]),
+        ("4:memory:/elsewhere", "/docker/x", []),
+    ],
+)
+def test_where_control_groups_are(groups, root, found):
+    assert cgroups.candidates(groups, MOUNTS.strip().format(root=root)) == [Path("/sys/fs/cgroup", f) for f in found]
+
+
+@pytest.mark.skipif(bool(MISSING), reason=MISSING)
+def test_programs_run_where_no_control_groups_can_be_made(monkeypatch):
+    monkeypatch.setattr(cgroups, "parent", lambda: None)
+    assert code_execution()(completions=[RIGHT] * 2, tests=[SIMPLE] * 2) == [1.0] * 2
+    monkeypatch.setattr(cgroups, "parent", lambda: Path("/nowhere"))
+    assert code_execution()(completions=[RIGHT], tests=[SIMPLE]) == [1.0]
+
+
 REFUSES = """
 import ctypes, errno, fcntl, os, socket
 libc = ctypes.CDLL(None, use_errno=True)
@@ -1086,7 +1158,7 @@ if os.fork() == 0:
     os.setsid()
     for s in (1, 2, 15):
         signal.signal(s, signal.SIG_IGN)
-    open("/proc/self/comm", "w").write({name[:15]!r})
+    ctypes.CDLL(None).prctl(15, {name[:15].encode()!r}, 0, 0, 0)
     time.sleep(100)
 time.sleep(0.2)
 {RIGHT}

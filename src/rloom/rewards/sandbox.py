@@ -25,12 +25,14 @@ from typing import Any, Protocol
 
 from rloom.errors import SandboxError
 from rloom.rewards import seccomp
+from rloom.rewards.cgroups import JOIN, Group, group
 
 logger = logging.getLogger(__name__)
 
 INSIDE = Path(__file__).with_name("inside")
 NOBODY = 65534
 START_SECONDS = 60.0
+OVERHEAD_MB = 64
 BOOTSTRAP = """
 import marshal, sys
 data = marshal.loads(sys.stdin.buffer.read())
@@ -46,6 +48,15 @@ COMPILE = """
 import marshal, sys
 sys.stdout.buffer.write(marshal.dumps(compile(sys.stdin.buffer.read(), sys.argv[1], "exec")))
 """
+START = f"""
+exec 2>/dev/null
+echo 1000 >/proc/self/oom_score_adj
+[ -z "$1" ] || {JOIN} || exit 1
+shift
+exec "$@"
+"""
+"""When memory runs out, the kernel ends what is in a sandbox before anything else. All that comes of a process inherits
+that; /proc is read-only inside, so that no program can take it back."""
 ANY_VERSION = 2
 """Of marshal's format, as every Python reads it: the one in the sandbox may not be the one out here."""
 DEVICES = (
@@ -71,7 +82,8 @@ MISSING = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
-    """What a sandbox may use. Memory is per process; `processes` counts threads too."""
+    """What a sandbox may use. Memory is per process, and for all of them where there are control groups; `processes`
+    counts threads too."""
 
     seconds: float = 5.0
     memory_mb: int = 512
@@ -83,6 +95,11 @@ class Limits:
         for name in self.__slots__:
             if getattr(self, name) <= 0:
                 raise ValueError(f"{name} must be above 0, not {getattr(self, name)}")
+
+    @property
+    def total_bytes(self) -> int:
+        """Of memory, for the sandbox as a whole: /tmp is memory too, and the kernel has some for each process."""
+        return (self.memory_mb + self.disk_mb + OVERHEAD_MB) * 2**20
 
     def inside(self) -> dict[str, int]:
         """As the limits that a process sets itself before it runs what it was given."""
@@ -197,7 +214,8 @@ def command(
         *(part for name, target in links for part in ("--symlink", target, name)),
         *(part for path in shown for part in ("--ro-bind", path, path)),
         "--proc", "/proc", *DEVICES, "--size", "65536", "--tmpfs", "/dev/shm",
-        "--size", str(limits.disk_mb * 2**20), "--tmpfs", "/tmp", "--remount-ro", "/", "--chdir", "/tmp",
+        "--size", str(limits.disk_mb * 2**20), "--tmpfs", "/tmp",
+        *([] if nested else ["--remount-ro", "/proc"]), "--remount-ro", "/", "--chdir", "/tmp",
         python, *(["-s", "-P"] if site_packages and sys.version_info >= (3, 11) else ["-I"]), "-S", "-B",
     ]  # fmt: skip
 
@@ -216,12 +234,18 @@ class Started(Protocol):
 
 
 def boot(
-    role: str, payload: dict[str, Any], line: Sequence[str], *, fds: dict[str, int], more_fds: Sequence[int] = ()
+    role: str,
+    payload: dict[str, Any],
+    line: Sequence[str],
+    *,
+    fds: dict[str, int],
+    more_fds: Sequence[int] = (),
+    bound: Group | None = None,
 ) -> subprocess.Popen[bytes]:
     """Start a role by bubblewrap's command line. It gets `fds` by their names, `more_fds` are for bubblewrap."""
     data = content(ROLES[role], {**payload, **fds})
     process = subprocess.Popen(
-        [*line, "-c", BOOTSTRAP],
+        ["sh", "-c", START, "sh", str(bound.processes) if bound else "", *line, "-c", BOOTSTRAP],
         stdin=subprocess.PIPE,
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
@@ -264,15 +288,16 @@ class Sandboxed:
         fork: Callable[..., Started] | None = None,
     ) -> None:
         self.role = role
+        self.bound = group(limits.total_bytes)
         self.ready_fd, ready = os.pipe()
         payload, fds = {**payload, "limits": limits.inside()}, {**fds, "ready_fd": ready}
         try:
             if fork is not None:
-                self.process = fork(role, payload, limits, fds=fds)
+                self.process = fork(role, payload, limits, fds=fds, bound=self.bound)
             else:
-                self.process = _anew(role, payload, limits, fds, site_packages)
+                self.process = _anew(role, payload, limits, fds, site_packages, self.bound)
         except BaseException:
-            os.close(self.ready_fd)
+            self._put_away()
             raise
         finally:
             os.close(ready)
@@ -292,16 +317,26 @@ class Sandboxed:
     def __exit__(self, *exc_info: object) -> None:
         self.process.kill()
         self.process.wait()
+        self._put_away()
+
+    def _put_away(self) -> None:
         os.close(self.ready_fd)
+        if self.bound is not None:
+            self.bound.close()
 
 
 def _anew(
-    role: str, payload: dict[str, Any], limits: Limits, fds: dict[str, int], site_packages: Sequence[str]
+    role: str,
+    payload: dict[str, Any],
+    limits: Limits,
+    fds: dict[str, int],
+    site_packages: Sequence[str],
+    bound: Group | None,
 ) -> Started:
     with seccomp_fd() as fd:
         line = command(limits, site_packages, filter_fd=fd)
         # --die-with-parent: killing bubblewrap kills everything inside
-        return boot(role, payload, line, fds=fds, more_fds=[f for f in [fd] if f >= 0])
+        return boot(role, payload, line, fds=fds, more_fds=[f for f in [fd] if f >= 0], bound=bound)
 
 
 @functools.cache
