@@ -23,7 +23,16 @@ from rloom.rewards.inside.light_json import dumps
 from rloom.rewards.inside.wire import WireError, encode, receive, send
 from rloom.rewards.marks import mark
 from rloom.rewards.nursery import keep, kept, lost, sandboxed
-from rloom.rewards.problems import CHECKS_NOTHING, Tests, num_statements, program_of, read_tests, refuse, safe_repr
+from rloom.rewards.problems import (
+    CHECKS_NOTHING,
+    Tests,
+    names_called,
+    num_statements,
+    program_of,
+    read_tests,
+    refuse,
+    safe_repr,
+)
 from rloom.rewards.sandbox import Limits, TimeLeft, check_sandbox
 from rloom.rewards.texts import text_of, without_surrogates
 
@@ -88,7 +97,8 @@ def code_execution(
             tests = read_tests({name: columns[name][index] for name in names}, harness)
             if tests is None:
                 return None
-            program = program_of(text_of(completions[index]), prompts[index] if prompts else None, tests.entry_point)
+            prompt, called = prompts[index] if prompts else None, names_called(tests.sources)
+            program = program_of(text_of(completions[index]), prompt, tests.entry_point, called)
             return judge_program(program, tests, limits, partial=partial, site_packages=site_packages)
 
         with kept() if len(completions) > 1 else nullcontext():
