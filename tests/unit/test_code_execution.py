@@ -15,6 +15,7 @@ import shutil
 import socket
 import struct
 import subprocess
+import sys
 import threading
 import time
 from pathlib import Path
@@ -104,6 +105,124 @@ def test_long_completions_are_not_parsed_here(monkeypatch):
     body = "    x = 1\n" * 10_000
     assert problems.program_of(body, prompt="def f(x):\n", entry_point="f") == "def f(x):\n" + body
     assert problems.program_of(f"def f(x):\n{body}", prompt="def g(x):\n", entry_point="f").startswith("def f")
+
+
+# -- what is not the program's fault
+
+
+def spinner(core: int) -> subprocess.Popen:
+    program = f"import os\nos.sched_setaffinity(0, [{core}])\nprint(flush=True)\nwhile True: pass"
+    # In a session of its own, as sandboxes are: the kernel may share cores among sessions.
+    line = [sys.executable, "-S", "-c", program]
+    process = subprocess.Popen(line, stdout=subprocess.PIPE, start_new_session=True)
+    process.stdout.readline()
+    return process
+
+
+SPINS = """
+import time
+def spin(seconds):
+    while time.process_time() < seconds: pass
+    return True
+"""
+
+
+@pytest.mark.skipif(bool(MISSING), reason=MISSING)
+def test_a_busy_machine_takes_no_time_from_a_program():
+    """0.5 seconds of a core that five others want too: three seconds by the clock."""
+    allowed = os.sched_getaffinity(0)
+    core = min(allowed)
+    others = [spinner(core) for _ in range(5)]
+    try:
+        os.sched_setaffinity(0, [core])
+        assert run(SPINS, ["assert spin(0.5) == True"], limits=Limits(seconds=1.0)).why == ""
+    finally:
+        os.sched_setaffinity(0, allowed)
+        for other in others:
+            other.kill()
+            other.communicate()
+
+
+def test_time_in_which_the_machine_was_busy_is_given_back(monkeypatch):
+    read, write = os.pipe()
+    try:
+        for busy, seconds in ((lambda: 7.0, 0.1), (time.monotonic, 0.5), (lambda: 0.1 * time.monotonic(), 0.2)):
+            monkeypatch.setattr(sandbox, "stalled_seconds", busy)
+            began, left = time.monotonic(), sandbox.CoreTime(0.1)
+            with pytest.raises(TimeoutError):
+                left.read(read, 1)
+            assert seconds - 0.03 < time.monotonic() - began < seconds + 0.1
+    finally:
+        os.close(read)
+        os.close(write)
+
+
+@pytest.mark.skipif(bool(MISSING), reason=MISSING)
+def test_a_program_has_no_more_of_a_core_than_its_limit(monkeypatch):
+    """However busy the machine is said to be."""
+    monkeypatch.setattr(sandbox, "stalled_seconds", lambda: 1000 * time.monotonic())
+    monkeypatch.setattr(sandbox, "LOOSE", 100)
+    began = time.monotonic()
+    assert run("def double(x):\n    while True: pass", limits=Limits(seconds=0.5)).share == 0.0
+    assert time.monotonic() - began < 20
+
+
+@needs_sandbox
+def test_tests_that_need_numpy():
+    tests = [
+        "import numpy as np\nassert np.allclose(scaled(np.array([[1.0, 2.0]])), np.array([[0.5, 1.0]]))",
+        "assert top([3, 9]) == 9",
+    ]
+    program = """
+import numpy as np
+def scaled(a: np.ndarray) -> np.ndarray:
+    assert a.shape == (1, 2)
+    return a / a.max()
+def top(values): return np.array(values).max()
+"""
+    where = [str(Path(np.__file__).parent.parent)]
+    if os.geteuid() == 0 and not sandbox._world_readable(Path(where[0])):
+        pytest.skip("the sandbox's user cannot read the folder of numpy")
+    reward, found = code_execution(site_packages=where), {}
+    wrong = program.replace("a / a.max()", "a")
+    assert reward([program, wrong], tests=[tests] * 2, log_extra=found.__setitem__) == [1.0, 0.0], found
+    with pytest.raises(RewardError, match=r"numpy: ModuleNotFoundError.*site_packages=\['.*'\]"):
+        code_execution()([program], tests=[tests])
+    with pytest.raises(RewardError, match=r"nosuchpackage: ModuleNotFoundError.*Install it"):
+        reward([program], tests=[["from nosuchpackage.a import b\nassert b(top)"]])
+
+
+def test_folders_of_packages_that_cannot_be_shown(tmp_path):
+    with pytest.raises(ValueError, match="nowhere' is none"):
+        sandbox.check_site_packages([str(tmp_path / "nowhere")])
+    if os.geteuid() == 0:
+        (tmp_path / "packages").mkdir(mode=0o700)
+        with pytest.raises(SandboxError, match="readable for everybody"):
+            sandbox.check_site_packages([str(tmp_path / "packages")])
+
+
+FAILS = {
+    "raise KeyError('k')": "input 0: KeyError: 'k'",
+    "int('x')": "input 0: ValueError: invalid literal for int() with base 10: 'x'",
+    "exit(3)": "input 0: left with 3",
+    "def f(:": "input 0: SyntaxError: invalid syntax (<program>, line 1)",
+    "import os; os.kill(os.getpid(), 9)": "input 0: killed by signal 9",
+    "print(7)": "input 0: printed \"7\\n\", not '6\\n'",
+    "print(6); import os; os._exit(1)": "input 0: it failed",
+}
+
+
+@needs_sandbox
+@pytest.mark.parametrize("program", FAILS)
+def test_the_reason_names_the_exception(program):
+    assert run(program, [{"input": "", "output": "6\n"}]).why == FAILS[program]
+
+
+@needs_sandbox
+def test_the_reason_names_the_exception_with_tests_of_their_own():
+    harness = "import math\nassert math.isclose(f(2), 4)"
+    assert run("raise KeyError('k')", harness).why == "the program is gone: it did not load: KeyError: 'k'"
+    assert run("def f(x): raise ValueError('no')", harness).why == "ValueError: no"
 
 
 # -- what it must not see

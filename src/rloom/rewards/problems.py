@@ -6,6 +6,7 @@ import ast
 import builtins
 import functools
 import re
+import sys
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
@@ -158,6 +159,22 @@ def names_called(sources: tuple[str, ...]) -> frozenset[str]:
     imported = {a.asname or a.name for n in nodes if isinstance(n, (ast.Import, ast.ImportFrom)) for a in n.names}
     arguments = {node.arg for node in nodes if isinstance(node, ast.arg)}
     return frozenset(called - stored - defined - imported - arguments - vars(builtins).keys())
+
+
+@functools.lru_cache(maxsize=4096)
+def imports_of(sources: tuple[str, ...]) -> tuple[str, ...]:
+    """The packages, beyond Python's own, that tests import at their top level, where nothing catches their absence.
+
+    >>> imports_of(("import math, numpy as np", "try:\n    import torch\nexcept ImportError: pass"))
+    ('numpy',)
+    """
+    found = set()
+    for node in [node for source in sources for node in ast.parse(source).body]:
+        if isinstance(node, ast.Import):
+            found |= {alias.name.split(".")[0] for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and not node.level:
+            found.add(str(node.module).split(".")[0])
+    return tuple(sorted(found - sys.stdlib_module_names - {"pytest", "__main__"}))
 
 
 def _only_defines_check(source: str) -> bool:

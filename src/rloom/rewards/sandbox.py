@@ -10,6 +10,7 @@ import functools
 import json
 import logging
 import marshal
+import math
 import os
 import platform
 import select
@@ -33,6 +34,9 @@ INSIDE = Path(__file__).with_name("inside")
 NOBODY = 65534
 START_SECONDS = 60.0
 OVERHEAD_MB = 64
+LOOSE = 5
+"""Times its limit, what a program may take by the clock where cores are busy."""
+WORTH_WAITING = 0.005
 BOOTSTRAP = """
 import marshal, sys
 data = marshal.loads(sys.stdin.buffer.read())
@@ -105,7 +109,7 @@ class Limits:
         """As the limits that a process sets itself before it runs what it was given."""
         return {
             "RLIMIT_AS": self.memory_mb * 2**20,
-            "RLIMIT_CPU": int(self.seconds) + 2,
+            "RLIMIT_CPU": math.ceil(self.seconds) + 1,  # Python has taken some of the first before
             "RLIMIT_FSIZE": self.disk_mb * 2**20,
             "RLIMIT_NPROC": self.processes + 2,  # bubblewrap's own first process, and ours
             "RLIMIT_NOFILE": 64,
@@ -180,6 +184,18 @@ def interpreter() -> tuple[str, str | None]:
         f"the sandbox's user cannot read this Python ({own}), and there is no other in /usr: install one there "
         "(Debian: `apt-get install python3`), or make that folder readable for everybody"
     )
+
+
+def check_site_packages(folders: Sequence[str]) -> None:
+    """Whether the sandbox's user can read the folders that programs should see."""
+    for folder in map(Path, [folders] if isinstance(folders, str) else folders):
+        if not folder.is_dir():
+            raise ValueError(f"site_packages names folders of installed packages; {str(folder)!r} is none")
+        if os.geteuid() == 0 and not _world_readable(folder.resolve()):
+            raise SandboxError(
+                f"the sandbox's user, who is not root, cannot read {str(folder)!r} of site_packages: make that folder "
+                "and those above it readable for everybody, or install the packages elsewhere"
+            )
 
 
 def _world_readable(folder: Path) -> bool:
@@ -373,3 +389,52 @@ class TimeLeft:
         """Write what the pipe takes; the descriptor must not block."""
         self.wait(fd, select.POLLOUT)
         return os.write(fd, data)
+
+
+class CoreTime(TimeLeft):
+    """A deadline for programs. For each second in which processes of the machine waited for a core there are `LOOSE`
+    more, so that a busy machine fails no right program; up to `LOOSE` times the limit in all. What computes all the
+    time meets its limit on a core's time before."""
+
+    def __init__(self, seconds: float) -> None:
+        super().__init__(seconds)
+        self.seconds, self.began, self.stalled = seconds, time.monotonic(), stalled_seconds()
+
+    @property
+    def over(self) -> bool:
+        """Whether so many seconds have passed by the clock: what ends then met its limit on a core's time."""
+        return time.monotonic() - self.began >= self.seconds
+
+    def wait(self, fd: int, event: int) -> None:
+        """Until a pipe can be read or written."""
+        while True:
+            try:
+                return super().wait(fd, event)
+            except TimeoutError:
+                if not self._extended():
+                    raise
+
+    def _extended(self) -> bool:
+        """Whether there is more time, for what the machine's other work has taken."""
+        now = time.monotonic()
+        stalled = stalled_seconds()
+        waited = (
+            stalled - self.stalled if stalled is not None and self.stalled is not None else _crowded(now - self.began)
+        )
+        self.end = self.began + min(self.seconds + LOOSE * waited, LOOSE * self.seconds)
+        return self.end > now + WORTH_WAITING
+
+
+def stalled_seconds() -> float | None:
+    """Since the machine started: when processes waited for a core, on the mean of its cores. None where the kernel
+    does not count it."""
+    try:
+        with open("/proc/pressure/cpu") as file:
+            return int(file.readline().rsplit("total=", 1)[1]) / 1e6
+    except (OSError, ValueError, IndexError):
+        return None
+
+
+def _crowded(seconds: float) -> float:
+    """The same of the last seconds, from what is known anywhere."""
+    return seconds if os.getloadavg()[0] > (os.cpu_count() or 1) else 0.0
