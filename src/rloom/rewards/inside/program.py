@@ -62,7 +62,7 @@ def serve_functions(payload: dict[str, Any]) -> None:
     module = types.ModuleType("solution")
     sys.modules["solution"] = module  # dataclasses and pickle look their module up
     try:
-        exec(compile(payload["program"], "<program>", "exec"), module.__dict__)
+        load(payload["program"], module)
         send(peer.write_fd, contents(peer, module))
     except BaseException as error:
         send(peer.write_fd, {"failed": describe(error)})
@@ -73,6 +73,15 @@ def serve_functions(payload: dict[str, Any]) -> None:
         except WireError:
             return
         peer.serve(request)
+
+
+def load(program: str, module: types.ModuleType) -> None:
+    """Run a program for what it defines, which is there also where it leaves at its end, as scripts do."""
+    try:
+        exec(compile(program, "<program>", "exec"), module.__dict__)
+    except SystemExit as left:
+        if left.code:
+            raise
 
 
 def contents(peer: Peer, module: types.ModuleType) -> dict[str, Any]:
