@@ -11,13 +11,14 @@ import atexit
 import contextlib
 import functools
 import itertools
-import logging
 import os
 import subprocess
 import time
 from pathlib import Path
 
-logger = logging.getLogger(__name__)
+from rloom.printable import get_logger
+
+logger = get_logger(__name__)
 
 JOIN = 'echo $$ >"$1"'
 PREFIX = "rloom-"

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import ast
 import functools
-import logging
 import os
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -18,6 +17,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from rloom.errors import RewardError, SandboxError, checks_options
+from rloom.printable import get_logger
 from rloom.rewards.compare import equals, shown
 from rloom.rewards.imports import check_imports
 from rloom.rewards.inside.light_json import dumps
@@ -38,7 +38,7 @@ from rloom.rewards.problems import (
 from rloom.rewards.sandbox import CoreTime, Limits, check_sandbox, check_site_packages
 from rloom.rewards.texts import text_of, without_surrogates
 
-logger = logging.getLogger(__name__)
+logger = get_logger(__name__)
 
 AHEAD_BYTES = 2**14
 """Of calls that are sent before the answers to earlier ones are read; a pipe holds more, so nobody waits for room."""

@@ -10,7 +10,6 @@ from __future__ import annotations
 import array
 import contextlib
 import functools
-import logging
 import marshal
 import os
 import platform
@@ -24,6 +23,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from rloom.errors import SandboxError
+from rloom.printable import get_logger
 from rloom.rewards import seccomp
 from rloom.rewards.cgroups import Group
 from rloom.rewards.inside.wire import WireError, receive
@@ -40,7 +40,7 @@ from rloom.rewards.sandbox import (
     content,
 )
 
-logger = logging.getLogger(__name__)
+logger = get_logger(__name__)
 
 MADE = b"made"  # as in inside/nursery.py
 END_SECONDS = 1.0

@@ -165,7 +165,7 @@ def names_called(sources: tuple[str, ...]) -> frozenset[str]:
 def imports_of(sources: tuple[str, ...]) -> tuple[str, ...]:
     """The packages, beyond Python's own, that tests import at their top level, where nothing catches their absence.
 
-    >>> imports_of(("import math, numpy as np", "try:\n    import torch\nexcept ImportError: pass"))
+    >>> imports_of(("import math, numpy as np", "try:\\n    import torch\\nexcept ImportError: pass"))
     ('numpy',)
     """
     found = set()

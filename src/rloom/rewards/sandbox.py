@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import functools
 import json
-import logging
 import marshal
 import math
 import os
@@ -25,10 +24,11 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from rloom.errors import SandboxError
+from rloom.printable import get_logger
 from rloom.rewards import seccomp
 from rloom.rewards.cgroups import JOIN, Group, group
 
-logger = logging.getLogger(__name__)
+logger = get_logger(__name__)
 
 INSIDE = Path(__file__).with_name("inside")
 NOBODY = 65534
