@@ -74,7 +74,7 @@ def code_execution(
     Args:
         time_limit: seconds for the program and all of its tests, and up to five times as many where the machine's cores
             are busy; of a core's time each process has one more than these at most, rounded up.
-        memory_mb: memory of each process, on either side.
+        memory_mb: memory of each process, on either side; where control groups can be made, of all of a sandbox's.
         partial: give the share of tests passed: of a list its items, of a program its asserts.
         harness: a test program for every row instead of a column. It sees the program's functions by name, the row's
             columns as `row`, and the program's text as `program`.
