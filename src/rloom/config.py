@@ -123,6 +123,16 @@ class RLOOConfig(OlderNames, TrainingArguments, metaclass=_Remembering):
         False, "Keep only the prompt (and images); reward functions then see no other column."
     )
 
+    fetch_images: bool = _option(
+        False,
+        "Fetch images that the data names by address. Off, these are an error: who made the data chose them.",
+    )
+    image_folder: str | None = _option(
+        None,
+        "Folder that images named by paths are read from, and no other. Unset: the working folder, or in commands the "
+        "folder of local data elsewhere.",
+    )
+
     # The model and the reference
     model_init_kwargs: dict[str, Any] | str | None = _option(
         None, "Arguments of `from_pretrained` when the model is given by name (`dtype`, `revision`, …)."

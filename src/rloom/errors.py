@@ -23,9 +23,14 @@ import inspect
 from collections.abc import Callable, Iterable
 from typing import Any, TypeVar
 
+from rloom.printable import printable
+
 
 class RloomError(Exception):
-    """Base of every error that rloom raises on purpose."""
+    """Base of every error that rloom raises on purpose. Its words may hold some from outside, and are printable."""
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*(printable(arg) if isinstance(arg, str) else arg for arg in args), **options)
 
 
 class ConfigError(RloomError, ValueError):

@@ -15,6 +15,7 @@ import shutil
 import socket
 import struct
 import subprocess
+import sys
 import threading
 import time
 from pathlib import Path
@@ -25,7 +26,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rloom.errors import RewardError, SandboxError
-from rloom.rewards import FunctionReward, RewardBatch, RewardSet, code_execution, nursery, sandbox, seccomp
+from rloom.rewards import FunctionReward, RewardBatch, RewardSet, cgroups, code_execution, nursery, sandbox, seccomp
 from rloom.rewards.code import judge_program
 from rloom.rewards.inside import light_json
 from rloom.rewards.inside.wire import WireError, receive, send
@@ -104,6 +105,124 @@ def test_long_completions_are_not_parsed_here(monkeypatch):
     body = "    x = 1\n" * 10_000
     assert problems.program_of(body, prompt="def f(x):\n", entry_point="f") == "def f(x):\n" + body
     assert problems.program_of(f"def f(x):\n{body}", prompt="def g(x):\n", entry_point="f").startswith("def f")
+
+
+# -- what is not the program's fault
+
+
+def spinner(core: int) -> subprocess.Popen:
+    program = f"import os\nos.sched_setaffinity(0, [{core}])\nprint(flush=True)\nwhile True: pass"
+    # In a session of its own, as sandboxes are: the kernel may share cores among sessions.
+    line = [sys.executable, "-S", "-c", program]
+    process = subprocess.Popen(line, stdout=subprocess.PIPE, start_new_session=True)
+    process.stdout.readline()
+    return process
+
+
+SPINS = """
+import time
+def spin(seconds):
+    while time.process_time() < seconds: pass
+    return True
+"""
+
+
+@pytest.mark.skipif(bool(MISSING), reason=MISSING)
+def test_a_busy_machine_takes_no_time_from_a_program():
+    """0.5 seconds of a core that five others want too: three seconds by the clock."""
+    allowed = os.sched_getaffinity(0)
+    core = min(allowed)
+    others = [spinner(core) for _ in range(5)]
+    try:
+        os.sched_setaffinity(0, [core])
+        assert run(SPINS, ["assert spin(0.5) == True"], limits=Limits(seconds=1.0)).why == ""
+    finally:
+        os.sched_setaffinity(0, allowed)
+        for other in others:
+            other.kill()
+            other.communicate()
+
+
+def test_time_in_which_the_machine_was_busy_is_given_back(monkeypatch):
+    read, write = os.pipe()
+    try:
+        for busy, seconds in ((lambda: 7.0, 0.1), (time.monotonic, 0.5), (lambda: 0.1 * time.monotonic(), 0.2)):
+            monkeypatch.setattr(sandbox, "stalled_seconds", busy)
+            began, left = time.monotonic(), sandbox.CoreTime(0.1)
+            with pytest.raises(TimeoutError):
+                left.read(read, 1)
+            assert seconds - 0.03 < time.monotonic() - began < seconds + 0.1
+    finally:
+        os.close(read)
+        os.close(write)
+
+
+@pytest.mark.skipif(bool(MISSING), reason=MISSING)
+def test_a_program_has_no_more_of_a_core_than_its_limit(monkeypatch):
+    """However busy the machine is said to be."""
+    monkeypatch.setattr(sandbox, "stalled_seconds", lambda: 1000 * time.monotonic())
+    monkeypatch.setattr(sandbox, "LOOSE", 100)
+    began = time.monotonic()
+    assert run("def double(x):\n    while True: pass", limits=Limits(seconds=0.5)).share == 0.0
+    assert time.monotonic() - began < 20
+
+
+@needs_sandbox
+def test_tests_that_need_numpy():
+    tests = [
+        "import numpy as np\nassert np.allclose(scaled(np.array([[1.0, 2.0]])), np.array([[0.5, 1.0]]))",
+        "assert top([3, 9]) == 9",
+    ]
+    program = """
+import numpy as np
+def scaled(a: np.ndarray) -> np.ndarray:
+    assert a.shape == (1, 2)
+    return a / a.max()
+def top(values): return np.array(values).max()
+"""
+    where = [str(Path(np.__file__).parent.parent)]
+    if os.geteuid() == 0 and not sandbox._world_readable(Path(where[0])):
+        pytest.skip("the sandbox's user cannot read the folder of numpy")
+    reward, found = code_execution(site_packages=where), {}
+    wrong = program.replace("a / a.max()", "a")
+    assert reward([program, wrong], tests=[tests] * 2, log_extra=found.__setitem__) == [1.0, 0.0], found
+    with pytest.raises(RewardError, match=r"numpy: ModuleNotFoundError.*site_packages=\['.*'\]"):
+        code_execution()([program], tests=[tests])
+    with pytest.raises(RewardError, match=r"nosuchpackage: ModuleNotFoundError.*Install it"):
+        reward([program], tests=[["from nosuchpackage.a import b\nassert b(top)"]])
+
+
+def test_folders_of_packages_that_cannot_be_shown(tmp_path):
+    with pytest.raises(ValueError, match="nowhere' is none"):
+        sandbox.check_site_packages([str(tmp_path / "nowhere")])
+    if os.geteuid() == 0:
+        (tmp_path / "packages").mkdir(mode=0o700)
+        with pytest.raises(SandboxError, match="readable for everybody"):
+            sandbox.check_site_packages([str(tmp_path / "packages")])
+
+
+FAILS = {
+    "raise KeyError('k')": "input 0: KeyError: 'k'",
+    "int('x')": "input 0: ValueError: invalid literal for int() with base 10: 'x'",
+    "exit(3)": "input 0: left with 3",
+    "def f(:": "input 0: SyntaxError: invalid syntax (<program>, line 1)",
+    "import os; os.kill(os.getpid(), 9)": "input 0: killed by signal 9",
+    "print(7)": "input 0: printed \"7\\n\", not '6\\n'",
+    "print(6); import os; os._exit(1)": "input 0: it failed",
+}
+
+
+@needs_sandbox
+@pytest.mark.parametrize("program", FAILS)
+def test_the_reason_names_the_exception(program):
+    assert run(program, [{"input": "", "output": "6\n"}]).why == FAILS[program]
+
+
+@needs_sandbox
+def test_the_reason_names_the_exception_with_tests_of_their_own():
+    harness = "import math\nassert math.isclose(f(2), 4)"
+    assert run("raise KeyError('k')", harness).why == "the program is gone: it did not load: KeyError: 'k'"
+    assert run("def f(x): raise ValueError('no')", harness).why == "ValueError: no"
 
 
 # -- what it must not see
@@ -852,6 +971,78 @@ def test_limits_with_tests_of_the_other_kinds(hog):
     assert time.monotonic() - began < 30
 
 
+OOM = """
+def score(): return [open(f"/proc/{pid}/oom_score_adj").read().strip() for pid in ("self", 1)]
+def lowered():
+    try: open("/proc/self/oom_score_adj", "w").write("0")
+    except OSError: pass
+    return score()[0]
+"""
+
+
+@needs_sandbox
+def test_the_kernel_ends_programs_before_the_trainer_when_memory_runs_out():
+    assert run(OOM, ["assert score() == ['1000', '1000']", "assert lowered() == '1000'"]).why == ""
+
+
+FAMILY = """
+import os
+def total(count, megabytes):
+    pipes = [os.pipe() for _ in range(count)]
+    done, held = os.pipe()
+    for read, write in pipes:
+        if os.fork() == 0:
+            for fd in {held, *sum(pipes, ())} - {write}: os.close(fd)
+            memory = bytearray(os.urandom(1)) * (megabytes * 2**20)
+            os.write(write, b"x")
+            os.read(done, 1)
+            os._exit(0)
+    for _, write in pipes: os.close(write)
+    os.close(done)
+    return sum(len(os.read(read, 1)) for read, _ in pipes)
+"""
+
+
+@needs_sandbox
+def test_children_have_no_more_memory_than_one_process():
+    """Where there are control groups: each of them is within its own limit."""
+    if cgroups.parent() is None:
+        pytest.skip("no control groups can be made here")
+    limits = Limits(seconds=20, memory_mb=128)
+    assert run(FAMILY, ["assert total(3, 20) == 3"], limits=limits).why == ""
+    assert run(FAMILY, ["assert total(4, 90) == 4"], limits=limits).share == 0.0
+    cgroups._at_exit()
+    assert list(cgroups.parent().glob(f"rloom-{os.getpid()}-*")) == []
+
+
+MOUNTS = """
+22 1 0:20 / /proc rw - proc proc rw
+35 31 0:32 {root} /sys/fs/cgroup/memory rw - cgroup cgroup rw,memory
+41 31 0:38 {root} /sys/fs/cgroup/unified rw,nsdelegate - cgroup2 cgroup2 rw
+"""
+
+
+@pytest.mark.parametrize(
+    ("groups", "root", "found"),
+    [
+        ("4:memory:/a/b\n0::/", "/", ["memory/a/b", "unified"]),
+        ("4:cpu,memory:/docker/x\n0::/docker/x", "/docker/x", ["memory", "unified"]),
+        ("0::/user.slice/me.scope", "/", ["unified/user.slice/me.scope", "unified/user.slice"]),
+        ("4:memory:/elsewhere", "/docker/x", []),
+    ],
+)
+def test_where_control_groups_are(groups, root, found):
+    assert cgroups.candidates(groups, MOUNTS.strip().format(root=root)) == [Path("/sys/fs/cgroup", f) for f in found]
+
+
+@pytest.mark.skipif(bool(MISSING), reason=MISSING)
+def test_programs_run_where_no_control_groups_can_be_made(monkeypatch):
+    monkeypatch.setattr(cgroups, "parent", lambda: None)
+    assert code_execution()(completions=[RIGHT] * 2, tests=[SIMPLE] * 2) == [1.0] * 2
+    monkeypatch.setattr(cgroups, "parent", lambda: Path("/nowhere"))
+    assert code_execution()(completions=[RIGHT], tests=[SIMPLE]) == [1.0]
+
+
 REFUSES = """
 import ctypes, errno, fcntl, os, socket
 libc = ctypes.CDLL(None, use_errno=True)
@@ -873,6 +1064,8 @@ def pairs(): return sorted({result(lambda: socket.socketpair(f, t)) for f in ran
 def sockets_by_long_numbers(): return [result(lambda: long(family)) for family in (1, 40)]
 def larger_pipes(): return result(lambda: fcntl.fcntl(os.pipe()[1], 1031, 2**20))
 def watches(): return [result(lambda: call("inotify_init")), result(lambda: call("inotify_init1", 0)), result(lambda: call("fanotify_init", 0x200, 0))]
+def watched_folders(): return result(lambda: fcntl.fcntl(os.open("/tmp", os.O_RDONLY), fcntl.F_NOTIFY, fcntl.DN_CREATE | fcntl.DN_MULTISHOT))
+def flushes(): return result(lambda: call("syncfs", 1))
 def locks(): return result(lambda: fcntl.flock(os.open("/usr/bin/env", os.O_RDONLY), fcntl.LOCK_SH))
 def timers():
     timer, count = ctypes.c_void_p(), 0
@@ -882,7 +1075,7 @@ def timers():
 REFUSED = {
     "attributes": "EPERM", "attributes_of_links": "EPERM", "attributes_by_descriptor": "EPERM",
     "sockets": ["EAFNOSUPPORT"], "pairs": ["EAFNOSUPPORT"], "sockets_by_long_numbers": ["done", "EAFNOSUPPORT"],
-    "larger_pipes": "EPERM", "watches": ["EPERM"] * 3, "locks": "EPERM", "timers": True,
+    "larger_pipes": "EPERM", "watches": ["EPERM"] * 3, "locks": "EPERM", "timers": True, "watched_folders": "EPERM", "flushes": "EPERM",
 }  # fmt: skip
 
 
@@ -896,7 +1089,7 @@ def test_what_takes_memory_of_nobodys_or_what_others_need_is_refused(what):
 
 
 NEEDS = """
-import asyncio, dbm, fcntl, http.server, os, shelve, shutil, socket, sqlite3, subprocess, tempfile, threading, urllib.request
+import asyncio, concurrent.futures, dbm, fcntl, http.server, mmap, multiprocessing, os, select, shelve, shutil, signal, socket, sqlite3, subprocess, tempfile, threading, urllib.request
 def database():
     with sqlite3.connect("/tmp/a.db") as one, sqlite3.connect("/tmp/a.db", timeout=0) as two:
         one.execute("create table t (x)"); one.commit(); one.execute("begin immediate")
@@ -927,9 +1120,27 @@ def web():
         threading.Thread(target=server.handle_request).start()
         return urllib.request.urlopen(f"http://127.0.0.1:{server.server_port}/").status
 def child(): return subprocess.run(["/usr/bin/env", "echo", "x"], capture_output=True).stdout
+def shell(): return subprocess.check_output("for i in 1 2 3; do echo $i; done | sort -r | head -1", shell=True, text=True)
+def threads():
+    with concurrent.futures.ThreadPoolExecutor(2) as pool: return sum(pool.map(len, ["a", "bc", "def"]))
+def processes():
+    queue = multiprocessing.get_context("fork").SimpleQueue()
+    other = multiprocessing.get_context("fork").Process(target=queue.put, args=(7,))
+    other.start(); value = queue.get(); other.join(); return value
+def folders():
+    os.makedirs("/tmp/a/b"); os.symlink("a", "/tmp/c"); open("/tmp/a/b/d", "w").write("x"); os.utime("/tmp/a/b/d", (1, 2))
+    os.rename("/tmp/a/b/d", "/tmp/a/e"); os.chmod("/tmp/a/e", 0o600); os.mkfifo("/tmp/f"); found = sorted(os.listdir("/tmp/c"))
+    shutil.rmtree("/tmp/a"); return found
+def waits():
+    signal.signal(signal.SIGALRM, lambda *args: None); signal.setitimer(signal.ITIMER_REAL, 0.01); signal.pause()
+    poll = select.epoll(); one, two = os.pipe(); poll.register(one, select.EPOLLIN); os.write(two, b"x"); return len(poll.poll())
+def mapped():
+    with open("/tmp/m", "wb+") as file:
+        file.truncate(8192); memory = mmap.mmap(file.fileno(), 8192); memory[0:1] = b"x"; memory.flush(); return memory[0:2]
 """
 NEEDED = ["assert database() == 'database is locked'", "assert shelf() == [1]", "assert locked() == True", "assert copied() == True",
-          "assert loop() == [1, 2]", "assert pair() == b'x'", "assert local() == b'x'", "assert web() == 204", "assert child() == b'x\\n'"]  # fmt: skip
+          "assert loop() == [1, 2]", "assert pair() == b'x'", "assert local() == b'x'", "assert web() == 204", "assert child() == b'x\\n'",
+          "assert shell() == '3\\n'", "assert threads() == 6", "assert processes() == 7", "assert folders() == ['b', 'e']", "assert waits() == 1", "assert mapped() == b'x\\0'"]  # fmt: skip
 
 
 @needs_sandbox
@@ -956,7 +1167,22 @@ def passed(lines: bytes, arch: int, number: int, *args: int) -> int:
         at += 1 + (0 if what == seccomp.LOAD else holds if tests[what] else fails)
 
 
-@pytest.mark.parametrize("machine", seccomp.REFUSED)
+REFUSED_BY_NUMBER = {
+    "x86_64": {"shmget": 29, "semget": 64, "msgget": 68, "flock": 73, "ptrace": 101, "modify_ldt": 154, "sync": 162,
+               "mount": 165, "setxattr": 188, "io_setup": 206, "keyctl": 250, "inotify_init": 253, "unshare": 272, "splice": 275,
+               "vmsplice": 278, "perf_event_open": 298, "fanotify_init": 300, "setns": 308, "memfd_create": 319, "bpf": 321, "userfaultfd": 323},
+    "aarch64": {"io_setup": 0, "setxattr": 5, "inotify_init1": 26, "flock": 32, "mount": 40, "vmsplice": 75, "splice": 76, "sync": 81,
+                "unshare": 97, "ptrace": 117, "msgget": 186, "semget": 190, "shmget": 194, "keyctl": 219, "perf_event_open": 241,
+                "fanotify_init": 262, "setns": 268, "memfd_create": 279, "bpf": 280, "userfaultfd": 282},
+}  # fmt: skip
+REFUSED_EVERYWHERE = {"io_uring_setup": 425, "fsopen": 430, "pidfd_getfd": 438, "mount_setattr": 442, "memfd_secret": 447, "setxattrat": 463}  # fmt: skip
+ALLOWED_BY_NUMBER = {
+    "x86_64": {"read": 0, "mmap": 9, "execve": 59, "futex": 202, "openat": 257},
+    "aarch64": {"openat": 56, "read": 63, "futex": 98, "execve": 221, "mmap": 222},
+}
+
+
+@pytest.mark.parametrize("machine", seccomp.ALLOWED)
 def test_the_filter_of_each_machine(machine):
     """Also of the one that this is not."""
 
@@ -964,10 +1190,15 @@ def test_the_filter_of_each_machine(machine):
         result = passed(seccomp.program(machine), seccomp.ARCHITECTURES[machine], number, *args)
         return None if result == seccomp.ALLOW else result - seccomp.REFUSE
 
-    refused = {*seccomp.REFUSED[machine].values(), *seccomp.SHARED.values()}
+    allowed = set(seccomp.ALLOWED[machine].values())
+    assert len(allowed) == len(seccomp.ALLOWED[machine])
+    assert allowed >= set(ALLOWED_BY_NUMBER[machine].values())
+    for refused in (REFUSED_BY_NUMBER[machine], REFUSED_EVERYWHERE):
+        assert {name: errno_of(number) for name, number in refused.items()} == dict.fromkeys(refused, errno.EPERM)
     conditional = {*seccomp.SOCKETS[machine], seccomp.FCNTL[machine], seccomp.CLONE[machine], seccomp.CLONE3}
     for number in set(range(600)) - conditional:
-        assert errno_of(number, 40, 1031) == (errno.EPERM if number in refused else None)
+        unknown = errno.ENOSYS if number > seccomp.NEWEST else errno.EPERM
+        assert errno_of(number, 40, 1031) == (None if number in allowed else unknown)
         assert errno_of(seccomp.X32 + number) == errno.EPERM
         assert passed(seccomp.program(machine), 0x40000003, number) == seccomp.KILL  # calls of 32 bits
     assert errno_of(seccomp.CLONE3) == errno.ENOSYS
@@ -975,12 +1206,21 @@ def test_the_filter_of_each_machine(machine):
         families = [family for family in range(64) if errno_of(number, family) is None]
         assert families == [socket.AF_UNIX, socket.AF_INET, socket.AF_INET6]
         assert errno_of(number, 2**32 + 40) == errno.EAFNOSUPPORT
-    assert [errno_of(seccomp.FCNTL[machine], 3, command) for command in (1030, 1031, 1032)] == [None, errno.EPERM, None]
+    lease, notify, copy, set_size, size = 1024, 1026, 1030, 1031, 1032
+    commands = [errno_of(seccomp.FCNTL[machine], 3, command) for command in (lease, notify, copy, set_size, size, 1033)]
+    assert commands == [errno.EPERM, errno.EPERM, None, errno.EPERM, None, errno.EPERM]
     assert [errno_of(seccomp.CLONE[machine], flags) for flags in (17, 0x3D0F00, 0x10000011)] == [
         None,
         None,
         errno.EPERM,
     ]
+
+
+@pytest.mark.skipif(bool(MISSING), reason=MISSING)
+def test_machines_without_a_filter_say_so(monkeypatch, caplog):
+    monkeypatch.setattr(platform, "machine", lambda: "vax")
+    sandbox.check_sandbox.__wrapped__()
+    assert "no filter of system calls for vax" in caplog.text
 
 
 @needs_sandbox
@@ -1037,7 +1277,7 @@ if os.fork() == 0:
     os.setsid()
     for s in (1, 2, 15):
         signal.signal(s, signal.SIG_IGN)
-    open("/proc/self/comm", "w").write({name[:15]!r})
+    ctypes.CDLL(None).prctl(15, {name[:15].encode()!r}, 0, 0, 0)
     time.sleep(100)
 time.sleep(0.2)
 {RIGHT}

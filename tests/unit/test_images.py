@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import io
 
 import numpy
@@ -9,7 +10,16 @@ import pytest
 import torch
 from PIL import Image
 
-from rloom.data.images import as_picture, has_places, images_in, images_of, with_images, without_images
+from rloom.data.images import (
+    ImageSources,
+    as_picture,
+    folder_of,
+    has_places,
+    images_in,
+    images_of,
+    with_images,
+    without_images,
+)
 from rloom.data.model_inputs import fitted_to, join, placeholder_ids
 from rloom.errors import DataError
 
@@ -61,7 +71,67 @@ def test_addresses_and_other_media():
         with_images([{"role": "user", "content": [{"type": "video", "video": "a.mp4"}]}], [])
 
 
-def test_whatever_stands_for_an_image(tmp_path):
+def test_what_data_names_is_read_with_care(tmp_path, monkeypatch):
+    """Whoever made the data chooses neither files of this machine nor what it asks for."""
+    import transformers.image_utils
+
+    asked = []
+    opened = transformers.image_utils.load_image
+    monkeypatch.setattr(
+        transformers.image_utils, "load_image", lambda name, **options: asked.append(name) or opened(name)
+    )
+    for folder in ("own", "other"):
+        (tmp_path / folder).mkdir()
+        Image.new("RGB", (2, 3)).save(tmp_path / folder / "a.png")
+    (tmp_path / "own" / "link.png").symlink_to(tmp_path / "other" / "a.png")
+    monkeypatch.chdir(tmp_path / "own")
+    inside = ["a.png", str(tmp_path / "own" / "a.png"), "../own/a.png", {"bytes": None, "path": "a.png"}]
+    outside = ["../other/a.png", str(tmp_path / "other" / "a.png"), "link.png", {"path": "../other/a.png"}]
+    for name in inside:
+        assert as_picture(name).size == (2, 3)
+    asked.clear()
+    for name in outside:
+        with pytest.raises(DataError, match=r"not within .*own: set image_folder"):
+            as_picture(name)
+    for name in ("http://127.0.0.1:9/a.png", "https://example.org/a.png", "HTTP://x/a.png", "file:///etc/hostname"):
+        with pytest.raises(DataError, match="fetch_images=True"):
+            as_picture(name)
+    assert asked == []
+    elsewhere = ImageSources(folder=str(tmp_path / "other"))
+    assert as_picture(str(tmp_path / "other" / "a.png"), elsewhere).size == (2, 3)
+    with pytest.raises(DataError, match="not within"):
+        as_picture(str(tmp_path / "own" / "a.png"), elsewhere)
+    with pytest.raises(DataError, match="no file in the image_folder"):
+        as_picture("b.png")
+
+
+def test_addresses_are_fetched_where_that_is_allowed(monkeypatch):
+    import transformers.image_utils
+
+    monkeypatch.setattr(transformers.image_utils, "load_image", lambda name, timeout: Image.new("RGB", (len(name), 1)))
+    assert as_picture("http://a/b", ImageSources(fetch=True)).size == (10, 1)
+
+
+def test_images_in_base64():
+    written = io.BytesIO()
+    Image.new("RGB", (40, 30), (9, 8, 7)).save(written, "png")
+    text = base64.b64encode(written.getvalue()).decode()
+    for form in (text, f"data:image/png;base64,{text}", base64.b64encode(written.getvalue() + bytes(9000)).decode()):
+        assert as_picture(form).size == (40, 30)
+
+
+def test_the_folder_of_local_data(tmp_path, monkeypatch):
+    (tmp_path / "here").mkdir()
+    (tmp_path / "data.jsonl").write_text("{}")
+    monkeypatch.chdir(tmp_path / "here")
+    assert folder_of("../data.jsonl") == folder_of(str(tmp_path)) == str(tmp_path)
+    assert folder_of("org/data") is None
+    monkeypatch.chdir(tmp_path)
+    assert folder_of("data.jsonl") is None  # which the working folder holds
+
+
+def test_whatever_stands_for_an_image(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
     pixels = numpy.arange(60, dtype=numpy.uint8).reshape(4, 5, 3)
     image = Image.fromarray(pixels)
     image.save(tmp_path / "a.png")

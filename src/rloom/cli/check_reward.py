@@ -6,12 +6,14 @@ from itertools import islice
 from typing import Any
 
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from rloom.cli.json_lines import read_rows
 from rloom.cli.messages import show_messages
 from rloom.cli.spec import find_reward
 from rloom.errors import ConfigError, DataError
+from rloom.printable import printable
 from rloom.rewards.build import build_reward, load_reward_model, reward_tokenizer
 from rloom.rewards.build import check_rewards as check_kinds
 from rloom.rewards.check import Report, Sample, check_rewards
@@ -40,11 +42,11 @@ def run(options: Any) -> int:
     for report in reports:
         console.print(_table(report))
         for problem in report.problems:
-            console.print(f"  [bold red]problem:[/] {problem}", highlight=False)
+            console.print(f"  [bold red]problem:[/] {_shown(problem)}", highlight=False)
         for remark in report.remarks:
-            console.print(f"  [yellow]note:[/] {remark}", highlight=False)
+            console.print(f"  [yellow]note:[/] {_shown(remark)}", highlight=False)
         if not report.problems:
-            console.print(f"  nothing stands against training with {report.name}")
+            console.print(f"  nothing stands against training with {_shown(report.name)}")
     return int(any(report.problems for report in reports))
 
 
@@ -92,8 +94,13 @@ def _sampled(samples: list[Sample], options: Any) -> list[Sample]:
     return sample_completions(samples, options)
 
 
+def _shown(text: str) -> str:
+    """Words that may come from a reward, as neither the terminal nor the console's markup takes them for its own."""
+    return escape(printable(text))
+
+
 def _table(report: Report) -> Table:
-    table = Table(title=report.name, show_header=False)
+    table = Table(title=_shown(report.name), show_header=False)
     table.add_column()
     table.add_column(justify="right")
     rows = {
@@ -111,5 +118,5 @@ def _table(report: Report) -> Table:
     for name, value in rows.items():
         table.add_row(name, value)
     for kind, score in report.degenerate.items():
-        table.add_row(f"degenerate completion: {kind}", "None" if score is None else f"{score:.3g}")
+        table.add_row(f"degenerate completion: {_shown(kind)}", "None" if score is None else f"{score:.3g}")
     return table

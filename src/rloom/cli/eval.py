@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from rloom.cli.flags import Flags
@@ -22,6 +23,7 @@ from rloom.data.sources import load_rows
 from rloom.errors import ConfigError, DataError, did_you_mean
 from rloom.evaluation.statistics import Estimate, estimate, over_prompts, pass_at, per_token
 from rloom.evaluation.win_rate import OPENAI
+from rloom.printable import printable
 
 
 def _option(default: Any, help: str, *aliases: str) -> Any:
@@ -49,6 +51,10 @@ class EvalOptions:
     engine: str | None = _option(None, "What generates: native, forked, transformers or vllm.")
     dtype: str | None = _option(None, "Weights: float32, bfloat16, … Unset: as saved; float32 on a CPU.")
     trust_remote_code: bool = _option(False, "Allow models that bring their own Python code.")
+    fetch_images: bool = _option(False, "Fetch images that the data names by address.")
+    image_folder: str | None = _option(
+        None, "Folder that images named by paths are read from. Unset: that of local data, or the working folder."
+    )
     reference_model: str | None = _option(None, "Report the KL from this model.")
     against: str | None = _option(None, "Compare with this model's completions.")
     reference_column: str | None = _option(None, "Compare with the texts in this column.")
@@ -236,5 +242,7 @@ def _table(found: dict[str, Estimate]) -> Table:
     for name in ("", "mean", "from", "to", "prompts"):
         table.add_column(name, justify="right" if name else "left")
     for name, value in found.items():
-        table.add_row(name, f"{value.value:.4g}", f"{value.low:.4g}", f"{value.high:.4g}", str(value.count))
+        table.add_row(
+            escape(printable(name)), f"{value.value:.4g}", f"{value.low:.4g}", f"{value.high:.4g}", str(value.count)
+        )
     return table

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import logging
 import sys
 import time
 from collections.abc import Iterator
@@ -12,12 +11,14 @@ from typing import Any, TextIO
 
 from rloom.cli.json_lines import read_rows
 from rloom.cli.messages import show_messages
+from rloom.data.images import ImageSources, folder_of
 from rloom.errors import DataError
 from rloom.evaluation.writer import Writer
+from rloom.printable import get_logger
 from rloom.seeds import derive_seed
 from rloom.types import Completion, Group
 
-logger = logging.getLogger(__name__)
+logger = get_logger(__name__)
 
 PROMPTS_AT_ONCE = 512
 
@@ -36,6 +37,7 @@ def run(options: Any) -> int:
         engine=options.engine,
         dtype=options.dtype,
         trust_remote_code=options.trust_remote_code,
+        images=ImageSources(options.fetch_images, options.image_folder or folder_of(options.prompts)),
         stop_token_ids=options.stop_token_ids,
         temperature=options.temperature,
         top_p=options.top_p,

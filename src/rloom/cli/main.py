@@ -7,11 +7,13 @@ import contextlib
 import importlib
 import logging
 import sys
+import traceback
 from collections.abc import Callable, Sequence
 from typing import Any
 
 from rloom.cli.parser import Parser
 from rloom.errors import MissingExtraError, RloomError
+from rloom.printable import printable
 from rloom.version import __version__
 
 FORWARDED = {
@@ -45,7 +47,10 @@ def _guarded(run: Callable[[], int]) -> int:
         print("\nstopped", file=sys.stderr)
         return 130
     except (OSError, RloomError) as error:
-        print(f"rloom: {error}", file=sys.stderr)
+        print(printable(f"rloom: {error}"), file=sys.stderr)
+        return 1
+    except Exception:  # of a reward, say, whose words may be a service's
+        print(printable(traceback.format_exc()), end="", file=sys.stderr)
         return 1
 
 
@@ -131,6 +136,9 @@ def _generate(verbs: Any) -> None:
     add("--engine", choices=engines, help="default: the fastest of our own that fits the model")
     add("--dtype", help="of the weights: float32, bfloat16, … (default: as saved; float32 on a CPU)")
     add("--trust-remote-code", action="store_true", help="allow models that bring their own Python code")
+    add("--fetch-images", action="store_true", help="fetch images that prompts name by address")
+    folder_help = "where images named by paths are (default: the file's own folder, or the working folder)"
+    add("--image-folder", metavar="FOLDER", help=folder_help)
 
 
 def _check_reward(verbs: Any) -> None:

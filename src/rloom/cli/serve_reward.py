@@ -6,6 +6,7 @@ import os
 from typing import Any
 
 from rich.console import Console
+from rich.markup import escape
 
 from rloom.cli.spec import find_reward
 from rloom.errors import RewardError
@@ -39,7 +40,9 @@ def run(options: Any) -> int:
     server = make_server(options)
     host, port = server.server_address[:2]
     secret = f"with the token in {TOKEN_VARIABLE}" if server.token else "without a token"
-    Console().print(f"{server.rewards.names[0]} is served at http://{host!s}:{port}/score, {secret}. Ctrl-C ends it.")
+    Console().print(
+        f"{escape(server.rewards.names[0])} is served at http://{host!s}:{port}/score, {secret}. Ctrl-C ends it."
+    )
     try:
         server.serve_forever()
     finally:

@@ -14,6 +14,7 @@ from rloom.cli.options import DataOptions, LoraOptions, ModelOptions, RewardOpti
 from rloom.cli.options import quantization as quantization_of
 from rloom.cli.spec import find_reward
 from rloom.config import RLOOConfig
+from rloom.data.images import folder_of
 from rloom.data.sources import check_splits, load_rows
 from rloom.errors import ConfigError, UnknownOptionError
 from rloom.older_names import INIT_ONLY_NAMES
@@ -73,6 +74,7 @@ def _plan(values: dict[str, Any]) -> dict[str, Any]:
     if not (own.get("log_completions") or "num_sample_generations" in own):
         own["num_sample_generations"] = SAMPLE_TABLES
     config = RLOOConfig(**own)
+    config.image_folder = config.image_folder or folder_of(data.dataset_name)
     config.model_init_kwargs = init_kwargs(model, config.model_init_kwargs)
     given = set(values)
     return {

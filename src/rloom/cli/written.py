@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
+from rloom.data.images import ImageSources, folder_of
 from rloom.errors import DataError
 from rloom.evaluation.writer import Writer
 from rloom.models import load as loading
@@ -50,6 +51,7 @@ def write(options: Any, name: str, rows: list[dict[str, Any]], count: int | None
         engine=options.engine,
         dtype=options.dtype,
         trust_remote_code=options.trust_remote_code,
+        images=ImageSources(options.fetch_images, options.image_folder or folder_of(options.dataset_name)),
         temperature=options.temperature,
         top_p=options.top_p,
     )

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import io
+import re
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +15,9 @@ from rloom.errors import DataError
 
 IMAGE_COLUMNS = ("image", "images")
 """Columns of a data set that hold a prompt's image, or the list of its images."""
+
+ADDRESS = re.compile(r"[a-z][a-z0-9+.-]*://", re.IGNORECASE)
+FETCH_SECONDS = 60.0
 
 SOURCES = ("image", "image_url", "url", "path", "base64")
 """Keys of a message's part under which an image, or where to find it, may stand."""
@@ -98,11 +103,70 @@ def _image_parts(messages: Messages) -> Iterator[dict[str, Any]]:
                 yield part
 
 
-def as_picture(value: Any) -> Any:
+@dataclass(frozen=True, slots=True)
+class ImageSources:
+    """What images may be read from that a data set names: whoever made it should not choose which files of this machine
+    are read, nor what it asks for on the network."""
+
+    fetch: bool = False
+    folder: str | None = None
+    """None: the working folder."""
+
+    def read(self, name: str) -> Any:
+        """An image by a path in the folder, by an address if these are allowed, or in base64."""
+        from transformers.image_utils import load_image
+
+        if ADDRESS.match(name):
+            if not self.fetch:
+                raise DataError(
+                    f"an image is named by an address, {name[:100]!r}, and addresses are not asked: set "
+                    "fetch_images=True if you trust who made the data"
+                )
+            return load_image(name, timeout=FETCH_SECONDS)  # which knows http and https
+        if (path := self._found(name)) is not None:
+            return load_image(str(path))
+        try:
+            return load_image(name)  # base64, since there is no such file
+        except ValueError:
+            raise DataError(
+                f"an image is named {name[:100]!r}, which is no file in the image_folder, {self._where()}, and no "
+                "image in base64"
+            ) from None
+
+    def _where(self) -> Path:
+        return Path(self.folder or ".").resolve()
+
+    def _found(self, name: str) -> Path | None:
+        """The file that a path stands for; an error where it leads elsewhere."""
+        where = self._where()
+        try:
+            path = (where / name).resolve()
+            if not path.is_file():
+                path = Path(name).resolve()  # as `load_image` would take it
+            if not path.is_file():
+                return None
+        except (OSError, ValueError):  # too long for a path, or with a zero in it: base64
+            return None
+        if not path.is_relative_to(where):
+            raise DataError(
+                f"an image is named by the path {name[:100]!r}, which is not within {where}: set image_folder to a "
+                "folder that its images may be read from"
+            )
+        return path
+
+
+def folder_of(data: str | None) -> str | None:
+    """The folder of images that local data names by paths: its own, where that is not within the working folder."""
+    if not data or not Path(data).exists():
+        return None
+    folder = Path(data).resolve() if Path(data).is_dir() else Path(data).resolve().parent
+    return None if folder.is_relative_to(Path.cwd()) else str(folder)
+
+
+def as_picture(value: Any, sources: ImageSources | None = None) -> Any:
     """An image in RGB, of whatever stands for it: an image, an array, bytes, a path, an address, a data set's dict."""
     try:
         from PIL import Image
-        from transformers.image_utils import load_image
     except ImportError as error:
         raise ImportError("images need the package Pillow: pip install 'rloom[vision]'") from error
     if isinstance(value, Mapping):  # an image that `datasets` was told not to decode
@@ -110,7 +174,7 @@ def as_picture(value: Any) -> Any:
     if isinstance(value, bytes):
         value = Image.open(io.BytesIO(value))
     elif isinstance(value, (str, Path)):
-        value = load_image(str(value))
+        value = (sources or ImageSources()).read(str(value))
     elif not isinstance(value, Image.Image) and (isinstance(value, Tensor) or hasattr(value, "__array_interface__")):
         value = Image.fromarray(_pixels(value))
     if not isinstance(value, Image.Image):

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Sequence
 from typing import Any
 
 from rloom.data.datasets import prompt_format
-from rloom.data.images import has_places, images_of, without_images
+from rloom.data.images import ImageSources, has_places, images_of, without_images
 from rloom.data.vision import VisionEncoder, is_vision
 from rloom.errors import DataError
+from rloom.printable import get_logger
 from rloom.types import Prompt
 
-logger = logging.getLogger(__name__)
+logger = get_logger(__name__)
 
 
 MAX_SCANNED = 200_000
@@ -36,6 +36,7 @@ class PromptEncoder:
         max_completion_length: int,
         hard_limit: bool = False,
         columns: tuple[str, ...] | None = None,
+        images: ImageSources | None = None,
     ) -> None:
         self.processing_class = processing_class
         self.template_kwargs = template_kwargs
@@ -46,7 +47,8 @@ class PromptEncoder:
         self.longest = 1  # tokens of the longest prompt so far
         self.pictured: Prompt | None = None  # the longest with images
         self._warned = False
-        self.vision = VisionEncoder(processing_class, template_kwargs) if is_vision(processing_class) else None
+        seeing = is_vision(processing_class)
+        self.vision = VisionEncoder(processing_class, template_kwargs, images) if seeing else None
 
     def encode(self, rows: Sequence[dict[str, Any]]) -> list[Prompt]:
         """Prompts of one format, in order."""

@@ -7,7 +7,7 @@ from typing import Any
 from torch import Tensor
 from transformers import ProcessorMixin
 
-from rloom.data.images import as_picture, images_in, images_of, with_images
+from rloom.data.images import ImageSources, as_picture, images_in, images_of, with_images
 from rloom.errors import DataError
 from rloom.types import Prompt
 
@@ -22,8 +22,8 @@ def is_vision(processing_class: Any) -> bool:
 class VisionEncoder:
     """Makes [`Prompt`]s of rows, one at a time: each keeps the tensors of its own images."""
 
-    def __init__(self, processor: Any, template_kwargs: dict[str, Any]) -> None:
-        self.processor, self.template_kwargs = processor, template_kwargs
+    def __init__(self, processor: Any, template_kwargs: dict[str, Any], sources: ImageSources | None = None) -> None:
+        self.processor, self.template_kwargs, self.sources = processor, template_kwargs, sources
         names = [getattr(processor, name, None) for name in ("boi_token", "image_token")]
         self.marks = list(dict.fromkeys(name for name in names if isinstance(name, str)))
 
@@ -31,12 +31,12 @@ class VisionEncoder:
         """The prompt of one row; `columns` are those that rewards see."""
         given, content = images_of(row), row["prompt"]
         if isinstance(content, str):
-            pictures = [as_picture(image) for image in given]
+            pictures = [as_picture(image, self.sources) for image in given]
             self._check_marks(content, len(pictures))
             encoded = self._call(len(pictures), self.processor, text=[content], images=[pictures] if pictures else None)
         else:
             content = with_images(content, given)
-            pictures = [as_picture(image) for image in images_in(content)]
+            pictures = [as_picture(image, self.sources) for image in images_in(content)]
             encoded = self._chat(content, pictures)
         ids, inputs = _split(encoded)
         self._check_placed(ids, len(pictures))

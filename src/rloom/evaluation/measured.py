@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -11,9 +10,10 @@ from typing import Any
 from torch import Tensor
 
 from rloom.evaluation.statistics import Estimate, estimate, over_prompts, pass_at, per_token
+from rloom.printable import get_logger
 from rloom.types import Group, Prompt, Rollout
 
-logger = logging.getLogger(__name__)
+logger = get_logger(__name__)
 
 
 @dataclass(slots=True, kw_only=True)

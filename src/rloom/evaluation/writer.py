@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from rloom.data.images import ImageSources
 from rloom.data.model_inputs import placeholder_ids
 from rloom.data.prompts import PromptEncoder
 from rloom.data.vision import is_vision
@@ -37,6 +38,7 @@ class Writer:
         processing_class: Any = None,
         trust_remote_code: bool = False,
         stop_token_ids: Sequence[int] = (),
+        images: ImageSources | None = None,
         **sampling: Any,
     ) -> None:
         check_sampling({"max_completion_length": max_completion_length, **sampling})  # before a model is loaded
@@ -51,6 +53,7 @@ class Writer:
             template_kwargs={},
             context_length=loading.context_length(self.model),
             max_completion_length=max_completion_length,
+            images=images,
         )
         self.sampling = Sampling(
             max_completion_length=max_completion_length,

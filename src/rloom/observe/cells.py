@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from rloom.printable import printable
+
 
 def as_text(value: Any) -> str:
     """Numbers short, messages with their roles, control characters spelt out.
@@ -16,10 +18,5 @@ def as_text(value: Any) -> str:
     if isinstance(value, float):
         return "–" if value != value else f"{value:.2f}"
     if isinstance(value, list) and all(isinstance(m, dict) for m in value):  # messages
-        return _printable("\n".join(f"{m.get('role')}: {m.get('content')}" for m in value))
-    return "–" if value is None else _printable(str(value))
-
-
-def _printable(text: str) -> str:
-    """Without control characters: a model may write any, and a terminal would obey them."""
-    return "".join(c if c.isprintable() or c == "\n" else repr(c)[1:-1] for c in text)
+        return printable("\n".join(f"{m.get('role')}: {m.get('content')}" for m in value))
+    return "–" if value is None else printable(str(value))

@@ -17,6 +17,7 @@ from torch import Tensor
 from rloom.data.images import without_images
 from rloom.observe import trackers
 from rloom.observe.cells import as_text
+from rloom.printable import printable
 
 TABLE_COLUMNS = ("step", "prompt", "completion", "advantage", "images")
 """Of the table, beside one for each reward; extra columns have other names."""
@@ -207,7 +208,7 @@ def render(table: dict[str, list[Any]], rows: list[int], *, title: str) -> Table
     result = Table(title=title, show_lines=True)
     for name in names:
         numeric = name not in ("prompt", "completion")
-        result.add_column(escape(name), justify="right" if numeric else "left", overflow="fold")
+        result.add_column(escape(printable(name)), justify="right" if numeric else "left", overflow="fold")
     for row in rows:
         result.add_row(*(Text(as_text(table[name][row])) for name in names))
     return result

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import itertools
 import json
-import logging
 import math
 import os
 from collections.abc import Collection, Iterable, Iterator, Sequence
@@ -18,7 +17,9 @@ from typing import Any
 
 import numpy as np
 
-logger = logging.getLogger(__name__)
+from rloom.printable import get_logger
+
+logger = get_logger(__name__)
 
 FOLDER = "_rollouts"
 """With an underscore in front: transformers uploads what is in the output folder to the hub, but for such names."""

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from rloom.errors import RewardError
+from rloom.printable import printable
 from rloom.rewards.marks import Marks
 
 
@@ -186,7 +187,7 @@ def unique_names(names: list[str]) -> list[str]:
     """
     counts: dict[str, int] = {}
     result = []
-    for name in names:
+    for name in map(printable, names):
         counts[name] = counts.get(name, 0) + 1
         result.append(name if counts[name] == 1 else f"{name}_{counts[name]}")
     return result

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import ast
 import functools
-import logging
 import os
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -18,16 +17,28 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from rloom.errors import RewardError, SandboxError, checks_options
+from rloom.printable import get_logger
 from rloom.rewards.compare import equals, shown
+from rloom.rewards.imports import check_imports
 from rloom.rewards.inside.light_json import dumps
 from rloom.rewards.inside.wire import WireError, encode, receive, send
 from rloom.rewards.marks import mark
 from rloom.rewards.nursery import keep, kept, lost, sandboxed
-from rloom.rewards.problems import CHECKS_NOTHING, Tests, num_statements, program_of, read_tests, refuse, safe_repr
-from rloom.rewards.sandbox import Limits, TimeLeft, check_sandbox
+from rloom.rewards.problems import (
+    CHECKS_NOTHING,
+    Tests,
+    imports_of,
+    names_called,
+    num_statements,
+    program_of,
+    read_tests,
+    refuse,
+    safe_repr,
+)
+from rloom.rewards.sandbox import CoreTime, Limits, check_sandbox, check_site_packages
 from rloom.rewards.texts import text_of, without_surrogates
 
-logger = logging.getLogger(__name__)
+logger = get_logger(__name__)
 
 AHEAD_BYTES = 2**14
 """Of calls that are sent before the answers to earlier ones are read; a pipe holds more, so nobody waits for room."""
@@ -61,13 +72,15 @@ def code_execution(
     `entry_point`). A row without tests scores None. 1.0 if all pass, else 0.0; with `partial` the share that passed.
 
     Args:
-        time_limit: seconds for the program and all of its tests.
-        memory_mb: memory of each process, on either side.
+        time_limit: seconds for the program and all of its tests, and up to five times as many where the machine's cores
+            are busy; of a core's time each process has one more than these at most, rounded up.
+        memory_mb: memory of each process, on either side; where control groups can be made, of all of a sandbox's.
         partial: give the share of tests passed: of a list its items, of a program its asserts.
         harness: a test program for every row instead of a column. It sees the program's functions by name, the row's
             columns as `row`, and the program's text as `program`.
         disk_mb, processes, output_kb: room in /tmp; processes and threads of the program; what it may print.
-        site_packages: folders of installed packages that programs may import; none by default.
+        site_packages: folders of installed packages that programs and tests may import; none by default. Tests that
+            import what is not there are an error.
 
     ```python
     reward = code_execution(time_limit=2.0)
@@ -78,6 +91,7 @@ def code_execution(
     if harness is not None:
         num_statements(harness, "the harness")
     check_sandbox()
+    check_site_packages(site_packages)
 
     def code_execution_reward(
         completions: list[Any], prompts: list[Any] | None = None, log_extra: Any = None, **columns: Any
@@ -88,7 +102,9 @@ def code_execution(
             tests = read_tests({name: columns[name][index] for name in names}, harness)
             if tests is None:
                 return None
-            program = program_of(text_of(completions[index]), prompts[index] if prompts else None, tests.entry_point)
+            check_imports(imports_of((tests.setup, *tests.sources)), tuple(site_packages))
+            prompt, called = prompts[index] if prompts else None, names_called(tests.sources)
+            program = program_of(text_of(completions[index]), prompt, tests.entry_point, called)
             return judge_program(program, tests, limits, partial=partial, site_packages=site_packages)
 
         with kept() if len(completions) > 1 else nullcontext():
@@ -200,7 +216,7 @@ def _by_calls(program: str, calls: list[Call], limits: Limits, partial: bool, pa
             for name in ("ask_read", "answer_write"):  # so that the end of the program is seen as the end of the pipe
                 os.close(fds.pop(name))
             sandbox.wait_ready()
-            left = TimeLeft(limits.seconds)
+            left = CoreTime(limits.seconds)
             os.set_blocking(fds["ask_write"], False)
             hello = receive(fds["answer_read"], left.read)
             if not isinstance(hello, dict) or not isinstance(hello.get("names"), dict):
@@ -208,7 +224,7 @@ def _by_calls(program: str, calls: list[Call], limits: Limits, partial: bool, pa
             return _asked(calls, hello["names"], fds, left, partial)
 
 
-def _asked(calls: list[Call], names: dict[str, Any], fds: dict[str, int], left: TimeLeft, partial: bool) -> Verdict:
+def _asked(calls: list[Call], names: dict[str, Any], fds: dict[str, int], left: CoreTime, partial: bool) -> Verdict:
     """Make the calls and compare the answers. Some are sent ahead, so that the program need not wait for the next."""
     passed, why, sent = 0, "", 0
     ahead: deque[int] = deque()  # sizes of requests that are not answered yet
@@ -226,13 +242,19 @@ def _asked(calls: list[Call], names: dict[str, Any], fds: dict[str, int], left: 
                 failure = _failure(call, receive(fds["answer_read"], left.read))
                 ahead.popleft()
         except (TimeoutError, WireError, BrokenPipeError) as error:
-            why = why or f"{call.function}: {type(error).__name__}: {str(error) or 'out of time'}"
+            why = why or f"{call.function}: {_cut_off(error, left)}"
             break  # what follows cannot pass either
         passed += not failure
         why = why or failure
         if failure and not partial:
             break
     return Verdict(share=passed / len(calls), why=why)
+
+
+def _cut_off(error: Exception, left: CoreTime) -> str:
+    """Why there was no answer, in words."""
+    late = isinstance(error, TimeoutError) or left.over
+    return "TimeoutError: out of time" if late else f"{type(error).__name__}: {error}"
 
 
 def _uncallable(call: Call, names: dict[str, Any]) -> str:
@@ -279,21 +301,29 @@ def _by_cases(program: str, tests: Tests, limits: Limits, partial: bool, package
         with sandboxed("program", payload, limits, fds=theirs, site_packages=packages) as sandbox:
             os.close(fds.pop("answer_write"))
             sandbox.wait_ready()
-            left = TimeLeft(limits.seconds)
+            left = CoreTime(limits.seconds)
             for number, (_, expected) in enumerate(tests.cases):
                 try:
                     answer = receive(fds["answer_read"], left.read)
                 except (TimeoutError, WireError) as error:
-                    why = why or f"input {number}: {type(error).__name__}: {str(error) or 'out of time'}"
+                    why = why or f"input {number}: {_cut_off(error, left)}"
                     break
                 output = answer.get("output") if isinstance(answer, dict) else None
                 good = isinstance(output, str) and not answer.get("failed") and _lines(output) == _lines(expected)
                 passed += good
                 if not good:
-                    why = why or f"input {number}: printed {shown(output)}, not {expected[:100]!r}"
+                    why = (
+                        why or f"input {number}: {_ended(answer) or f'printed {shown(output)}, not {expected[:100]!r}'}"
+                    )
                     if not partial:
                         break
     return Verdict(share=passed / len(tests.cases), why=why)
+
+
+def _ended(answer: Any) -> str:
+    """How a program that failed came to its end, in words of its side; empty where it did not fail."""
+    failed, how = (answer.get("failed"), answer.get("how")) if isinstance(answer, dict) else (None, None)
+    return (how[:200] if isinstance(how, str) and how else "it failed") if failed else ""
 
 
 def _lines(text: str) -> list[str]:
@@ -317,10 +347,10 @@ def _by_harness(program: str, tests: Tests, limits: Limits, partial: bool, packa
                 os.close(fds.pop(name))
             harness.wait_ready()
             sandbox.wait_ready()
-            return _reported(fds["verdict_read"], tests.sources, TimeLeft(limits.seconds))
+            return _reported(fds["verdict_read"], tests.sources, CoreTime(limits.seconds))
 
 
-def _reported(fd: int, sources: Sequence[str], left: TimeLeft) -> Verdict:
+def _reported(fd: int, sources: Sequence[str], left: CoreTime) -> Verdict:
     """The tests' own report, as far as it came."""
     expected = len(sources)
     total, count, why = 0.0, 0, ""
@@ -332,7 +362,8 @@ def _reported(fd: int, sources: Sequence[str], left: TimeLeft) -> Verdict:
             total, count = total + float(report["share"]), count + 1
             why = why or str(report["why"])
     except (TimeoutError, WireError) as error:
-        why = why or ("out of time" if isinstance(error, TimeoutError) else "the tests' own process ended early")
+        late = isinstance(error, TimeoutError) or left.over
+        why = why or ("out of time" if late else "the tests' own process ended early")
     if expected <= 0:
         raise RewardError(f"{CHECKS_NOTHING}: {sources!r:.100}")
     return Verdict(share=min(total / expected, 1.0) if count <= expected else 0.0, why=why)

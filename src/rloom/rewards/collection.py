@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import logging
 import math
 import os
 from collections.abc import Sequence
@@ -15,11 +14,12 @@ import torch
 from torch import Tensor
 
 from rloom.errors import RewardError
+from rloom.printable import get_logger
 from rloom.rewards.base import Reward, RewardBatch, as_score, one_per_completion, unique_names
 from rloom.rewards.calling import Answer, Caller, Options, Piece
 from rloom.rewards.isolation import WorkerPool
 
-logger = logging.getLogger(__name__)
+logger = get_logger(__name__)
 
 REASON = 500
 """So much of an exception's message is kept for each sample; the whole is in the log, or in what is raised."""

@@ -9,7 +9,6 @@ from __future__ import annotations
 import hashlib
 import itertools
 import json
-import logging
 import math
 import os
 import re
@@ -21,11 +20,12 @@ from pathlib import Path
 from typing import Any
 
 from rloom.errors import RewardError, check_choice, checks_options
+from rloom.printable import get_logger
 from rloom.rewards.marks import mark
 from rloom.rewards.texts import text_of
 from rloom.rewards.web import JsonService, bearer
 
-logger = logging.getLogger(__name__)
+logger = get_logger(__name__)
 
 RUBRIC = "How helpful, correct and clear the answer is."
 POINTWISE = """You judge an answer to a request. What counts:

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import logging
 from typing import Any
 
 import torch
 from torch import nn
 
+from rloom.printable import get_logger
 from rloom.rewards.base import RewardBatch
 from rloom.rewards.marks import Marks
 from rloom.rewards.texts import text_of, without_surrogates
 
-logger = logging.getLogger(__name__)
+logger = get_logger(__name__)
 
 ROWS_PER_FORWARD = 32
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 import array
 import contextlib
 import functools
-import logging
 import marshal
 import os
 import platform
@@ -24,7 +23,9 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from rloom.errors import SandboxError
+from rloom.printable import get_logger
 from rloom.rewards import seccomp
+from rloom.rewards.cgroups import Group
 from rloom.rewards.inside.wire import WireError, receive
 from rloom.rewards.sandbox import (
     ANY_VERSION,
@@ -39,7 +40,7 @@ from rloom.rewards.sandbox import (
     content,
 )
 
-logger = logging.getLogger(__name__)
+logger = get_logger(__name__)
 
 MADE = b"made"  # as in inside/nursery.py
 END_SECONDS = 1.0
@@ -92,13 +93,21 @@ class Nursery:
         """Whether it is over, or could not do what it is for."""
         return self.failed or self.process.poll() is not None
 
-    def fork(self, role: str, payload: dict[str, Any], limits: Limits, *, fds: dict[str, int]) -> Forked:
+    def fork(
+        self,
+        role: str,
+        payload: dict[str, Any],
+        limits: Limits,
+        *,
+        fds: dict[str, int],
+        bound: Group | None = None,
+    ) -> Forked:
         """A sandbox with a role in it; `OSError` or [`SandboxError`] where there can be none."""
         modules = [name for name in ROLES[role] if name not in PROGRAM]
         data = content(modules, payload, main=ROLES[role][-1])
         read, write = os.pipe()
         try:
-            forked = self._forked({**fds, "content_fd": read}, limits)
+            forked = self._bounded({**fds, "content_fd": read}, limits, bound)
         except BaseException:
             os.close(write)
             raise
@@ -107,6 +116,23 @@ class Nursery:
         with contextlib.suppress(BrokenPipeError), open(write, "wb") as file:  # who waits for it sees that it is gone
             file.write(data)
         return forked
+
+    def _bounded(self, fds: dict[str, int], limits: Limits, bound: Group | None) -> Forked:
+        """The first process of a sandbox, in its control group before it starts the program's."""
+        read, write = os.pipe()
+        try:
+            forked = self._forked({**fds, "go_fd": read}, limits)
+            try:
+                if bound is not None:
+                    bound.processes.write_text(str(forked.pid))
+            except OSError:
+                forked.kill()
+                forked.wait()
+                raise
+            return forked
+        finally:
+            os.close(read)
+            os.close(write)  # which it waits for
 
     def _forked(self, fds: dict[str, int], limits: Limits) -> Forked:
         request = {"names": list(fds), "disk": limits.disk_mb * 2**20, "limits": limits.inside()}
@@ -130,6 +156,12 @@ class Forked:
 
     def __init__(self, handle: int) -> None:
         self.handle = handle
+
+    @property
+    def pid(self) -> int:
+        """Its number, as this process sees it."""
+        with open(f"/proc/self/fdinfo/{self.handle}") as file:
+            return next(int(line.split()[1]) for line in file if line.startswith("Pid:"))
 
     def kill(self) -> None:
         """End it, and with it every process of its tree: the kernel sees to that."""

@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import ast
+import builtins
 import functools
 import re
+import sys
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
 from rloom.errors import RewardError
+from rloom.rewards.fences import Block, fenced_blocks
 from rloom.rewards.inside.wire import encode
 
 CHECKS_NOTHING = (
     "these tests check nothing: no assert, no unittest test and no call of the program is reached in them. A function "
     "`check(candidate)` needs the column 'entry_point'"
 )
-FENCE = re.compile(r"^[ \t]*(`{3,}|~{3,})([^\n`]*)\n(.*?)(?:^[ \t]*\1[ \t]*$|\Z)", re.DOTALL | re.MULTILINE)
 PYTHON = re.compile(r"\W*(python|py)[\d.]*\b", re.IGNORECASE)
 
 
@@ -30,11 +33,11 @@ class Tests:
     row: dict[str, Any] | None = None  # for a harness of the user's own
 
 
-def program_of(text: str, prompt: Any = None, entry_point: str | None = None) -> str:
+def program_of(text: str, prompt: Any = None, entry_point: str | None = None, names: Iterable[str] = ()) -> str:
     """The program in a completion: its last fenced block, or all of it.
 
     The last that is called Python, if any is; else the last that is called nothing: after a program many models show
-    how to start it, or what it prints.
+    how to start it, or what it prints. Of several, the last that defines one of the `names` that the tests call.
 
     Where the tests name a function that it does not define, and prompt and completion together do (HumanEval's
     prompts are the beginning of a program), it is both.
@@ -42,10 +45,8 @@ def program_of(text: str, prompt: Any = None, entry_point: str | None = None) ->
     >>> program_of("Here:\\n```python\\nx = 1\\n```\\nand so on")
     'x = 1\\n'
     """
-    blocks = FENCE.findall(text)
-    named = [block for _, name, block in blocks if PYTHON.match(name)]
-    unnamed = [block for _, name, block in blocks if not name.strip()]
-    program = (named or unnamed or [block for *_, block in blocks] or [text])[-1]
+    names = {entry_point, *names} if entry_point else set(names)
+    program = _in_fences(text, names) if "```" in text or "~~~" in text else text
     if (
         entry_point
         and isinstance(prompt, str)
@@ -56,17 +57,49 @@ def program_of(text: str, prompt: Any = None, entry_point: str | None = None) ->
     return program
 
 
+def _in_fences(text: str, names: set[str]) -> str:
+    """The block that is the program. Models do not always keep to CommonMark's rules, and fences may stand in a
+    program's own texts: the text as a whole, or a looser reading, counts where only that is a Python program."""
+    strict, loose = (_chosen(fenced_blocks(text, any_indent=loosely), names) for loosely in (False, True))
+    if "~~~" not in text and _is_program(text):  # that may be an expression, and "```" is none
+        return text
+    if strict is None or strict == loose:
+        return text if loose is None else loose
+    return loose if loose is not None and not _is_program(strict) and _is_program(loose) else strict
+
+
+def _chosen(blocks: list[Block], names: set[str]) -> str | None:
+    blocks = [block for block in blocks if block.text.strip()][-MAX_BLOCKS:]
+    named = [block for block in blocks if PYTHON.match(block.name)]
+    unnamed = [block for block in blocks if not block.name]
+    several = named or unnamed or blocks
+    if len(blocks) > 1:
+        several = [b for b in blocks if any(_defines(b.text, name) for name in names)] or several
+    return several[-1].text if several else None
+
+
 PARSED = 20_000
 """Characters of a completion that are parsed in this process: a hundred times as many took seconds and gigabytes."""
+MAX_BLOCKS = 16
+"""Of a completion that are looked at, from the last on."""
+
+
+def _is_program(text: str) -> bool:
+    return len(text) <= PARSED and _tree(text) is not None
+
+
+def _tree(program: str) -> ast.Module | None:
+    try:
+        return ast.parse(program)
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
+        return None
 
 
 def _defines(program: str, name: str) -> bool:
     if len(program) > PARSED:
         word = re.escape(name)
         return re.search(rf"^((async[ \t]+)?def|class)[ \t]+{word}\b|^{word}[ \t]*=", program, re.MULTILINE) is not None
-    try:
-        tree = ast.parse(program)
-    except (SyntaxError, ValueError, RecursionError, MemoryError):
+    if (tree := _tree(program)) is None:
         return False
     return any(
         (isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)) and node.name == name)
@@ -110,6 +143,38 @@ def read_tests(row: dict[str, Any], harness: str | None = None) -> Tests | None:
     if entry_point is None and _only_defines_check("\n".join(sources)):
         raise RewardError(f"{CHECKS_NOTHING}: {sources!r:.100}")
     return Tests(sources=sources, setup=setup, entry_point=entry_point)
+
+
+@functools.lru_cache(maxsize=4096)  # the completions of a group have their tests in common
+def names_called(sources: tuple[str, ...]) -> frozenset[str]:
+    """What tests call and neither they nor Python define: the program's part.
+
+    >>> names_called(("assert sorted(f(1)) == g(2)", "check = lambda x: x\\nassert check(f(2))")) == {"f", "g"}
+    True
+    """
+    nodes = [node for source in sources for node in ast.walk(ast.parse(source))]
+    called = {node.func.id for node in nodes if isinstance(node, ast.Call) and isinstance(node.func, ast.Name)}
+    stored = {node.id for node in nodes if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)}
+    defined = {n.name for n in nodes if isinstance(n, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef))}
+    imported = {a.asname or a.name for n in nodes if isinstance(n, (ast.Import, ast.ImportFrom)) for a in n.names}
+    arguments = {node.arg for node in nodes if isinstance(node, ast.arg)}
+    return frozenset(called - stored - defined - imported - arguments - vars(builtins).keys())
+
+
+@functools.lru_cache(maxsize=4096)
+def imports_of(sources: tuple[str, ...]) -> tuple[str, ...]:
+    """The packages, beyond Python's own, that tests import at their top level, where nothing catches their absence.
+
+    >>> imports_of(("import math, numpy as np", "try:\\n    import torch\\nexcept ImportError: pass"))
+    ('numpy',)
+    """
+    found = set()
+    for node in [node for source in sources for node in ast.parse(source).body]:
+        if isinstance(node, ast.Import):
+            found |= {alias.name.split(".")[0] for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and not node.level:
+            found.add(str(node.module).split(".")[0])
+    return tuple(sorted(found - sys.stdlib_module_names - {"pytest", "__main__"}))
 
 
 def _only_defines_check(source: str) -> bool:

@@ -9,7 +9,9 @@ from __future__ import annotations
 import functools
 import json
 import marshal
+import math
 import os
+import platform
 import select
 import shutil
 import subprocess
@@ -22,11 +24,19 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from rloom.errors import SandboxError
+from rloom.printable import get_logger
 from rloom.rewards import seccomp
+from rloom.rewards.cgroups import JOIN, Group, group
+
+logger = get_logger(__name__)
 
 INSIDE = Path(__file__).with_name("inside")
 NOBODY = 65534
 START_SECONDS = 60.0
+OVERHEAD_MB = 64
+LOOSE = 5
+"""Times its limit, what a program may take by the clock where cores are busy."""
+WORTH_WAITING = 0.005
 BOOTSTRAP = """
 import marshal, sys
 data = marshal.loads(sys.stdin.buffer.read())
@@ -42,6 +52,15 @@ COMPILE = """
 import marshal, sys
 sys.stdout.buffer.write(marshal.dumps(compile(sys.stdin.buffer.read(), sys.argv[1], "exec")))
 """
+START = f"""
+exec 2>/dev/null
+echo 1000 >/proc/self/oom_score_adj
+[ -z "$1" ] || {JOIN} || exit 1
+shift
+exec "$@"
+"""
+"""When memory runs out, the kernel ends what is in a sandbox before anything else. All that comes of a process inherits
+that; /proc is read-only inside, so that no program can take it back."""
 ANY_VERSION = 2
 """Of marshal's format, as every Python reads it: the one in the sandbox may not be the one out here."""
 DEVICES = (
@@ -67,7 +86,8 @@ MISSING = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
-    """What a sandbox may use. Memory is per process; `processes` counts threads too."""
+    """What a sandbox may use. Memory is per process, and for all of them where there are control groups; `processes`
+    counts threads too."""
 
     seconds: float = 5.0
     memory_mb: int = 512
@@ -80,11 +100,16 @@ class Limits:
             if getattr(self, name) <= 0:
                 raise ValueError(f"{name} must be above 0, not {getattr(self, name)}")
 
+    @property
+    def total_bytes(self) -> int:
+        """Of memory, for the sandbox as a whole: /tmp is memory too, and the kernel has some for each process."""
+        return (self.memory_mb + self.disk_mb + OVERHEAD_MB) * 2**20
+
     def inside(self) -> dict[str, int]:
         """As the limits that a process sets itself before it runs what it was given."""
         return {
             "RLIMIT_AS": self.memory_mb * 2**20,
-            "RLIMIT_CPU": int(self.seconds) + 2,
+            "RLIMIT_CPU": math.ceil(self.seconds) + 1,  # Python has taken some of the first before
             "RLIMIT_FSIZE": self.disk_mb * 2**20,
             "RLIMIT_NPROC": self.processes + 2,  # bubblewrap's own first process, and ours
             "RLIMIT_NOFILE": 64,
@@ -111,6 +136,12 @@ def check_sandbox() -> None:
             "container, user namespaces must be allowed (Docker: --security-opt seccomp=unconfined, or a profile that "
             "allows them; hosts: sysctl kernel.unprivileged_userns_clone=1, and on Ubuntu "
             "kernel.apparmor_restrict_unprivileged_userns=0)"
+        )
+    if seccomp.program() is None:
+        logger.warning(
+            "there is no filter of system calls for %s (only for %s): programs run in bubblewrap alone, whose limits "
+            "some system calls lead around. See docs/rewards.md",
+            *(platform.machine(), " and ".join(seccomp.ALLOWED)),
         )
 
 
@@ -155,6 +186,18 @@ def interpreter() -> tuple[str, str | None]:
     )
 
 
+def check_site_packages(folders: Sequence[str]) -> None:
+    """Whether the sandbox's user can read the folders that programs should see."""
+    for folder in map(Path, [folders] if isinstance(folders, str) else folders):
+        if not folder.is_dir():
+            raise ValueError(f"site_packages names folders of installed packages; {str(folder)!r} is none")
+        if os.geteuid() == 0 and not _world_readable(folder.resolve()):
+            raise SandboxError(
+                f"the sandbox's user, who is not root, cannot read {str(folder)!r} of site_packages: make that folder "
+                "and those above it readable for everybody, or install the packages elsewhere"
+            )
+
+
 def _world_readable(folder: Path) -> bool:
     return all(part.stat().st_mode & 0o005 == 0o005 for part in (folder, *folder.parents))
 
@@ -187,7 +230,8 @@ def command(
         *(part for name, target in links for part in ("--symlink", target, name)),
         *(part for path in shown for part in ("--ro-bind", path, path)),
         "--proc", "/proc", *DEVICES, "--size", "65536", "--tmpfs", "/dev/shm",
-        "--size", str(limits.disk_mb * 2**20), "--tmpfs", "/tmp", "--remount-ro", "/", "--chdir", "/tmp",
+        "--size", str(limits.disk_mb * 2**20), "--tmpfs", "/tmp",
+        *([] if nested else ["--remount-ro", "/proc"]), "--remount-ro", "/", "--chdir", "/tmp",
         python, *(["-s", "-P"] if site_packages and sys.version_info >= (3, 11) else ["-I"]), "-S", "-B",
     ]  # fmt: skip
 
@@ -206,12 +250,18 @@ class Started(Protocol):
 
 
 def boot(
-    role: str, payload: dict[str, Any], line: Sequence[str], *, fds: dict[str, int], more_fds: Sequence[int] = ()
+    role: str,
+    payload: dict[str, Any],
+    line: Sequence[str],
+    *,
+    fds: dict[str, int],
+    more_fds: Sequence[int] = (),
+    bound: Group | None = None,
 ) -> subprocess.Popen[bytes]:
     """Start a role by bubblewrap's command line. It gets `fds` by their names, `more_fds` are for bubblewrap."""
     data = content(ROLES[role], {**payload, **fds})
     process = subprocess.Popen(
-        [*line, "-c", BOOTSTRAP],
+        ["sh", "-c", START, "sh", str(bound.processes) if bound else "", *line, "-c", BOOTSTRAP],
         stdin=subprocess.PIPE,
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
@@ -254,15 +304,16 @@ class Sandboxed:
         fork: Callable[..., Started] | None = None,
     ) -> None:
         self.role = role
+        self.bound = group(limits.total_bytes)
         self.ready_fd, ready = os.pipe()
         payload, fds = {**payload, "limits": limits.inside()}, {**fds, "ready_fd": ready}
         try:
             if fork is not None:
-                self.process = fork(role, payload, limits, fds=fds)
+                self.process = fork(role, payload, limits, fds=fds, bound=self.bound)
             else:
-                self.process = _anew(role, payload, limits, fds, site_packages)
+                self.process = _anew(role, payload, limits, fds, site_packages, self.bound)
         except BaseException:
-            os.close(self.ready_fd)
+            self._put_away()
             raise
         finally:
             os.close(ready)
@@ -282,16 +333,26 @@ class Sandboxed:
     def __exit__(self, *exc_info: object) -> None:
         self.process.kill()
         self.process.wait()
+        self._put_away()
+
+    def _put_away(self) -> None:
         os.close(self.ready_fd)
+        if self.bound is not None:
+            self.bound.close()
 
 
 def _anew(
-    role: str, payload: dict[str, Any], limits: Limits, fds: dict[str, int], site_packages: Sequence[str]
+    role: str,
+    payload: dict[str, Any],
+    limits: Limits,
+    fds: dict[str, int],
+    site_packages: Sequence[str],
+    bound: Group | None,
 ) -> Started:
     with seccomp_fd() as fd:
         line = command(limits, site_packages, filter_fd=fd)
         # --die-with-parent: killing bubblewrap kills everything inside
-        return boot(role, payload, line, fds=fds, more_fds=[f for f in [fd] if f >= 0])
+        return boot(role, payload, line, fds=fds, more_fds=[f for f in [fd] if f >= 0], bound=bound)
 
 
 @functools.cache
@@ -328,3 +389,52 @@ class TimeLeft:
         """Write what the pipe takes; the descriptor must not block."""
         self.wait(fd, select.POLLOUT)
         return os.write(fd, data)
+
+
+class CoreTime(TimeLeft):
+    """A deadline for programs. For each second in which processes of the machine waited for a core there are `LOOSE`
+    more, so that a busy machine fails no right program; up to `LOOSE` times the limit in all. What computes all the
+    time meets its limit on a core's time before."""
+
+    def __init__(self, seconds: float) -> None:
+        super().__init__(seconds)
+        self.seconds, self.began, self.stalled = seconds, time.monotonic(), stalled_seconds()
+
+    @property
+    def over(self) -> bool:
+        """Whether so many seconds have passed by the clock: what ends then met its limit on a core's time."""
+        return time.monotonic() - self.began >= self.seconds
+
+    def wait(self, fd: int, event: int) -> None:
+        """Until a pipe can be read or written."""
+        while True:
+            try:
+                return super().wait(fd, event)
+            except TimeoutError:
+                if not self._extended():
+                    raise
+
+    def _extended(self) -> bool:
+        """Whether there is more time, for what the machine's other work has taken."""
+        now = time.monotonic()
+        stalled = stalled_seconds()
+        waited = (
+            stalled - self.stalled if stalled is not None and self.stalled is not None else _crowded(now - self.began)
+        )
+        self.end = self.began + min(self.seconds + LOOSE * waited, LOOSE * self.seconds)
+        return self.end > now + WORTH_WAITING
+
+
+def stalled_seconds() -> float | None:
+    """Since the machine started: when processes waited for a core, on the mean of its cores. None where the kernel
+    does not count it."""
+    try:
+        with open("/proc/pressure/cpu") as file:
+            return int(file.readline().rsplit("total=", 1)[1]) / 1e6
+    except (OSError, ValueError, IndexError):
+        return None
+
+
+def _crowded(seconds: float) -> float:
+    """The same of the last seconds, from what is known anywhere."""
+    return seconds if os.getloadavg()[0] > (os.cpu_count() or 1) else 0.0

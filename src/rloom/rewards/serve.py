@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hmac
 import json
-import logging
 import math
 import re
 import sys
@@ -13,11 +12,12 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
 from rloom.errors import RewardError
+from rloom.printable import get_logger
 from rloom.rewards.base import RewardBatch, shown
 from rloom.rewards.collection import RewardSet
 from rloom.rewards.web import LOOPBACK
 
-logger = logging.getLogger(__name__)
+logger = get_logger(__name__)
 
 MAX_BODY = 256 * 2**20
 FIELDS = ("prompts", "completions", "completion_ids", "columns")

@@ -17,9 +17,10 @@ from typing import Any
 from urllib.parse import SplitResult, parse_qsl, quote, unquote, urlsplit, urlunsplit
 
 from rloom.errors import RewardError, needs_extra
+from rloom.printable import get_logger
 from rloom.rewards.async_loop import BackgroundLoop
 
-logger = logging.getLogger(__name__)
+logger = get_logger(__name__)
 
 AGAIN = {408, 425, 429, 500, 502, 503, 504}
 """Answers after which asking again makes sense."""

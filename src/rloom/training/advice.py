@@ -5,11 +5,12 @@ One rule is one function of the options; it returns a hint, or None. docs/seeds.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable
 from typing import Any
 
-logger = logging.getLogger(__name__)
+from rloom.printable import get_logger
+
+logger = get_logger(__name__)
 
 FULL_RATE = (5e-7, 3e-6)
 ADAPTER_RATE = (1e-6, 1e-5)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,7 +13,7 @@ from rloom import rewards as ready_made
 from rloom.config import RLOOConfig
 from rloom.data import datasets
 from rloom.data.batching import Batcher
-from rloom.data.images import IMAGE_COLUMNS
+from rloom.data.images import IMAGE_COLUMNS, ImageSources
 from rloom.data.model_inputs import placeholder_ids
 from rloom.data.plan import PlanSampler
 from rloom.data.prompts import PromptEncoder
@@ -33,6 +32,7 @@ from rloom.observe.completions import CompletionLog
 from rloom.observe.metrics import Metrics
 from rloom.observe.store import RunStore
 from rloom.older_names import note_once
+from rloom.printable import get_logger
 from rloom.rewards.base import unique_names
 from rloom.rewards.build import as_list, build_reward, check_rewards, is_url, load_reward_model, reward_tokenizer
 from rloom.rewards.collection import RewardSet
@@ -47,7 +47,7 @@ from rloom.training.rollouts import Collector
 from rloom.training.warmup import compile_kernels
 from rloom.types import Rollout
 
-logger = logging.getLogger(__name__)
+logger = get_logger(__name__)
 
 PROMPT_COLUMNS = ("prompt", *IMAGE_COLUMNS)
 
@@ -473,6 +473,7 @@ def _encoder(policy: Policy, args: Any) -> PromptEncoder:
         max_completion_length=args.max_completion_length,
         hard_limit=limit is not None or loading.has_position_table(policy.model),
         columns=PROMPT_COLUMNS if args.remove_unused_columns else None,
+        images=ImageSources(args.fetch_images, args.image_folder),
     )
 
 

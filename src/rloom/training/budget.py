@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable
 from typing import Any, TypeVar
 
 import torch
 
-logger = logging.getLogger(__name__)
+from rloom.printable import get_logger
+
+logger = get_logger(__name__)
 
 T = TypeVar("T")
 

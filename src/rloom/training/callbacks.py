@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from typing import Any
 
 import torch
@@ -15,10 +14,11 @@ from rloom.observe.completions import CompletionLog
 from rloom.observe.diagnose import Doctor
 from rloom.observe.progress import LiveProgress
 from rloom.observe.trackers import tensorboard_writer
+from rloom.printable import get_logger
 from rloom.training.budget import random_state, restore_random_state
 from rloom.training.learner import Learner
 
-logger = logging.getLogger(__name__)
+logger = get_logger(__name__)
 
 
 class SyncReference(TrainerCallback):

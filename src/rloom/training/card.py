@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import html
 import importlib.metadata
+import json
 import os
+import re
 from typing import Any
+from urllib.parse import quote
 
+from rloom.printable import printable
+from rloom.rewards.texts import without_surrogates
 from rloom.version import __version__
 
 CITATION = """\
@@ -33,7 +39,7 @@ TEMPLATE = """\
 ```python
 from transformers import pipeline
 
-generator = pipeline("text-generation", model="{repository}")
+generator = pipeline("text-generation", model={repository})
 messages = [{{"role": "user", "content": "What would you like to know?"}}]
 print(generator(messages, max_new_tokens=128, return_full_text=False)[0]["generated_text"])
 ```
@@ -58,6 +64,36 @@ SHOWN = (
     "num_iterations", "epsilon", "generation_batch_size",
 )  # fmt: skip
 
+PLAIN = re.compile(r"(?!(?:true|false|null|yes|no|on|off|y|n)$)[A-Za-z][\w./-]*", re.ASCII | re.IGNORECASE)
+"""Texts that YAML reads as themselves."""
+NOT_IN_YAML = re.compile("[\x7f-\x9f\u2028\u2029\ufeff\ufffe\uffff]")
+SPECIAL = re.compile(r"([\\`*_{}\[\]()#!|~$])")
+
+
+def as_yaml(value: Any) -> str:
+    """A text in front matter: in quotes where it could be read as something else.
+
+    >>> print(as_yaml("org/model-1.5"), as_yaml("x\\ntags: [evil]"), as_yaml("no"))
+    org/model-1.5 "x\\ntags: [evil]" "no"
+    """
+    if not isinstance(value, str):
+        return json.dumps(value, ensure_ascii=False)
+    if PLAIN.fullmatch(value):
+        return value
+    text = json.dumps(without_surrogates(value), ensure_ascii=False)
+    return NOT_IN_YAML.sub(lambda found: f"\\u{ord(found[0]):04x}", text)
+
+
+def as_markdown(value: Any) -> str:
+    """A text in one line that means nothing to Markdown or HTML. Names' underscores within words are left.
+
+    >>> print(as_markdown("a_b [x](y) <b>\\n# c"))
+    a_b \\[x\\]\\(y\\) &lt;b&gt; \\# c
+    """
+    text = " ".join(printable(str(value)).split())
+    escaped = SPECIAL.sub(r"\\\1", html.escape(text, quote=False))
+    return re.sub(r"(?<=[^\W_])\\_(?=[^\W_])", "_", escaped)
+
 
 def model_card(
     args: Any,
@@ -71,25 +107,25 @@ def model_card(
 ) -> str:
     """The card as markdown with front matter."""
     base = model_id if model_id and not os.path.isdir(model_id) else None
-    front = ["library_name: transformers", f"model_name: {name}"]
+    front = ["library_name: transformers", f"model_name: {as_yaml(name)}"]
     if base:
-        front.append(f"base_model: {base}")
+        front.append(f"base_model: {as_yaml(base)}")
     if dataset:
-        front.append(f"datasets: {dataset}")
-    front += [f"{key}: {value}" for key, value in (front_matter or {}).items() if value]
-    front += ["tags:", *(f"- {tag}" for tag in sorted(tags | {"generated_from_trainer"}))]
-    origin = f"This model is a fine-tuned version of [{base}](https://huggingface.co/{base})" if base else (
-        "This is a fine-tuned language model"
-    )  # fmt: skip
-    origin += f", trained on {dataset}." if dataset else "."
+        front.append(f"datasets: {as_yaml(dataset)}")
+    front += [f"{key}: {as_yaml(value)}" for key, value in (front_matter or {}).items() if value]
+    front += ["tags:", *(f"- {as_yaml(tag)}" for tag in sorted(tags | {"generated_from_trainer"}))]
+    origin = "This is a fine-tuned language model"
+    if base:
+        origin = f"This model is a fine-tuned version of [{as_markdown(base)}](https://huggingface.co/{quote(base)})"
+    origin += f", trained on {as_markdown(dataset)}." if dataset else "."
     versions = [f"{p} {importlib.metadata.version(p)}" for p in ("transformers", "torch", "accelerate")]
     return TEMPLATE.format(
         front_matter="\n".join(front),
-        name=name,
+        name=as_markdown(name),
         origin=origin,
         rloom=__version__,
-        repository=repository,
-        options="\n".join(f"| `{option}` | {getattr(args, option)} |" for option in SHOWN),
+        repository=json.dumps(printable(repository), ensure_ascii=False),
+        options="\n".join(f"| `{option}` | {as_markdown(getattr(args, option))} |" for option in SHOWN),
         versions=", ".join(versions),
         citation=CITATION,
     )

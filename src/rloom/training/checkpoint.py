@@ -9,7 +9,6 @@ written last, has the size and the checksum of every file: a checkpoint that was
 from __future__ import annotations
 
 import json
-import logging
 import os
 import re
 import zlib
@@ -18,7 +17,9 @@ from typing import Any
 
 import torch
 
-logger = logging.getLogger(__name__)
+from rloom.printable import get_logger
+
+logger = get_logger(__name__)
 
 STATE_FILE = "rloom_state.pt"
 REFERENCE_FILE = "reference.pt"

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-import logging
 from pathlib import Path
 from typing import Any
 
 from transformers import AutoConfig
 
 from rloom.data import datasets
+from rloom.data.images import ImageSources
 from rloom.errors import ConfigError, DataError, did_you_mean
 from rloom.evaluation.measured import Contest
 from rloom.evaluation.opponents import OtherModel, judge_of, pairwise, texts_of_column
+from rloom.printable import get_logger
 
-logger = logging.getLogger(__name__)
+logger = get_logger(__name__)
 
 
 def choose_contest(args: Any, judge: Any) -> Contest | None:
@@ -64,6 +65,7 @@ def _other_model(args: Any) -> OtherModel:
         seed=args.seed,
         max_completion_length=args.max_completion_length,
         trust_remote_code=args.trust_remote_code,
+        images=ImageSources(args.fetch_images, args.image_folder),
         temperature=args.temperature,
         top_p=args.top_p,
         top_k=args.top_k,

@@ -9,7 +9,6 @@ host reads the flag when the next update begins.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -19,9 +18,10 @@ from torch import Tensor, nn
 from rloom.errors import DivergedError
 from rloom.models.precision import SplitAdamW
 from rloom.observe.metrics import Metrics
+from rloom.printable import get_logger
 from rloom.types import Share
 
-logger = logging.getLogger(__name__)
+logger = get_logger(__name__)
 
 IN_A_ROW = 5
 """Skipped updates after which a run ends."""

@@ -6,7 +6,6 @@ have it.
 
 from __future__ import annotations
 
-import logging
 import signal
 import sys
 import threading
@@ -18,7 +17,9 @@ from typing import Any
 
 from transformers import TrainerCallback
 
-logger = logging.getLogger(__name__)
+from rloom.printable import get_logger
+
+logger = get_logger(__name__)
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 

@@ -3,7 +3,6 @@ things, are refused before anything is loaded on their behalf."""
 
 from __future__ import annotations
 
-import logging
 import os
 from collections.abc import Mapping
 from typing import Any
@@ -11,9 +10,10 @@ from typing import Any
 from rloom.data import datasets
 from rloom.data.images import without_images
 from rloom.errors import ConfigError
+from rloom.printable import get_logger
 from rloom.training.processes import Processes
 
-logger = logging.getLogger(__name__)
+logger = get_logger(__name__)
 
 
 def check_launch(joined: int) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from typing import Any
 
 from torch.utils.data import DataLoader
@@ -10,8 +9,9 @@ from torch.utils.data import DataLoader
 from rloom.data import datasets
 from rloom.data.loader import Stream, Turns, as_is, dealt_loader, map_style_loader, stream_loader
 from rloom.data.plan import PlanSampler, Schedule
+from rloom.printable import get_logger
 
-logger = logging.getLogger(__name__)
+logger = get_logger(__name__)
 
 
 def schedule(args: Any) -> Schedule:

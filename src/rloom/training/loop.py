@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import logging
 import os
 import sys
 import time
@@ -23,6 +22,7 @@ from rloom.models.reference import Reference, without_reference_adapter
 from rloom.observe.completions import CompletionLog
 from rloom.observe.metrics import Metrics
 from rloom.observe.store import RunStore
+from rloom.printable import get_logger
 from rloom.rewards.collection import RewardSet
 from rloom.training import checkpoint, weights
 from rloom.training.card import model_card
@@ -34,7 +34,7 @@ from rloom.training.precision import Precision
 from rloom.training.processes import Processes
 from rloom.training.rollouts import RolloutBuffer
 
-logger = logging.getLogger(__name__)
+logger = get_logger(__name__)
 
 
 class UpdateLoop(Trainer):

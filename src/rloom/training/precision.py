@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -17,8 +16,9 @@ from rloom.models.load import base_of, is_peft_model
 from rloom.models.precision import can_keep_the_bits
 from rloom.models.reference import adapter_parameters
 from rloom.models.split import SplitWeights, kept_in_float32, split_of
+from rloom.printable import get_logger
 
-logger = logging.getLogger(__name__)
+logger = get_logger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

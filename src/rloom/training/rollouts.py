@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import logging
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -19,6 +18,7 @@ from rloom.generation.base import Engine
 from rloom.observe.completions import CompletionLog
 from rloom.observe.metrics import Metrics
 from rloom.observe.store import RunStore
+from rloom.printable import get_logger
 from rloom.rewards.base import RewardBatch
 from rloom.rewards.collection import RewardSet
 from rloom.seeds import derive_seed
@@ -27,7 +27,7 @@ from rloom.training.outcome import Outcome
 from rloom.training.processes import ALONE, Processes
 from rloom.types import EOS, Group, Prompt, Rollout, Share
 
-logger = logging.getLogger(__name__)
+logger = get_logger(__name__)
 
 ScoreFunction = Callable[[list[dict[str, Any]], list[Any], list[Any], list[list[int]]], Tensor]
 

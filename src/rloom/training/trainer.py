@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import functools
 import itertools
-import logging
 import sys
 import time
 from collections.abc import Iterator
@@ -36,6 +35,7 @@ from rloom.models.precision import warn_of_lost_bits
 from rloom.observe.completions import TABLE_COLUMNS
 from rloom.observe.metrics import BUILT_IN, BUILT_IN_PREFIXES
 from rloom.observe.trackers import tensorboard_writer
+from rloom.printable import get_logger
 from rloom.rewards.base import RewardBatch
 from rloom.rewards.judging import TOTALS
 from rloom.seeds import derive_seed
@@ -51,7 +51,7 @@ from rloom.training.processes import Processes
 from rloom.training.rollouts import RolloutBuffer, column_names, replace_degenerate
 from rloom.types import MicroBatch, Rollout
 
-logger = logging.getLogger(__name__)
+logger = get_logger(__name__)
 
 
 class RLOOTrainer(UpdateLoop):

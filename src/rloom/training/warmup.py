@@ -7,7 +7,6 @@ Python's lock. Where they are compiled already (Triton keeps them on disk), they
 
 from __future__ import annotations
 
-import logging
 import os
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -23,9 +22,10 @@ from rloom.models.gpu import runs_kernels
 from rloom.models.head import LogitTransform
 from rloom.models.load import base_of
 from rloom.models.prefix import Options, Tiles, launch, prefix_forward, prefix_grads
+from rloom.printable import get_logger
 from rloom.types import Rollout
 
-logger = logging.getLogger(__name__)
+logger = get_logger(__name__)
 
 ROWS = 16
 """Of decode steps and logits that are tried."""

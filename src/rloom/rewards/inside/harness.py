@@ -68,7 +68,7 @@ def namespace(peer: Peer, payload: dict[str, Any]) -> dict[str, Any]:
     """What the tests see: the program's names (none that hides a built-in one), and what was put there for them."""
     hello = receive(peer.read_fd)
     if not isinstance(hello, dict) or "names" not in hello:
-        raise WireError(f"it did not load: {str(hello)[:300]}")
+        raise WireError(f"it did not load: {told(hello)}")
     module = types.ModuleType(
         OWN
     )  # under this name tests begin with `if __name__ == "__main__"`, and unittest finds them
@@ -96,6 +96,19 @@ def namespace(peer: Peer, payload: dict[str, Any]) -> dict[str, Any]:
     space.update(__name__=OWN, __builtins__=builtins)  # last: nothing that the program said is above them
     exec(compile(payload["setup"], "<setup>", "exec"), space)
     return space
+
+
+def told(hello: Any) -> str:
+    """Why a program did not load, as its side says it.
+
+    >>> told({"failed": [["KeyError", "LookupError"], "'x'"]}), told(7)
+    ("KeyError: 'x'", '7')
+    """
+    try:
+        (kind, *_), message = hello["failed"]
+        return f"{kind}: {message}"[:300]
+    except (KeyError, TypeError, ValueError):
+        return str(hello)[:300]
 
 
 def named(hello: dict[str, Any], kind: str) -> dict[str, Any]:

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 NEW_NAMESPACES = 0x20000 | 0x08000000 | 0x10000000 | 0x20000000 | 0x40000000
 """Mounts, System V and message queues, users, processes, network. Host name and control groups need capabilities."""
-NOSUID, NODEV, NOEXEC = 2, 4, 8
+READ_ONLY, NOSUID, NODEV, NOEXEC, REMOUNT, OF_THIS_MOUNT = 1, 2, 4, 8, 32, 4096
 MADE = b"made"
 MAX_REQUEST = 4096
 MAX_FDS = 16
@@ -113,16 +113,20 @@ def in_copy(request: dict[str, Any], fds: list[int], made: int, payload: dict[st
 def first_process(request: dict[str, Any], fds: list[int], made: int, payload: dict[str, Any]) -> None:
     """Process 1 of the new tree: makes the sandbox, starts the program and waits for all that there is. With it, all
     ends. It gives up what the program must not have before there is a program."""
+    named = dict(zip(request["names"], fds, strict=True))
     only(*fds, made)
     os.setsid()  # a signal to one's group would reach others, whatever tree they are in
     furnish(request["disk"])
     confine(payload["filter"])
     os.write(made, MADE)
     os.close(made)
+    go = named.pop("go_fd")
+    os.read(go, 1)  # its end: what bounds all of the tree together is in place
+    os.close(go)
     until, held = os.pipe()
     if os.fork() == 0:
         os.close(held)
-        second_process(dict(zip(request["names"], fds, strict=True)), until)
+        second_process(named, until)
     _signal.signal(_signal.SIGINT, _signal.SIG_DFL)  # as a first process, it is deaf to what it does not handle
     only(held)
     limit(request["limits"])  # here too, and before there is a program, which may write to this process's memory
@@ -162,6 +166,7 @@ def furnish(disk: int) -> None:
     mount("tmpfs", "/tmp", NOSUID | NODEV, f"mode=755,size={disk},nr_inodes={MAX_FILES}")
     os.chdir("/tmp")
     put("/proc/sys/user/max_user_namespaces", "0")
+    mount("proc", "/proc", REMOUNT | OF_THIS_MOUNT | READ_ONLY | NOSUID | NODEV | NOEXEC)
     network = _socket.socket(_socket.AF_INET, _socket.SOCK_DGRAM)
     fcntl.ioctl(network.fileno(), SET_INTERFACE_FLAGS, struct.pack("16sh22x", b"lo", UP))
     network.close()

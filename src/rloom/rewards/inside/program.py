@@ -19,6 +19,9 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:
     from typing import Any
 
+MAX_WORDS = 300
+"""Of what a program says about its end."""
+
 
 def limit(limits: dict[str, int]) -> None:
     """Hold this process and its children within bounds; they cannot be raised again."""
@@ -59,7 +62,7 @@ def serve_functions(payload: dict[str, Any]) -> None:
     module = types.ModuleType("solution")
     sys.modules["solution"] = module  # dataclasses and pickle look their module up
     try:
-        exec(compile(payload["program"], "<program>", "exec"), module.__dict__)
+        load(payload["program"], module)
         send(peer.write_fd, contents(peer, module))
     except BaseException as error:
         send(peer.write_fd, {"failed": describe(error)})
@@ -70,6 +73,15 @@ def serve_functions(payload: dict[str, Any]) -> None:
         except WireError:
             return
         peer.serve(request)
+
+
+def load(program: str, module: types.ModuleType) -> None:
+    """Run a program for what it defines, which is there also where it leaves at its end, as scripts do."""
+    try:
+        exec(compile(program, "<program>", "exec"), module.__dict__)
+    except SystemExit as left:
+        if left.code:
+            raise
 
 
 def contents(peer: Peer, module: types.ModuleType) -> dict[str, Any]:
@@ -93,45 +105,71 @@ def contents(peer: Peer, module: types.ModuleType) -> dict[str, Any]:
 
 
 def answer_inputs(payload: dict[str, Any]) -> None:
-    """Run the program once for each input, in a process of its own, and send what it printed."""
+    """Run the program once for each input, in a process of its own, and send what it printed and how it ended."""
     for text in payload["inputs"]:
-        read_out, pid = start(payload["program"], text)
+        read_out, read_how, pid = start(payload["program"], text)
         printed = b""
         while len(printed) <= payload["max_output"] and (part := os.read(read_out, 65536)):
             printed += part
         os.close(read_out)  # one that goes on writing is killed by it
         _, status = os.waitpid(pid, 0)
         output = printed.decode("utf-8", "replace") if len(printed) <= payload["max_output"] else None
-        send(payload["write_fd"], {"output": output, "failed": bool(status)})
+        how = said(read_how) or (f"killed by signal {os.WTERMSIG(status)}" if os.WIFSIGNALED(status) else "")
+        send(payload["write_fd"], {"output": output, "failed": bool(status), "how": how})
 
 
-def start(program: str, text: str) -> tuple[int, int]:
-    """The program in a child process, with `text` on its standard input and a pipe on its standard output."""
+def said(fd: int) -> str:
+    """The words that a process left in a pipe, which another may still hold open."""
+    os.set_blocking(fd, False)
+    try:
+        return os.read(fd, MAX_WORDS).decode("utf-8", "replace")
+    except BlockingIOError:
+        return ""
+    finally:
+        os.close(fd)
+
+
+def start(program: str, text: str) -> tuple[int, int, int]:
+    """The program in a child process, with `text` on its standard input and a pipe on its standard output; a second
+    pipe, on which it says why it ended."""
     name = "/tmp/.input"
     with open(name, "w", encoding="utf-8", errors="surrogatepass") as file:
         file.write(text)
     read_in = os.open(name, os.O_RDONLY)
     os.unlink(name)
     read_out, write_out = os.pipe()
+    read_how, write_how = os.pipe()
     pid = os.fork()
     if pid:
-        os.close(write_out)
-        os.close(read_in)
-        return read_out, pid
+        for fd in (read_in, write_out, write_how):
+            os.close(fd)
+        return read_out, read_how, pid
     os.dup2(read_in, 0)
     os.dup2(write_out, 1)
-    for fd in (read_in, read_out, write_out):
+    for fd in (read_in, read_out, write_out, read_how):
         os.close(fd)
+    run(program, write_how)
+    raise AssertionError("it has left")
+
+
+def run(program: str, how_fd: int) -> None:
+    """The program as Python runs one, to the end of this process."""
     sys.stdin = os.fdopen(0, encoding="utf-8", errors="replace", closefd=False)
     sys.stdout = os.fdopen(1, "w", encoding="utf-8", errors="replace", closefd=False)
-    code = 1
+    code, how = 1, ""
     try:
         exec(compile(program, "<program>", "exec"), {"__name__": "__main__", "__builtins__": __builtins__})
         code = 0
     except SystemExit as left:
-        code = int(bool(left.code))
+        code, how = int(bool(left.code)), f"left with {left.code!r}"
+    except BaseException as error:
+        (kind, *_), message = describe(error)
+        how = f"{kind}: {message}"
     finally:
         try:
+            if code:
+                os.write(how_fd, how.encode("utf-8", "replace")[:MAX_WORDS])
+            os.close(how_fd)
             finish()
         finally:
             os._exit(code)

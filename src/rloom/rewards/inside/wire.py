@@ -41,6 +41,8 @@ REBUILT: dict[tuple[str, str], Callable[[Any], list[Any]]] = {
 """Types beyond the built-in ones that travel by value, and the arguments that they are rebuilt from."""
 FROM_TEXT = {("datetime", "datetime"), ("datetime", "time")}
 PLAIN_TYPES = (bool, int, float, complex, str, bytes, bytearray, list, tuple, dict, set, frozenset, range, object, type)
+NUMBERS = ("bool", "int", "uint", "float", "complex")
+"""Kinds of numpy's arrays that travel by value."""
 MAX_NUMBER = 2**18
 """Hexadecimal digits of a whole number that is believed."""
 
@@ -135,7 +137,9 @@ def encode(value: Any, keep: Callable[[Any], Any], depth: int = 0) -> Any:
     if isinstance(value, type) and getattr(builtins, type.__getattribute__(value, "__name__"), None) is value:
         return {"type": type.__getattribute__(value, "__name__")}
     if kind.__module__ == "numpy" and hasattr(value, "tolist"):
-        return encode(value.tolist(), keep, depth + 1)
+        plain_value = encode(value.tolist(), keep, depth + 1)
+        is_array = kind.__name__ == "ndarray" and str(value.dtype).rstrip("0123456789") in NUMBERS
+        return {"array": [str(value.dtype), plain_value]} if is_array else plain_value
     return keep(value)
 
 
@@ -166,6 +170,8 @@ def decode(data: Any, find: Callable[[str, Any], Any], depth: int = 0) -> Any:
             return {decode(k, find, depth + 1): decode(v, find, depth + 1) for k, v in body}
         if tag == "type":
             return plain_type(body)
+        if tag == "array":
+            return as_array(body[0], decode(body[1], find, depth + 1))
         if tag == "named":
             from collections import namedtuple
 
@@ -182,6 +188,17 @@ def decode(data: Any, find: Callable[[str, Any], Any], depth: int = 0) -> Any:
         return made(decode(d, find, depth + 1) for d in body)
     except (AssertionError, ArithmeticError, AttributeError, KeyError, TypeError, ValueError) as error:
         raise WireError(f"not a value: {error!r}") from None
+
+
+def as_array(dtype: Any, values: Any) -> Any:
+    """An array of numpy's, of numbers only; where numpy is not there, the list."""
+    assert isinstance(dtype, str)
+    assert dtype.rstrip("0123456789") in NUMBERS
+    try:
+        import numpy
+    except ImportError:
+        return values
+    return numpy.array(values, dtype=dtype)
 
 
 def plain_type(name: Any) -> type:

@@ -1,0 +1,61 @@
+"""Whether what tests import is there in sandboxes, said before a right program scores nothing for it."""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import subprocess
+import sys
+from pathlib import Path
+
+from rloom.errors import RewardError, SandboxError
+from rloom.rewards.sandbox import Limits, command, interpreter, seccomp_fd
+
+TRY = """
+import importlib, sys
+for name in sys.argv[1:]:
+    try: importlib.import_module(name)
+    except Exception as error: print(f"{name}: {type(error).__name__}: {error}"[:300].splitlines()[0])
+"""
+
+
+def check_imports(names: tuple[str, ...], site_packages: tuple[str, ...]) -> None:
+    """Import packages in a sandbox, once for all tests that need the same; a [`RewardError`] names what is missing."""
+    if names and (said := _failures(names, site_packages)):
+        missing = [line.split(":")[0] for line in said]
+        raise RewardError(f"tests import what sandboxes do not have: {'; '.join(said)}. {_way(missing)}")
+
+
+@functools.lru_cache(maxsize=256)
+def _failures(names: tuple[str, ...], site_packages: tuple[str, ...]) -> list[str]:
+    with seccomp_fd() as fd:
+        line = [*command(Limits(), site_packages, filter_fd=fd), "-c", TRY, *names]
+        fds = [f for f in [fd] if f >= 0]
+        result = subprocess.run(line, capture_output=True, text=True, timeout=300, pass_fds=fds)
+    if result.returncode != 0:
+        raise SandboxError(f"the sandbox's Python ended while importing {', '.join(names)}: {result.stderr[-300:]}")
+    return result.stdout.splitlines()
+
+
+def _way(missing: list[str]) -> str:
+    """What to do about it."""
+    folders = sorted({folder for name in missing if (folder := _folder(name))})
+    if not folders:
+        return "Install it, and name its folder: code_execution(site_packages=[…])"
+    own = f"{sys.version_info.major}.{sys.version_info.minor}"
+    return (
+        f"code_execution(site_packages={folders}) shows sandboxes what is installed for this Python ({own}); theirs is "
+        f"{interpreter()[0]}, whose version must be the same"
+    )
+
+
+def _folder(name: str) -> str | None:
+    """Where this Python has a package."""
+    try:
+        spec = importlib.util.find_spec(name)
+    except (ImportError, ValueError):
+        return None
+    if spec is None or spec.origin is None:
+        return None
+    origin = Path(spec.origin)
+    return str(origin.parent.parent if origin.name == "__init__.py" else origin.parent)
