@@ -47,6 +47,9 @@ def _guarded(run: Callable[[], int]) -> int:
     except (OSError, RloomError) as error:
         print(f"rloom: {error}", file=sys.stderr)
         return 1
+    except UnicodeDecodeError as error:  # of a stream, whose rows are read as they come
+        print(f"rloom: the data has text that is not UTF-8: {error}", file=sys.stderr)
+        return 1
 
 
 def _module(verb: str) -> Any:

@@ -6,6 +6,7 @@ import dataclasses
 import functools
 import logging
 import os
+import shutil
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -17,6 +18,7 @@ from torch import nn
 from transformers import Trainer
 
 from rloom.data.plan import Schedule, UpdatePlan
+from rloom.errors import DiskError
 from rloom.models.load import base_of, is_peft_model
 from rloom.models.precision import keeps_the_bits
 from rloom.models.reference import Reference, without_reference_adapter
@@ -279,17 +281,27 @@ class UpdateLoop(Trainer):
         self.finite.settle(self.state.global_step)
         check_finite(self.model.named_parameters(), folder.name)
         name = self.args.hub_model_id or Path(self.args.output_dir).name
-        self.create_model_card(model_name=name.split("/")[-1])
-        if not self.args.save_only_model:
-            moved = self.reference.state_dict() if self.reference and self.args.sync_ref_model else None
-            checkpoint.save(folder, self._state(), moved, rank=self.processes.rank)
-            if self.processes.is_main:
-                write_facts(folder, self._facts or facts_of(self))
-        self.processes.check_same_weights(self.model)
-        super()._save_checkpoint(model, trial)
-        self.processes.wait()  # nobody looks for it before it is there
-        if self.processes.is_main and folder.exists() and not self.args.save_only_model:
-            checkpoint.seal(folder)
+        try:
+            with checkpoint.writing(folder.parent, folder.name):
+                self.create_model_card(model_name=name.split("/")[-1])
+                if not self.args.save_only_model:
+                    self._save_own(folder)
+                self.processes.check_same_weights(self.model)
+                super()._save_checkpoint(model, trial)
+                self.processes.wait()  # nobody looks for it before it is there
+                if self.processes.is_main and folder.exists() and not self.args.save_only_model:
+                    checkpoint.seal(folder)
+        except DiskError as error:
+            shutil.rmtree(folder, ignore_errors=True)  # half a checkpoint only takes up room
+            whole = checkpoint.newest_whole(folder.parent)
+            last = f"The newest that is whole is {whole}" if whole else "There is no other"
+            raise DiskError(f'{error}. {last}. Make room, and go on with resume_from_checkpoint="auto"') from error
+
+    def _save_own(self, folder: Path) -> None:
+        moved = self.reference.state_dict() if self.reference and self.args.sync_ref_model else None
+        checkpoint.save(folder, self._state(), moved, rank=self.processes.rank)
+        if self.processes.is_main:
+            write_facts(folder, self._facts or facts_of(self))
 
     def _save_rng_state(self, output_dir: str) -> None:
         super()._save_rng_state(output_dir)
@@ -405,7 +417,7 @@ class UpdateLoop(Trainer):
             self.schedule.parts_per_update,
         )
         where = output_dir or self.args.output_dir
-        with self.folder.writing(where):
+        with self.folder.writing(where), checkpoint.writing(where, "the model"):
             try:
                 with without_reference_adapter(self.model), self._as_float32():
                     super()._save(output_dir, state_dict)
