@@ -190,6 +190,29 @@ def test_a_folder_of_an_older_version_or_of_trl_is_known_by_names(tmp_path):
     assert names(tmp_path) == {"notes.txt", "checkpoint-of-mine", "_previous", "_run.json"}
 
 
+def test_a_model_that_was_trained_further_is_moved_by_the_next_run(tmp_path):
+    for name in ("model.safetensors", "config.json", "training_args.bin"):
+        (tmp_path / name).write_text("")
+    (tmp_path / "checkpoint-3").mkdir()
+    OutputFolder(tmp_path).begin(keep=[tmp_path])
+    assert {"model.safetensors", "config.json"} <= names(tmp_path)
+    OutputFolder(tmp_path).begin()
+    assert names(tmp_path / "_previous" / "2") == {"model.safetensors", "config.json", "training_args.bin"}
+
+
+def test_what_cannot_be_moved_ends_the_run_each_time(tmp_path, monkeypatch):
+    (tmp_path / "checkpoint-3").mkdir()
+    folder = OutputFolder(tmp_path)
+
+    def refuse(*args):
+        raise PermissionError("no")
+
+    monkeypatch.setattr(Path, "rename", refuse)
+    for _ in range(2):
+        with pytest.raises(ConfigError, match="cannot be moved to"):
+            folder.begin()
+
+
 def test_a_model_without_a_trainers_file_is_the_users(tmp_path):
     for name in ("model.safetensors", "config.json"):
         (tmp_path / name).write_text("")

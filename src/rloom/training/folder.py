@@ -46,10 +46,13 @@ TRAINERS_OWN = "training_args.bin"
 
 
 class OutputFolder:
-    """A trainer's output folder. `hold` it while training; `begin` a new run there, or `go_on` with the one it has."""
+    """A trainer's output folder. `hold` it while training; `begin` a new run there, or `go_on` with the one it has.
 
-    def __init__(self, path: str | Path) -> None:
-        self.path = Path(path)
+    Of several processes the main one alone takes notes of what is written.
+    """
+
+    def __init__(self, path: str | Path, *, main: bool = True) -> None:
+        self.path, self.main = Path(path), main
         self.written: set[str] = set()  # names that this run has written, beside checkpoints and store
         self._begun = False
 
@@ -99,7 +102,6 @@ class OutputFolder:
         the paths to `keep` stays: the run itself is made from it."""
         if self._begun:
             return
-        self._begun = True
         left = self._left_by_others([Path(path).resolve() for path in keep])
         if left and delete:
             for item in left:
@@ -109,11 +111,12 @@ class OutputFolder:
             _say(f"what an earlier run left in {self.path} is now in {self._moved(left)}: {_listed(left)}")
         if left:
             self._write_down()
+        self._begun = True
 
     def go_on(self) -> None:
         """A run goes on with what it has here."""
         self._begun = True
-        self.written |= set(_recorded(self.path) or ())
+        self.written |= set(_recorded(self.path))
 
     def _left_by_others(self, keep: list[Path]) -> list[Path]:
         """In the order of their names; nothing that this trainer wrote before its training began."""
@@ -121,8 +124,9 @@ class OutputFolder:
             there = sorted(self.path.iterdir())
         except OSError:
             return []
-        known = _recorded(self.path)
-        models = set(known) if known is not None else set(_models_among([item.name for item in there]))
+        models = set(_recorded(self.path))
+        if TRAINERS_OWN not in models:
+            models |= set(_models_among([item.name for item in there]))
         if self.path.resolve() in keep:
             models = set()
         found = [i for i in there if (OF_RUNS.fullmatch(i.name) or i.name in models) and i.name not in self.written]
@@ -147,7 +151,8 @@ class OutputFolder:
     @contextmanager
     def writing(self, where: str | Path | None = None) -> Iterator[None]:
         """Note what is saved into it meanwhile."""
-        if where is not None and Path(where).resolve() != self.path.resolve():
+        elsewhere = where is not None and Path(where).resolve() != self.path.resolve()
+        if elsewhere or not self.main:
             yield
             return
         before = _stamps(self.path)
@@ -161,8 +166,8 @@ class OutputFolder:
                 self._write_down()
 
     def _write_down(self) -> None:
-        """What this run has written, and before it has begun also what an earlier one had."""
-        names = self.written | set(() if self._begun else _recorded(self.path) or ())
+        """What this run has written, and what is still there of an earlier one's."""
+        names = self.written | {name for name in _recorded(self.path) if (self.path / name).exists()}
         new = self.path / f"{RECORD_FILE}.new"
         try:
             self.path.mkdir(parents=True, exist_ok=True)
@@ -195,13 +200,13 @@ def _holder(fd: int) -> str:
         return "another process"
 
 
-def _recorded(folder: Path) -> list[str] | None:
-    """What the last run has written there; None where no run wrote that down."""
+def _recorded(folder: Path) -> list[str]:
+    """What the last run has written there, where it wrote that down."""
     try:
         names = json.loads((folder / RECORD_FILE).read_text())["written"]
         return [name for name in names if isinstance(name, str)]
     except (OSError, ValueError, KeyError, TypeError):
-        return None
+        return []
 
 
 def _models_among(names: list[str]) -> list[str]:

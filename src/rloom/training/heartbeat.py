@@ -7,6 +7,7 @@ Each process beats from a thread of its own: one that is busy in a reward, a com
 from __future__ import annotations
 
 import atexit
+import logging
 import os
 import socket
 import sys
@@ -14,6 +15,8 @@ import threading
 import time
 from datetime import timedelta
 from typing import Any
+
+logger = logging.getLogger(__name__)
 
 BEAT_SECONDS, SILENT_SECONDS = 5.0, 60.0
 """How often a process beats, and after what silence it is named."""
@@ -38,17 +41,22 @@ class Heartbeat:
         self._named: set[int] = set()
         self._answered = time.monotonic()  # when the store last did
         self._over = threading.Event()
+        self._threads: list[threading.Thread] = []
 
     def start(self) -> None:
         """Beat and listen, until the process ends."""
         for work in (self._beat, self._watch):
-            threading.Thread(target=work, name=f"rloom-heart{work.__name__}", daemon=True).start()
+            thread = threading.Thread(target=work, name=f"rloom-heart{work.__name__}", daemon=True)
+            thread.start()
+            self._threads.append(thread)
         atexit.register(self.stop)
 
     def stop(self) -> None:
         """Say that this process has ended, in order that nobody misses it."""
         if not self._over.is_set():
             self._over.set()
+            for thread in self._threads:
+                thread.join(2.0)  # a beat that is on its way would be the last word
             self._tell(ENDED)
 
     # -- beating
@@ -103,6 +111,8 @@ class Heartbeat:
     def silent(self) -> list[int]:
         """The processes that have not been heard of for too long."""
         now = time.monotonic()
+        if not self._threads:
+            return []
         if now - self._answered > SILENT_SECONDS:
             return [0] if self.rank else []  # who keeps the store, if it is not the launcher
         late = [other for other, heard in self._heard.items() if now - heard > SILENT_SECONDS]
@@ -122,7 +132,11 @@ class Heartbeat:
 
 def begin(store: Any, rank: int, count: int) -> Heartbeat:
     """A heartbeat over a connection of its own: the process' waits for others on theirs."""
-    own = store.clone()
+    try:
+        own = store.clone()
+    except (AttributeError, NotImplementedError, RuntimeError) as error:  # a store of another kind
+        logger.info("a process that stops is noticed after ddp_timeout only: %s", error)
+        return Heartbeat(store, rank, count)
     own.set_timeout(timedelta(seconds=STORE_SECONDS))
     heart = Heartbeat(own, rank, count)
     heart.start()

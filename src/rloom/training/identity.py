@@ -60,12 +60,15 @@ def _data(data: Any) -> dict[str, Any]:
         first = datasets.first_row(data)
         return {"first row": _digest(_row(first))} if first is not None else {}
     count = len(data)
+    images = [name for name in IMAGE_COLUMNS if name in (getattr(data, "column_names", None) or ())]
+    if images and hasattr(data, "remove_columns"):
+        data = data.remove_columns(images)  # decoding them takes time
     places = sorted({index * (count - 1) // max(1, SOME_ROWS - 1) for index in range(SOME_ROWS)})
     return {"rows": count, "content": _digest([_row(data[index]) for index in places])}
 
 
 def _row(row: Mapping[str, Any]) -> dict[str, Any]:
-    """Without images: decoding them takes time."""
+    """Without images, in columns or in messages."""
     kept = {name: value for name, value in row.items() if name not in IMAGE_COLUMNS}
     return kept | {"prompt": without_images(kept["prompt"])}
 

@@ -156,7 +156,7 @@ class RLOOTrainer(UpdateLoop):
         self.reference = parts.reference
         self.metrics, self.completion_log, self.store = parts.metrics, parts.completion_log, parts.store
         self.finite, self.interrupts = FiniteUpdates(self.metrics), Interrupts()
-        self.folder = OutputFolder(args.output_dir)
+        self.folder = OutputFolder(args.output_dir, main=self.processes.is_main)
         self.schedule = loaders.schedule(args)
         self.buffer = RolloutBuffer(self._make_rollout, self.schedule.parts * self.schedule.passes)
         self._eval_prefix: str | None = None  # while evaluating: what metric names begin with
