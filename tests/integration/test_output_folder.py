@@ -74,6 +74,13 @@ def test_options_that_may_change_are_listed(make, tmp_path, capsys):
     assert "seed" not in said
 
 
+def test_a_record_holds_no_secrets(make, tmp_path):
+    make(hub_token="hf_secret", model_init_kwargs={"token": "hf_secret"}).train()
+    record = (tmp_path / "out" / "checkpoint-1" / RUN_FILE).read_text()
+    assert "learning_rate" in record
+    assert "secret" not in record
+
+
 def test_a_checkpoint_without_a_record_still_loads(make, tmp_path):
     make().train()
     (tmp_path / "out" / "checkpoint-1" / RUN_FILE).unlink()

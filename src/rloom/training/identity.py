@@ -10,6 +10,7 @@ import hashlib
 import json
 import logging
 import math
+import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -28,6 +29,7 @@ ABOUT_THIS_CALL = {
     "output_dir", "resume_from_checkpoint", "resume_changed_run", "overwrite_output_dir", "run_name", "logging_dir",
 }  # fmt: skip
 """Options that say where and how often a script is started, and nothing of the run."""
+SECRET = re.compile(r"token$|url$|key$|password", re.IGNORECASE)
 
 
 def facts_of(trainer: Any) -> dict[str, Any]:
@@ -41,7 +43,20 @@ def facts_of(trainer: Any) -> dict[str, Any]:
         "objective": dataclasses.asdict(args.choices),
     }
     options = {name: value for name, value in args.to_dict().items() if name not in ABOUT_THIS_CALL}
-    return json.loads(json.dumps({"fixed": fixed, "options": options}, default=str))
+    return json.loads(json.dumps({"fixed": fixed, "options": _without_secrets(options)}, default=str))
+
+
+def _without_secrets(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Checkpoints are handed on: without tokens, and without addresses, which may have a password in them.
+
+    >>> _without_secrets({"hub_token": "a", "model_init_kwargs": {"token": "b", "revision": "main"}})
+    {'model_init_kwargs': {'revision': 'main'}}
+    """
+    return {
+        name: _without_secrets(value) if isinstance(value, Mapping) else value
+        for name, value in options.items()
+        if not isinstance(value, str) or not SECRET.search(name)
+    }
 
 
 def _model(model: Any) -> dict[str, Any]:
