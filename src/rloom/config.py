@@ -317,6 +317,14 @@ class RLOOConfig(OlderNames, TrainingArguments, metaclass=_Remembering):
     log_older_metrics: bool = _option(
         False, "Log the metrics of older documents too: objective/…, policy/…, loss/…, val/…, eps, episode, lr."
     )
+    overwrite_output_dir: bool = _option(
+        False,
+        "Delete what an earlier run left in output_dir. Unset: a new run moves it to output_dir/_previous.",
+    )
+    resume_changed_run: bool = _option(
+        False,
+        "Go on from a checkpoint even if its model, data, rewards, num_generations or objective are not this run's.",
+    )
     store_completions: bool = _option(
         True, "Keep prompts and completions in the run's store (output_dir/_rollouts); scores are kept there anyway."
     )

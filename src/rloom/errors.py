@@ -7,6 +7,7 @@
     ├── RewardError (ValueError)     a reward function returned something that is not a score, or could not be asked
     ├── SandboxError (RuntimeError)  model-written code cannot be run safely here
     ├── MissingExtraError (ImportError)  an optional package is needed; names the extra to install
+    ├── DiskError (OSError)          a file that cannot be written
     ├── DivergedError (RuntimeError)  training has left the finite numbers
     ├── ProcessError (RuntimeError)  several processes that train together no longer do
     └── EngineError (RuntimeError)   generation did not deliver what was asked of it
@@ -55,6 +56,10 @@ class SandboxError(RloomError, RuntimeError):
 
 class MissingExtraError(RloomError, ImportError):
     """An optional package is needed that is not installed."""
+
+
+class DiskError(RloomError, OSError):
+    """A file cannot be written."""
 
 
 class DivergedError(RloomError, RuntimeError):

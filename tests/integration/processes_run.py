@@ -10,7 +10,10 @@ from __future__ import annotations
 
 import os
 import shutil
+import signal
+import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +22,7 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 import torch
 
 from rloom import RLOOConfig, RLOOTrainer, term
+from rloom.training import heartbeat
 from tests import vision_models
 from tests.conftest import make_model, make_tokenizer
 
@@ -53,6 +57,8 @@ KINDS: dict[str, dict[str, Any]] = {
     "dropout": {"beta": 0.1, "steps": 2, "num_iterations": 2, "max_steps": 6, "save_steps": 1, "logging_steps": 3,
                 "sync_ref_model": True, "ref_model_sync_steps": 3, "normalize_rewards": "running"},
     "out of memory": {"beta": 0.1, "max_tokens_per_micro_batch": 200},
+    "busy": {"beta": 0.0, "max_steps": 1},
+    "frozen": {"beta": 0.0, "max_steps": 1},
     "stopped": {"beta": 0.1, "max_steps": 5, "logging_steps": 2},
     "failing": {"beta": 0.1},
     "corners": {"beta": 0.1, "engine": "forked", "log_completions": True, "num_completions_to_print": 1,
@@ -93,6 +99,24 @@ def failing(completions, **kwargs):
     return [1.0] * len(completions)
 
 
+def busy(completions, **kwargs):
+    """Keeps one process busy for longer than a silence may last, at each call: half of it asleep, half in Python."""
+    if rank() == count() - 1:
+        time.sleep(1.5)
+        until = time.monotonic() + 1.5
+        while time.monotonic() < until:
+            pass
+    return [1.0] * len(completions)
+
+
+def stopped(completions, **kwargs):
+    """Stops one process, as a machine that freezes; another one wakes it up."""
+    if rank() == count() - 1:
+        subprocess.Popen(["sh", "-c", f"sleep 4; kill -CONT {os.getpid()}"])
+        os.kill(os.getpid(), signal.SIGSTOP)
+    return [1.0] * len(completions)
+
+
 JUDGED: list[str] = []
 
 
@@ -107,6 +131,8 @@ REWARDS: dict[str, Any] = {
     "degenerate": [seldom],
     "replaced": [seldom],
     "failing": [failing],
+    "busy": [busy],
+    "frozen": [stopped],
     "dropout": [by_length],  # without scores that are NaN, which is equal to nothing
     "whitened": [term(by_length, normalize=True), term(second, weight=0.5, only_if=by_length, at_least=0.5)],
 }
@@ -274,8 +300,11 @@ def _run_out_once(trainer: Any) -> None:
 
 def main() -> None:
     output, *kinds = sys.argv[1:]
+    heartbeat.BEAT_SECONDS = 0.2
     for kind in kinds:
         folder = Path(output) / kind
+        if kind == "busy":  # and what comes after it: a silence of two seconds is named
+            heartbeat.SILENT_SECONDS = 2.0
         if kind == "corners":
             result = corners(folder)
         elif kind == "resumed":  # the middle of an earlier run goes on in a folder of its own

@@ -48,6 +48,11 @@ def test_a_data_set_of_datasets(config):
         build(config, Dataset.from_dict({"question": ["a", "b"]}))
     with pytest.raises(DataError, match="set `max_steps`"):
         build(config, Dataset.from_dict({"prompt": ["a", "b"]}).to_iterable_dataset())
+    with pytest.raises(DataError, match=r"`train_dataset`\[0\]: a prompt is text, .* got int: '5'"):
+        build(config, Dataset.from_dict({"prompt": [5, 7]}))
+    rows = Dataset.from_dict({"prompt": ["a", None]})
+    with pytest.raises(DataError, match=r"row 1 of the data: a prompt is text, .* got NoneType"):
+        build(config, rows, model=make_model(), processing_class=make_tokenizer())
 
 
 def test_splits_instead_of_a_data_set(config, rows):

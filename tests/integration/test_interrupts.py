@@ -44,6 +44,7 @@ def interrupted_at(call, *signals):
                 time.sleep(0.5)  # rewards run in threads, and the main one takes signals: two at once would be one
         return lengths(completions)
 
+    reward.__name__ = lengths.__name__  # a run goes on with the rewards that it had
     return reward
 
 

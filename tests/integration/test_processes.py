@@ -8,10 +8,13 @@ from __future__ import annotations
 import itertools
 import math
 import os
+import re
 import shutil
 import socket
 import subprocess
 import sys
+import threading
+import time
 from collections import defaultdict
 from pathlib import Path
 
@@ -20,6 +23,7 @@ import torch
 
 from rloom import FakeEngine
 from rloom.observe import read_store
+from rloom.training import heartbeat
 from tests.integration import processes_run
 from tests.integration.test_resume import assert_equal, assert_same, strip
 
@@ -52,9 +56,11 @@ def two(tmp_path_factory) -> Path:
     """The folder of a launch of two processes that has run all kinds."""
     folder = tmp_path_factory.mktemp("two")
     done = launch(
-        str(folder), *AS_ONE, "replaced", "bfloat16", "transformers", "dropout", "resumed", "half resumed", "corners"
-    )
+        str(folder), *AS_ONE, "replaced", "bfloat16", "transformers", "dropout", "resumed", "half resumed", "corners",
+        "busy", "frozen",
+    )  # fmt: skip
     assert done.returncode == 0, done.stderr[-4000:]
+    (folder / "stderr.txt").write_text(done.stderr)
     return folder
 
 
@@ -233,6 +239,49 @@ def test_checkpoint_of_two_processes_in_one(two, tmp_path, caplog):
 
 
 # -- when something is wrong
+
+
+def test_a_process_that_stops_is_named_and_one_that_is_busy_is_not(two):
+    """The busy one is silent for as long in the gather, the stopped one in its thread too."""
+    told = [line for line in (two / "stderr.txt").read_text().splitlines() if "heard of" in line]
+    assert told
+    assert re.search(r"rloom: process 1 \(.+, pid \d+\) has not been heard of for 2 s", told[0])
+    assert all(line.endswith("is heard of again") for line in told[1:]), told  # if there is time before the end
+
+
+def test_a_store_that_does_not_answer_names_who_keeps_it(monkeypatch, capsys):
+    """Without torchrun that is process 0: stopped, it keeps the others from reading what they say."""
+    monkeypatch.setattr(heartbeat, "BEAT_SECONDS", 0.02)
+    monkeypatch.setattr(heartbeat, "SILENT_SECONDS", 0.3)
+    release = threading.Event()
+
+    class Stopped(torch.distributed.HashStore):
+        def set(self, key, value):
+            release.wait(20)
+
+    heart = heartbeat.Heartbeat(Stopped(), rank=1, count=3)
+    heart.start()
+    deadline = time.monotonic() + 10
+    while not heart._named and time.monotonic() < deadline:
+        time.sleep(0.02)
+    release.set()
+    heart.stop()
+    assert "rloom: process 0 has not been heard of for 0.3 s" in capsys.readouterr().err
+
+
+def test_a_process_that_has_ended_is_not_missed(monkeypatch, capsys):
+    monkeypatch.setattr(heartbeat, "BEAT_SECONDS", 0.02)
+    monkeypatch.setattr(heartbeat, "SILENT_SECONDS", 0.3)
+    store = torch.distributed.HashStore()
+    hearts = [heartbeat.Heartbeat(store, rank, 2) for rank in (0, 1)]
+    for heart in hearts:
+        heart.start()
+    time.sleep(0.1)
+    hearts[1].stop()
+    time.sleep(0.6)
+    assert hearts[0].silent() == []
+    hearts[0].stop()
+    assert capsys.readouterr().err == ""
 
 
 def test_a_failure_in_one_process_ends_the_run(tmp_path):

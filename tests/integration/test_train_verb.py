@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import resource
 import shlex
 import sys
 
@@ -12,7 +13,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from rloom.cli.main import main
 from rloom.cli.spec import find_reward
-from rloom.errors import RewardError
+from rloom.errors import DiskError, RewardError
+from rloom.training.checkpoint import writing
 from tests.standins import ROOT, prompts, run, save_jsonl, save_llama, save_pythia, save_reward_model
 
 REWARD = """
@@ -163,3 +165,50 @@ def test_rewards_by_name(here, monkeypatch):
     assert find_reward("http://127.0.0.1:1/score") == "http://127.0.0.1:1/score"
     with pytest.raises(RewardError, match="did you mean 'sentiment'"):
         find_reward("sentimen")
+
+
+# -- what the disk does not give or take
+
+
+@pytest.fixture
+def no_room():
+    """A function after which no file grows beyond some bytes, as on a full disk."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    yield lambda size: resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
+    resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+FULL = """
+import resource
+calls = []
+def filling(completions, **kwargs):
+    calls.append(1)
+    if len(calls) == 2:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, resource.getrlimit(resource.RLIMIT_FSIZE)[1]))
+    return [float(len(text)) for text in completions]
+"""
+
+
+def test_a_full_disk_is_a_sentence(here, capsys, no_room):
+    save_llama(here / "model")
+    save_jsonl(here / "prompts.jsonl", prompts(8))
+    (here / "full_disk.py").write_text(FULL)
+    line = ["train", "--model", "model", "--data", "prompts.jsonl", "--reward", "full_disk.py:filling",
+            "--output_dir", "out", *QUICK[:-2], "--save_steps", "1"]  # fmt: skip
+    assert main(line) == 1
+    last = capsys.readouterr().err.strip().splitlines()[-1]
+    assert re.match(r"rloom: the model cannot be written to out/checkpoint-2: .* GiB are free there", last)
+    assert "The newest that is whole is out/checkpoint-1. Make room, and go on with" in last
+    assert sorted(path.name for path in here.glob("out/checkpoint-*")) == ["checkpoint-1"]  # no half of another
+    no_room(resource.getrlimit(resource.RLIMIT_FSIZE)[1])
+    assert main([*line, "--resume_from_checkpoint", "auto"]) == 0
+    no_room(20_000)
+    told = r"the model cannot be written to .*/elsewhere: File too large"
+    with pytest.raises(DiskError, match=told), writing(here / "elsewhere", "the model"):
+        (here / "large").write_bytes(b"0" * 30_000)
+
+
+def test_a_reward_file_that_is_no_python(here):
+    (here / "latin.py").write_bytes(b"def f(completions): return 'caf\xe9'")
+    with pytest.raises(RewardError, match=r"latin.py cannot be loaded: .*utf-8"):
+        find_reward("latin.py:f")

@@ -69,6 +69,11 @@ def test_wrong_recipes(content, message, tmp_path, capsys):
     assert message in refused(["--config", str(tmp_path / "r.yaml")], capsys)
 
 
+def test_a_recipe_that_is_not_text(tmp_path, capsys):
+    (tmp_path / "r.yaml").write_bytes(b"output_dir: caf\xe9")
+    assert "r.yaml cannot be read: 'utf-8' codec" in refused(["--config", str(tmp_path / "r.yaml")], capsys)
+
+
 def test_recipe_that_is_not_there(capsys):
     assert "there is no file nowhere.yaml" in refused(["--config", "nowhere.yaml"], capsys)
 

@@ -308,6 +308,40 @@ def test_a_worker_that_dies_while_idle_is_replaced():
         assert second != first
 
 
+def killed_at_first(path):
+    """Kills its process when it is first called, as whoever runs out of memory might."""
+    if not os.path.exists(path):
+        open(path, "w").close()
+        os.kill(os.getpid(), 9)
+
+
+def test_a_worker_that_is_killed_while_loading_is_started_again(tmp_path):
+    with WorkerPool(1) as pool:
+        key = pool.register(lambda completions: [1.0], "one", functools.partial(killed_at_first, tmp_path / "once"))
+        answer = pool.submit(key, [{"completions": ["a"]}], 30.0)[0].result()
+        assert answer["value"] == [1.0]
+        assert pool.restarts == 1
+
+
+def test_a_function_that_no_worker_can_load_is_told(tmp_path):
+    with WorkerPool(1) as pool:
+        key = pool.register(lambda completions: [1.0], "one", functools.partial(os._exit, 3))
+        for starts in (2, 3):  # the first time it is tried three times, then no more than once
+            with pytest.raises(RewardError, match="loading a reward function ended: exit code 3"):
+                pool.submit(key, [{"completions": ["a"]}], 30.0)[0].result()
+            assert pool.restarts == starts
+
+
+def test_a_sample_whose_worker_is_killed_is_scored_by_another(tmp_path):
+    def reward(completions):
+        killed_at_first(tmp_path / "once")
+        return [1.0]
+
+    with WorkerPool(1) as pool:
+        key = pool.register(reward, "one")
+        assert pool.submit(key, [{"completions": ["a"]}], 30.0)[0].result()["value"] == [1.0]
+
+
 # -- errors
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import sqlite3
 import time
 
 import pytest
@@ -11,7 +12,7 @@ import torch
 from transformers import LlamaConfig, LlamaForSequenceClassification
 
 from rloom.errors import ConfigError, RewardError
-from rloom.rewards import FunctionReward, RewardBatch, RewardSet, judge
+from rloom.rewards import FunctionReward, RewardBatch, RewardSet, judge, judging
 from rloom.rewards.judging import read_preference, read_score
 from tests.conftest import LETTERS, make_tokenizer
 from tests.services import serving
@@ -135,6 +136,47 @@ def test_answers_are_kept_on_disk(tmp_path):
     (tmp_path / "text").write_text("no data base at all" * 100)
     with pytest.raises(RewardError, match="no cache of ours"):
         judge("m", cache=tmp_path / "text")
+
+
+def test_caches_that_cannot_be_used(tmp_path, monkeypatch):
+    monkeypatch.setattr(judging, "LOCKED_SECONDS", 0.05)
+    other = sqlite3.connect(tmp_path / "other.sqlite")
+    other.execute("CREATE TABLE answers (question TEXT)")
+    other.commit()
+    locked = sqlite3.connect(tmp_path / "locked.sqlite", isolation_level=None)
+    locked.execute("BEGIN EXCLUSIVE")
+    (tmp_path / "file").write_text("")
+    told = {
+        "other.sqlite": r"other.sqlite is no cache of ours \(no such column: answer\); choose another file",
+        "locked.sqlite": "locked.sqlite is locked: another process has been writing to it for more than 0.05 s",
+        "file/cache.sqlite": "cannot be opened",
+        ".": "cannot be used",
+    }
+    for name, message in told.items():
+        with pytest.raises(RewardError, match=message):
+            judge("m", cache=tmp_path / name)
+    other.close()
+    locked.close()
+
+
+def test_a_cache_that_fails_in_a_run_costs_answers_and_not_the_run(tmp_path, monkeypatch, caplog):
+    monkeypatch.setattr(judging, "LOCKED_SECONDS", 0.05)
+    cache = tmp_path / "judge.sqlite"
+    with serving(by_length) as (url, calls):
+        reward = made(url, cache=cache)
+        first = reward(PROMPTS, ANSWERS)
+        holder = sqlite3.connect(cache, isolation_level=None)
+        holder.execute("BEGIN IMMEDIATE")  # writing; others may read meanwhile
+        assert reward(PROMPTS, [a + "." for a in ANSWERS]) is not None
+        assert caplog.text.count("judge.sqlite is locked") == 1
+        asked = len(calls)
+        assert reward(PROMPTS, ANSWERS) == first
+        assert len(calls) == asked
+        holder.execute("UPDATE answers SET answer = 'no JSON'")
+        holder.execute("COMMIT")
+        holder.close()
+        assert reward(PROMPTS, ANSWERS) == first
+        assert len(calls) > asked
 
 
 def test_a_rate_limit():

@@ -76,11 +76,15 @@ def test_prompts_of_conversations_and_of_pairs(tmp_path):
         ("no.jsonl", "no file"),
         ("empty.csv", "is empty"),
         ("bad.jsonl", "cannot be read"),
+        ("latin.jsonl", "latin.jsonl, line 2 is not UTF-8"),
+        ("latin.csv", "latin.csv, line 2 is not UTF-8"),
     ],
 )
 def test_what_cannot_be_read(source, message, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "empty.csv").touch()
     (tmp_path / "bad.jsonl").write_text("{nonsense")
+    (tmp_path / "latin.jsonl").write_bytes(b'{"prompt": "a"}\n{"prompt": "caf\xe9"}\n')
+    (tmp_path / "latin.csv").write_bytes(b"prompt\ncaf\xe9\n")
     with pytest.raises(DataError, match=message):
         load_rows(source)

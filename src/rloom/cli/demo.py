@@ -100,6 +100,7 @@ def make_trainer(
     """The trainer with the demo's settings: nothing here that a user's own script could not do."""
     config = RLOOConfig(
         output,
+        overwrite_output_dir=True,
         max_steps=steps,
         num_generations=8,
         per_device_train_batch_size=256,

@@ -109,6 +109,8 @@ def read_recipe(path: str, flags: Flags) -> dict[str, Any]:
         content = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
     except yaml.YAMLError as error:
         raise ConfigError(f"{path} is not YAML: {error}") from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path} cannot be read: {error}") from None
     if not isinstance(content, dict):
         raise ConfigError(f"{path}: a recipe is a list of `option: value`, not {type(content).__name__}")
     actions = {action.dest: action for action in flags._actions if action.nargs != 0}

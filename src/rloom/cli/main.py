@@ -52,6 +52,9 @@ def _guarded(run: Callable[[], int]) -> int:
     except Exception:  # of a reward, say, whose words may be a service's
         print(printable(traceback.format_exc()), end="", file=sys.stderr)
         return 1
+    except UnicodeDecodeError as error:  # of a stream, whose rows are read as they come
+        print(f"rloom: the data has text that is not UTF-8: {error}", file=sys.stderr)
+        return 1
 
 
 def _module(verb: str) -> Any:

@@ -47,7 +47,10 @@ def _module(where: str) -> Any:
         module = importlib.util.module_from_spec(spec)
         sys.modules[path.stem] = module
         sys.path.insert(0, str(path.parent.resolve()))  # worker processes find it by name
-        spec.loader.exec_module(module)
+        try:
+            spec.loader.exec_module(module)
+        except (SyntaxError, OSError) as error:
+            raise RewardError(f"{where} cannot be loaded: {error}") from None
         return module
     try:
         return importlib.import_module(where)

@@ -138,5 +138,6 @@ def _save(trainer: Any, lora: LoraOptions) -> None:
     if lora.merge_adapter:
         from rloom.models.adapters import save_merged
 
-        save_merged(trainer.model, trainer.processing_class, folder / "merged")
+        with trainer.folder.writing():
+            save_merged(trainer.model, trainer.processing_class, folder / "merged")
         print(f"rloom: the merged model is in {folder / 'merged'}", file=sys.stderr)

@@ -70,6 +70,8 @@ def check_dataset(dataset: Any, name: str) -> Any:
     _check_columns(dataset, name)
     if isinstance(dataset, RowList):
         _check_formats(dataset, name)
+    elif not is_iterable(dataset):  # of the others too, before a model is loaded; the rest when they are encoded
+        prompt_format(dataset[0]["prompt"], f"`{name}`[0]")
     return dataset
 
 

@@ -89,11 +89,15 @@ class PromptEncoder:
         """
         if len(rows) <= MAX_SCANNED:
             texts: Any = rows.select_columns("prompt") if hasattr(rows, "select_columns") else rows  # decodes no images
-            size = [len(str(without_images(texts[i]["prompt"]))) for i in range(len(rows))]
+            size = [self._size(texts[i]["prompt"], i) for i in range(len(rows))]
             longest = sorted(range(len(rows)), key=size.__getitem__, reverse=True)[:8]
             self.encode([rows[i] for i in longest])
         else:
             self.encode([rows[0]])
+
+    def _size(self, prompt: Any, number: int) -> int:
+        prompt_format(prompt, f"row {number} of the data")
+        return len(str(without_images(prompt)))
 
     def _columns(self, row: dict[str, Any]) -> dict[str, Any]:
         return row if self.columns is None else {name: row[name] for name in self.columns if name in row}

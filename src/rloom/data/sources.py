@@ -70,10 +70,25 @@ def _from_file(path: Path, split: str, config: str | None, streaming: bool) -> A
     cut = split[split.index("[") :] if "[" in split else ""
     options = {"sep": "\t"} if path.suffix.lower() == ".tsv" else {}
     kind = KINDS[path.suffix.lower()]
+    if kind != "parquet" and not streaming:
+        _check_text(path)
     try:
         return load_dataset(kind, data_files={"train": str(path)}, split="train" + cut, streaming=streaming, **options)
     except Exception as error:
         raise DataError(f"{path} cannot be read as {kind}: {error.__cause__ or error}") from error
+
+
+def _check_text(path: Path) -> None:
+    """Refuse text that is not UTF-8, which the library passes on and nobody can read."""
+    try:
+        with path.open("rb") as file:
+            for number, line in enumerate(file, 1):
+                try:
+                    line.decode()
+                except UnicodeDecodeError as error:
+                    raise DataError(f"{path}, line {number} is not UTF-8: {error}") from None
+    except OSError as error:
+        raise DataError(f"{path} cannot be read: {error.strerror}") from error
 
 
 def _from_disk(path: Path, split: str, config: str | None, streaming: bool) -> Any:

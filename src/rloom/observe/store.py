@@ -49,6 +49,11 @@ class RunStore:
 
     # -- which run it is
 
+    @property
+    def is_own(self) -> bool:
+        """Whether what is on disk is this run's: an evaluation before the training is."""
+        return self._own
+
     def begin(self) -> None:
         """A run starts from nothing: an earlier one's rows are set aside, under another name."""
         self.forget()

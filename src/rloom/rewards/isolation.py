@@ -30,7 +30,7 @@ from rloom.errors import RewardError
 from rloom.rewards.sandbox import TimeLeft
 
 WORKER = Path(__file__).with_name("worker.py")
-LOAD_SECONDS = 300.0
+LOAD_SECONDS, LOAD_TRIES = 300.0, 3
 AT_ONCE_SECONDS, MAX_AT_ONCE = 0.05, 64
 """Samples that take so long together, and so many at most, are handed to a worker at once."""
 PROGRESS = struct.Struct("Qd")
@@ -49,6 +49,7 @@ class Task:
     arguments: dict[str, Any]
     time_limit: float
     answer: Future[dict[str, Any]]
+    crashed: bool = False  # whether a worker has ended over it already
 
 
 class WorkerPool:
@@ -73,6 +74,7 @@ class WorkerPool:
         self._threads: ThreadPoolExecutor | None = None
         self._local = threading.local()
         self._workers: weakref.WeakSet[Worker] = weakref.WeakSet()
+        self._ends_workers: set[int] = set()  # functions that no worker could load
 
     def register(self, function: Any, name: str, at_start: Callable[[], None] | None = None) -> int:
         """Make a function known to the workers; returns the key to call it by. `at_start` is called first in each."""
@@ -126,9 +128,16 @@ class WorkerPool:
             del tasks[: min(at_once, len(tasks)) - len(left)]
             if error is not None:
                 blamed = 0 if at_once == 1 or self._closing else _blamed(error)
-                if blamed is not None:
+                if blamed is not None and not self._may_try_again(tasks[0], error):
                     tasks.pop(min(blamed, len(tasks) - 1)).answer.set_exception(error)
                 at_once = 1
+
+    def _may_try_again(self, task: Task, error: Exception) -> bool:
+        """A worker that ended may have been killed by somebody else, for its memory say: once more, in another one."""
+        if not isinstance(error, WorkerGone) or task.crashed or self._closing:
+            return False
+        task.crashed = True
+        return True
 
     def _answered(self, tasks: list[Task]) -> Exception | None:
         """Have a worker do some samples. Those that it answered are taken off the list; says why there are others."""
@@ -152,7 +161,26 @@ class WorkerPool:
         self.seconds[key] = seconds if self.seconds[key] == AT_ONCE_SECONDS else 0.9 * self.seconds[key] + 0.1 * seconds
 
     def _worker(self, key: int) -> Worker:
-        """This thread's worker, with a function loaded."""
+        """This thread's worker, with a function loaded. One that ends meanwhile is started again: it may not have been
+        the function's doing."""
+        tries = 1 if key in self._ends_workers else LOAD_TRIES
+        for left in reversed(range(tries)):
+            worker = self._running()
+            try:
+                if key not in worker.loaded:
+                    worker.load(key, self.functions[key])
+                return worker
+            except (TimeoutError, WorkerGone) as error:
+                worker.kill()
+                if left and not self._closing and isinstance(error, WorkerGone):
+                    continue
+                self._ends_workers.add(key)
+                how = f"took more than {LOAD_SECONDS:g} s" if isinstance(error, TimeoutError) else f"ended: {error}"
+                raise RewardError(f"a worker process that was loading a reward function {how}") from None
+        raise AssertionError("unreachable")
+
+    def _running(self) -> Worker:
+        """This thread's worker: a new one where there is none, or no more."""
         worker: Worker | None = getattr(self._local, "worker", None)
         if worker is not None and _ended(worker.process):
             worker.kill()  # what it had started may go on without it
@@ -161,12 +189,6 @@ class WorkerPool:
         if worker is None:
             worker = self._local.worker = Worker()
             self._workers.add(worker)
-        if key not in worker.loaded:
-            try:
-                worker.load(key, self.functions[key])
-            except (TimeoutError, WorkerGone) as error:
-                worker.kill()
-                raise RewardError(f"a worker process ended while loading a reward function: {error}") from None
         return worker
 
     def close(self) -> None:

@@ -11,12 +11,16 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 import zlib
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from rloom.errors import DiskError
 from rloom.printable import get_logger
 
 logger = get_logger(__name__)
@@ -53,6 +57,31 @@ def load(folder: str | Path, *, rank: int = 0) -> tuple[dict[str, Any] | None, d
     for file in (own if own.exists() else path / STATE_FILE, path / REFERENCE_FILE):
         found.append(torch.load(file, map_location="cpu", weights_only=True) if file.exists() else None)
     return found[0], found[1]
+
+
+NO_ROOM = re.compile(r"os error|inline_container|iostream|PytorchStreamWriter", re.IGNORECASE)
+"""What safetensors and torch say where the system does not take what they write."""
+
+
+@contextmanager
+def writing(folder: str | Path, what: str) -> Iterator[None]:
+    """Meanwhile what cannot be written, to a full disk say, is told in a sentence."""
+    try:
+        yield
+    except Exception as error:
+        by_the_disk = isinstance(error, OSError) or NO_ROOM.search(str(error))
+        if not by_the_disk or isinstance(error, DiskError):
+            raise
+        raise DiskError(f"{what} cannot be written to {folder}: {_reason(error, Path(folder))}") from error
+
+
+def _reason(error: Exception, folder: Path) -> str:
+    """torch does not say what the system said; mostly that nothing was left."""
+    existing = next((path for path in (folder, *folder.parents) if path.exists()), None)
+    free = f" ({shutil.disk_usage(existing).free / 2**30:.1f} GiB are free there)" if existing else ""
+    if isinstance(error, OSError):
+        return f"{error.strerror or error}{free}"
+    return f"the disk took a part of it only{free}: {str(error).splitlines()[0]}"
 
 
 def seal(folder: str | Path) -> None:

@@ -5,10 +5,11 @@ from __future__ import annotations
 import dataclasses
 import functools
 import os
+import shutil
 import sys
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,8 @@ from torch import nn
 from transformers import Trainer
 
 from rloom.data.plan import Schedule, UpdatePlan
-from rloom.models.load import is_peft_model
+from rloom.errors import DiskError
+from rloom.models.load import base_of, is_peft_model
 from rloom.models.precision import keeps_the_bits
 from rloom.models.reference import Reference, without_reference_adapter
 from rloom.observe.completions import CompletionLog
@@ -28,6 +30,9 @@ from rloom.training import checkpoint, weights
 from rloom.training.card import model_card
 from rloom.training.credit import Credit, Shaper
 from rloom.training.finite import FiniteUpdates, check_finite
+from rloom.training.folder import OutputFolder
+from rloom.training.identity import check_same_run, facts_of
+from rloom.training.identity import write as write_facts
 from rloom.training.interrupts import Interrupts
 from rloom.training.learner import Learner
 from rloom.training.precision import Precision
@@ -56,9 +61,11 @@ class UpdateLoop(Trainer):
     precision: Precision
     finite: FiniteUpdates
     interrupts: Interrupts
+    folder: OutputFolder
     reference: Reference | None
     _tag_names = ("rloom", "rloo")
     _resumed: dict[str, Any] | None = None  # what a checkpoint said, until the first epoch begins
+    _facts: dict[str, Any] | None = None  # what this run is known by, from the start of its training
     _using_rewards = 0  # how many of train, evaluate and predict are under way
     _elapsed = 0.0  # seconds of training before this call, when resumed
     _train_began = 0.0
@@ -174,50 +181,89 @@ class UpdateLoop(Trainer):
         self, resume_from_checkpoint: str | os.PathLike[str] | bool | None = None, *args: Any, **kwargs: Any
     ) -> Any:
         """Train. `resume_from_checkpoint=True` goes on from the newest checkpoint that is whole; `"auto"` does too, and
-        starts anew where there is none, so that one script serves the first run and every restart."""
-        if isinstance(resume_from_checkpoint, os.PathLike):
-            resume_from_checkpoint = os.fspath(resume_from_checkpoint)
-        if resume_from_checkpoint == "auto" or resume_from_checkpoint is True:
-            resume_from_checkpoint = self._newest_checkpoint(must_be=resume_from_checkpoint is True)
-        elif isinstance(resume_from_checkpoint, str):
-            self._check_checkpoint(Path(resume_from_checkpoint))
-        self._say_where_it_goes_on(resume_from_checkpoint)
-        if self.processes.is_main:
-            self._open_store(resume_from_checkpoint)
-        with self._rewards_open(), self.interrupts.listening():
-            result = super().train(resume_from_checkpoint, *args, **kwargs)
+        starts anew where there is none, so that one script serves the first run and every restart. A checkpoint of
+        another run is refused; what another run left in the output folder is moved to `_previous` in it."""
+        with self._folder_held():
+            folder = self._where_it_begins(resume_from_checkpoint)
+            with self._rewards_open(), self.interrupts.listening():
+                result = super().train(folder, *args, **kwargs)
         self.interrupts.leave(self.args.output_dir, self.state.global_step)
         return result
 
+    @contextmanager
+    def _folder_held(self) -> Iterator[None]:
+        """The main process holds the output folder for all; where it cannot, all leave."""
+        with ExitStack() as held:
+            self._on_main(lambda: held.enter_context(self.folder.hold()) if self.processes.is_main else None)
+            yield
+
+    def _on_main(self, do: Callable[[], Any]) -> Any:
+        """What the main process finds out, or raises, all do: its disk decides."""
+        found, wrong = None, None
+        if self.processes.is_main:
+            try:
+                found = do()
+            except (ValueError, OSError) as error:
+                wrong = error
+        found, wrong = self.processes.from_main((found, wrong))
+        if wrong is not None:
+            raise wrong
+        return found
+
+    def _where_it_begins(self, asked: Any) -> Any:
+        """The checkpoint to go on from, or none; the output folder is made ready for either."""
+        if isinstance(asked, os.PathLike):
+            asked = os.fspath(asked)
+        self._facts = facts = facts_of(self)
+        return self._on_main(lambda: self._made_ready(asked, facts))
+
+    def _made_ready(self, asked: Any, facts: dict[str, Any]) -> Any:
+        folder = self._newest_checkpoint(must_be=asked is True) if asked is True or asked == "auto" else asked
+        if not isinstance(folder, str):
+            self._begin_here()
+            return folder
+        if not Path(folder).is_dir():
+            return folder  # transformers says that it is not there
+        self._check_checkpoint(Path(folder))
+        changed = check_same_run(folder, facts, anyway=self.args.resume_changed_run)
+        step = checkpoint.step_of(Path(folder))
+        if Path(folder).resolve().parent != Path(self.args.output_dir).resolve():
+            self._begin_here(folder)
+        elif step is not None:  # else transformers says what is wrong with it
+            self.folder.go_on()
+            self.store.resume(step)
+        if step is not None:
+            words = f"; other options than before: {changed}" if changed else ""
+            print(f"rloom: going on from {folder}, after update {step}{words}", file=sys.stderr, flush=True)
+        return folder
+
+    def _begin_here(self, checkpoint: str | None = None) -> None:
+        """A run that is new in its folder: what an earlier one left there is moved, but for what this one needs."""
+        args, own = self.args, [self.store.folder] if self.store.is_own else []
+        named = [
+            getattr(base_of(self.model).config, "_name_or_path", None),
+            args.sft_model_path,
+            args.reward_model_path,
+            checkpoint,
+        ]
+        self.folder.begin(keep=[*own, *filter(None, named)], delete=args.overwrite_output_dir)
+        self.store.begin()
+
     def _check_checkpoint(self, folder: Path) -> None:
         """Refuse one that was damaged since. Of one without a manifest transformers says what is wrong with it."""
-        sealed = self.processes.is_main and (folder / checkpoint.MANIFEST_FILE).exists()
+        sealed = (folder / checkpoint.MANIFEST_FILE).exists()
         if sealed and (wrong := checkpoint.damage(folder)) is not None:
             raise ValueError(f'{folder} {wrong}: name another, or "auto" for the newest that is whole')
 
-    def _say_where_it_goes_on(self, folder: Any) -> None:
-        step = checkpoint.step_of(Path(folder)) if isinstance(folder, str) else None
-        if self.processes.is_main and step is not None:
-            print(f"rloom: going on from {folder}, after update {step}", file=sys.stderr, flush=True)
-
     def _newest_checkpoint(self, *, must_be: bool) -> str | bool:
-        """Its path, which all processes have from the main one: its disk decides; False where there is none."""
-        found = checkpoint.newest_whole(self.args.output_dir) if self.processes.is_main else None
-        path = self.processes.from_main(None if found is None else str(found))
-        if path is None and must_be:
+        """Its path; False where there is none."""
+        found = checkpoint.newest_whole(self.args.output_dir)
+        if found is None and must_be:
             raise ValueError(
                 f"No valid checkpoint found in output directory ({self.args.output_dir}): nothing to resume. "
                 'On a first run leave it out, or pass resume_from_checkpoint="auto"'
             )
-        return path or False
-
-    def _open_store(self, resume_from: str | bool | None) -> None:
-        """A run that goes on in its own folder keeps its rows up to there; any other begins with none."""
-        folder = Path(resume_from) if isinstance(resume_from, str) else None
-        if folder is None or folder.resolve().parent != Path(self.args.output_dir).resolve():
-            self.store.begin()
-        elif (step := checkpoint.step_of(folder)) is not None:  # else transformers says what is wrong with it
-            self.store.resume(step)
+        return False if found is None else str(found)
 
     @contextmanager
     def _rewards_open(self) -> Iterator[None]:
@@ -235,15 +281,27 @@ class UpdateLoop(Trainer):
         self.finite.settle(self.state.global_step)
         check_finite(self.model.named_parameters(), folder.name)
         name = self.args.hub_model_id or Path(self.args.output_dir).name
-        self.create_model_card(model_name=name.split("/")[-1])
-        if not self.args.save_only_model:
-            moved = self.reference.state_dict() if self.reference and self.args.sync_ref_model else None
-            checkpoint.save(folder, self._state(), moved, rank=self.processes.rank)
-        self.processes.check_same_weights(self.model)
-        super()._save_checkpoint(model, trial)
-        self.processes.wait()  # nobody looks for it before it is there
-        if self.processes.is_main and folder.exists() and not self.args.save_only_model:
-            checkpoint.seal(folder)
+        try:
+            with checkpoint.writing(folder.parent, folder.name):
+                self.create_model_card(model_name=name.split("/")[-1])
+                if not self.args.save_only_model:
+                    self._save_own(folder)
+                self.processes.check_same_weights(self.model)
+                super()._save_checkpoint(model, trial)
+                self.processes.wait()  # nobody looks for it before it is there
+                if self.processes.is_main and folder.exists() and not self.args.save_only_model:
+                    checkpoint.seal(folder)
+        except DiskError as error:
+            shutil.rmtree(folder, ignore_errors=True)  # half a checkpoint only takes up room
+            whole = checkpoint.newest_whole(folder.parent)
+            last = f"The newest that is whole is {whole}" if whole else "There is no other"
+            raise DiskError(f'{error}. {last}. Make room, and go on with resume_from_checkpoint="auto"') from error
+
+    def _save_own(self, folder: Path) -> None:
+        moved = self.reference.state_dict() if self.reference and self.args.sync_ref_model else None
+        checkpoint.save(folder, self._state(), moved, rank=self.processes.rank)
+        if self.processes.is_main:
+            write_facts(folder, self._facts or facts_of(self))
 
     def _save_rng_state(self, output_dir: str) -> None:
         super()._save_rng_state(output_dir)
@@ -358,13 +416,15 @@ class UpdateLoop(Trainer):
             self.args.gradient_accumulation_steps,
             self.schedule.parts_per_update,
         )
-        try:
-            with without_reference_adapter(self.model), self._as_float32():
-                super()._save(output_dir, state_dict)
-        finally:
-            self.args.gradient_accumulation_steps = seen
-        if self.args.should_save:  # peft leaves a card that says nothing
-            self._write_card(Path(output_dir or self.args.output_dir))
+        where = output_dir or self.args.output_dir
+        with self.folder.writing(where), checkpoint.writing(where, "the model"):
+            try:
+                with without_reference_adapter(self.model), self._as_float32():
+                    super()._save(output_dir, state_dict)
+            finally:
+                self.args.gradient_accumulation_steps = seen
+            if self.args.should_save:  # peft leaves a card that says nothing
+                self._write_card(Path(where))
 
     def create_model_card(
         self,
@@ -400,5 +460,20 @@ class UpdateLoop(Trainer):
             tags=given | set(self._tag_names),
             front_matter={"language": language, "license": license, "pipeline_tag": tasks},
         )
-        folder.mkdir(parents=True, exist_ok=True)
-        (folder / "README.md").write_text(card)
+        with self.folder.writing(folder):
+            folder.mkdir(parents=True, exist_ok=True)
+            (folder / "README.md").write_text(card)
+
+    def save_state(self) -> None:
+        """As in transformers: `trainer_state.json` in the output folder."""
+        with self.folder.writing():
+            super().save_state()
+
+    def save_metrics(self, *args: Any, **kwargs: Any) -> None:
+        """As in transformers: `train_results.json` and the like in the output folder."""
+        with self.folder.writing():
+            super().save_metrics(*args, **kwargs)
+
+    def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
+        with self.folder.writing():  # transformers copies the checkpoint's model there
+            super()._push_from_checkpoint(checkpoint_folder)

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from rloom.errors import ProcessError
 from rloom.models.bits import sums_of
+from rloom.training.heartbeat import Heartbeat, begin
 
 BUCKET_MEGABYTES = 25
 """Small gradients travel together, up to so much; DistributedDataParallel's own number."""
@@ -52,6 +53,7 @@ class Processes:
         """Those that were launched, as the options know them."""
         if args.world_size == 1:
             return cls()
+        _heart()
         return cls(
             args.process_index,
             args.world_size,
@@ -206,8 +208,20 @@ class _together:
             isinstance(error, RuntimeError) and "gloo" in str(error).lower()
         ):
             raise ProcessError(
-                "another process has ended, or did not answer within ddp_timeout: the reason is in its own messages"
+                f"{_who()} has ended, or did not answer within ddp_timeout: the reason is in its own messages"
             ) from error
+
+
+def _who() -> str:
+    """Whoever has not been heard of lately; of one that has just ended nobody knows yet."""
+    silent = _heart().silent() if _heart.cache_info().currsize else []
+    return ", ".join(map(_heart().name, silent)) if silent else "another process"
+
+
+@functools.lru_cache
+def _heart() -> Heartbeat:
+    """One for all trainers of this process."""
+    return begin(dist.distributed_c10d._get_default_store(), dist.get_rank(), dist.get_world_size())
 
 
 @functools.lru_cache

@@ -43,6 +43,7 @@ from rloom.training import assemble, contest, launch, loaders
 from rloom.training.advice import advise
 from rloom.training.callbacks import Diagnose, FitBudget, SampleTable, SyncReference, one_progress
 from rloom.training.finite import FiniteUpdates
+from rloom.training.folder import OutputFolder
 from rloom.training.interrupts import Interrupts
 from rloom.training.loop import UpdateLoop
 from rloom.training.noted import Noted, in_turns
@@ -155,6 +156,7 @@ class RLOOTrainer(UpdateLoop):
         self.reference = parts.reference
         self.metrics, self.completion_log, self.store = parts.metrics, parts.completion_log, parts.store
         self.finite, self.interrupts = FiniteUpdates(self.metrics), Interrupts()
+        self.folder = OutputFolder(args.output_dir, main=self.processes.is_main)
         self.schedule = loaders.schedule(args)
         self.buffer = RolloutBuffer(self._make_rollout, self.schedule.parts * self.schedule.passes)
         self._eval_prefix: str | None = None  # while evaluating: what metric names begin with

@@ -1,0 +1,143 @@
+"""Which run a checkpoint belongs to: what may not change when a run goes on, and what may and is listed.
+
+`rloom_run.json` in each checkpoint has both. One without it, of an older version or of TRL, is taken as it is.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import logging
+import math
+import re
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from rloom.data import datasets
+from rloom.data.images import IMAGE_COLUMNS, without_images
+from rloom.errors import ConfigError
+from rloom.models.load import base_of
+
+logger = logging.getLogger(__name__)
+
+RUN_FILE = "rloom_run.json"
+SOME_ROWS = 100
+"""Of a data set, so many rows are compared, evenly spread: reading all of a large one takes long."""
+ABOUT_THIS_CALL = {
+    "output_dir", "resume_from_checkpoint", "resume_changed_run", "overwrite_output_dir", "run_name", "logging_dir",
+}  # fmt: skip
+"""Options that say where and how often a script is started, and nothing of the run."""
+SECRET = re.compile(r"token$|url$|key$|password", re.IGNORECASE)
+
+
+def facts_of(trainer: Any) -> dict[str, Any]:
+    """What a run is known by, as JSON has it: `fixed` may not change, `options` may."""
+    args = trainer.args
+    fixed = {
+        "model": _model(trainer.model),
+        "train_dataset": _data(trainer.train_dataset),
+        "rewards": list(trainer.rewards.names),
+        "num_generations": args.num_generations,
+        "objective": dataclasses.asdict(args.choices),
+    }
+    options = {name: value for name, value in args.to_dict().items() if name not in ABOUT_THIS_CALL}
+    return json.loads(json.dumps({"fixed": fixed, "options": _without_secrets(options)}, default=str))
+
+
+def _without_secrets(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Checkpoints are handed on: without tokens, and without addresses, which may have a password in them.
+
+    >>> _without_secrets({"hub_token": "a", "model_init_kwargs": {"token": "b", "revision": "main"}})
+    {'model_init_kwargs': {'revision': 'main'}}
+    """
+    return {
+        name: _without_secrets(value) if isinstance(value, Mapping) else value
+        for name, value in options.items()
+        if not isinstance(value, str) or not SECRET.search(name)
+    }
+
+
+def _model(model: Any) -> dict[str, Any]:
+    """By the last part of its name, since folders move; one that was made in memory has none."""
+    config = base_of(model).config
+    name = str(getattr(config, "_name_or_path", "") or "").rstrip("/").split("/")[-1]
+    trained = {name: list(p.shape) for name, p in model.named_parameters() if p.requires_grad}
+    count = sum(math.prod(shape) for shape in trained.values())
+    weights = f"{count:,} trained weights ({_digest(trained)})"
+    return {"type": getattr(config, "model_type", ""), "weights": weights} | ({"name": name} if name else {})
+
+
+def _data(data: Any) -> dict[str, Any]:
+    """Its length and some of its rows; of a stream the first, where that can be read again."""
+    if datasets.is_iterable(data):
+        first = datasets.first_row(data)
+        return {"first row": _digest(_row(first))} if first is not None else {}
+    count = len(data)
+    images = [name for name in IMAGE_COLUMNS if name in (getattr(data, "column_names", None) or ())]
+    if images and hasattr(data, "remove_columns"):
+        data = data.remove_columns(images)  # decoding them takes time
+    places = sorted({index * (count - 1) // max(1, SOME_ROWS - 1) for index in range(SOME_ROWS)})
+    return {"rows": count, "content": _digest([_row(data[index]) for index in places])}
+
+
+def _row(row: Mapping[str, Any]) -> dict[str, Any]:
+    """Without images, in columns or in messages."""
+    kept = {name: value for name, value in row.items() if name not in IMAGE_COLUMNS}
+    return kept | {"prompt": without_images(kept["prompt"])}
+
+
+def _digest(value: Any) -> str:
+    """What JSON does not know counts by its type alone: objects are shown by addresses, which change."""
+    text = json.dumps(value, skipkeys=True, default=lambda other: type(other).__name__)
+    return hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()[:12]
+
+
+# -- comparing
+
+
+def write(folder: str | Path, facts: dict[str, Any]) -> None:
+    """Beside a checkpoint's other files."""
+    (Path(folder) / RUN_FILE).write_text(json.dumps(facts, indent=1))
+
+
+def read(folder: str | Path) -> dict[str, Any] | None:
+    """None where there are none, or none that can be read."""
+    try:
+        facts = json.loads((Path(folder) / RUN_FILE).read_text())
+        return facts if isinstance(facts["fixed"], dict) and isinstance(facts["options"], dict) else None
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+
+
+def check_same_run(folder: str | Path, now: dict[str, Any], *, anyway: bool = False) -> str:
+    """Refuse a checkpoint of another run; returns which options differ from its, in words, or nothing."""
+    then = read(folder)
+    if then is None:
+        return ""
+    changed = list(_differences(then["fixed"], now["fixed"]))
+    if changed and not anyway:
+        raise ConfigError(
+            f"{folder} is of another run: {'; '.join(changed)}. Give this run an output_dir of its own, or go on all "
+            "the same with resume_changed_run=True"
+        )
+    if changed:
+        logger.warning("%s is of another run, which goes on as this one: %s", folder, "; ".join(changed))
+    return ", ".join(_differences(then["options"], now["options"]))
+
+
+def _differences(then: Mapping[str, Any], now: Mapping[str, Any], where: str = "") -> Iterator[str]:
+    """What both know and have other values of.
+
+    >>> list(_differences({"a": 1, "b": {"c": 2}, "d": 3}, {"a": 4, "b": {"c": 5}}))
+    ['a was 1 and is 4', "b's c was 2 and is 5"]
+    """
+    for name in then:
+        if name not in now or then[name] == now[name]:
+            continue
+        full = f"{where}'s {name}" if where else name
+        if isinstance(then[name], dict) and isinstance(now[name], dict):
+            yield from _differences(then[name], now[name], full)
+        else:
+            yield f"{full} was {then[name]!r} and is {now[name]!r}"
