@@ -27,6 +27,7 @@ import threading
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -50,6 +51,7 @@ def main() -> int:
     parser.add_argument("--settle", type=int, default=500, help="updates after which a process must not grow")
     parser.add_argument("--flat", type=float, default=1.02, help="by how much it may")
     parser.add_argument("--hangs", type=int, default=8000, help="one in so many samples hangs")
+    parser.add_argument("--together", action="store_true", help="both runs at once, for machines with cores to spare")
     parser.add_argument("--seed", type=int, default=0, help="of the faults")
     parser.add_argument("--folder", type=Path, help="where it all goes (default: a temporary folder, which is kept)")
     parser.add_argument("--port", type=int, default=0)
@@ -454,11 +456,14 @@ def soak(options: argparse.Namespace) -> int:
     """Both runs, and what is to be said of them."""
     print(f"{options.updates} updates, in {options.folder}", flush=True)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # what was started is ended first
-    with timed("in quiet"), closing(Soak(options, "quiet", 0.0)) as quiet:
-        quiet.go()
-    with timed("in trouble"), closing(Soak(options, "trouble", options.pace)) as troubled:
-        trouble = Trouble(troubled, options.seed)
-        troubled.go(trouble)
+    with ThreadPoolExecutor(1) as beside:
+        in_quiet = beside.submit(go_quietly, options)
+        if not options.together:
+            in_quiet.result()
+        with timed("in trouble"), closing(Soak(options, "trouble", options.pace)) as troubled:
+            trouble = Trouble(troubled, options.seed)
+            troubled.go(trouble)
+        quiet = in_quiet.result()
     wrong = [*quiet.wrong, *troubled.wrong, *compare(quiet.folder, troubled.folder)]
     wrong += [f"left behind: {one}" for part in (quiet, troubled) for one in part.left_behind()]
     wrong += [text for part in (quiet, troubled) for text in usage(part, options)]
@@ -466,6 +471,14 @@ def soak(options: argparse.Namespace) -> int:
     print(f"faults: {faults}; the run was started {troubled.starts} times")
     print("\n".join(["WRONG:", *wrong]) if wrong else "all is well: the same weights, the same completions, flat")
     return 1 if wrong else 0
+
+
+def go_quietly(options: argparse.Namespace) -> Soak:
+    """The run without faults, with a service of its own."""
+    own = argparse.Namespace(**{**vars(options), "port": free_port()})
+    with timed("in quiet"), closing(Soak(own, "quiet", 0.0)) as quiet:
+        quiet.go()
+    return quiet
 
 
 @contextmanager
