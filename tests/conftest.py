@@ -101,3 +101,12 @@ def config(tmp_path):
         return RLOOConfig(**(options | changes))
 
     return make
+
+
+def pytest_addoption(parser):
+    parser.addoption("--oracle", type=int, default=30, help="how many runs to draw for tests/parity/test_oracle.py")
+
+
+def pytest_generate_tests(metafunc):
+    if "oracle_draw" in metafunc.fixturenames:
+        metafunc.parametrize("oracle_draw", range(metafunc.config.getoption("--oracle")))
