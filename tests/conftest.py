@@ -104,9 +104,12 @@ def config(tmp_path):
 
 
 def pytest_addoption(parser):
-    parser.addoption("--oracle", type=int, default=30, help="how many runs to draw for tests/parity/test_oracle.py")
+    parser.addoption("--oracle", type=int, help="tests/parity/test_oracle.py: draw so many runs, in place of CI's 30")
 
 
 def pytest_generate_tests(metafunc):
     if "oracle_draw" in metafunc.fixturenames:
-        metafunc.parametrize("oracle_draw", range(metafunc.config.getoption("--oracle")))
+        from tests.parity.draws import CI
+
+        wanted = metafunc.config.getoption("--oracle")
+        metafunc.parametrize("oracle_draw", CI if wanted is None else range(wanted))

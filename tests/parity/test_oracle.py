@@ -14,7 +14,7 @@ from transformers import TrainerCallback
 from rloom import FakeEngine, RLOOConfig, RLOOTrainer
 from rloom.errors import ConfigError
 from tests.conftest import LETTERS, make_tokenizer
-from tests.parity.draws import EOS, ESTIMATORS, FIRST, PLACEMENTS, Draw, draw_run
+from tests.parity.draws import CI, EOS, ESTIMATORS, FIRST, PLACEMENTS, Draw, draw_run
 from tests.parity.oracle import Oracle
 
 CLOCKS = ("time", "runtime", "_per_second", "eps", "total_flos")
@@ -39,14 +39,15 @@ class Weights(TrainerCallback):
 
 
 class ScriptedEngine(FakeEngine):
-    """The scripted engine, with log-probabilities that an engine would give."""
+    """The scripted engine, with log-probabilities that an engine would give, and the last group first: engines yield
+    groups as they finish."""
 
     def __init__(self, run: Draw):
         super().__init__(lambda prompt, sample, seed: run.script(prompt.content, sample, seed), eos_token_ids=[EOS])
         self.run = run
 
     def generate(self, prompts, num_generations, *, seed):
-        for group in super().generate(prompts, num_generations, seed=seed):
+        for group in reversed(list(super().generate(prompts, num_generations, seed=seed))):
             for place, completion in enumerate(group.completions):
                 completion.logprobs = self.run.sampled(completion.token_ids, place)
             yield group
@@ -193,7 +194,7 @@ def compare_interval(log, name):
 
 def test_draws_reach_every_choice():
     """What CI draws has each choice of each option at least once."""
-    runs = [draw_run(number) for number in range(30)]
+    runs = [draw_run(number) for number in CI]
     wanted = {
         "advantage_estimator": ESTIMATORS,
         "kl_estimator": ["k1", "k2", "k3", "full"],
