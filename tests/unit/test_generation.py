@@ -90,6 +90,14 @@ def test_groups_are_whole_independent_and_repeatable(model):
     assert tokens(engine(model).generate(PROMPTS, 4, seed=2)) != first
 
 
+def test_completions_belong_to_their_prompt(model):
+    """Greedy, all in one batch with padding: what each prompt has alone."""
+    greedy = engine(model, extra={"do_sample": False})
+    together = tokens(greedy.generate(PROMPTS, 2, seed=1))
+    assert together == [tokens(greedy.generate([prompt], 2, seed=1))[0] for prompt in PROMPTS]
+    assert len({tuple(first) for first, _ in together}) > 1
+
+
 def test_generation_leaves_model_and_random_state_alone(model):
     model.train()
     config = model.generation_config

@@ -22,6 +22,7 @@ def simulate(scheduler, lengths, chunk, ahead=0):
     looks = []  # (sequences, steps)
 
     def end(sequence):
+        assert sum(map(len, sequence.stats)) == len(sequence.tokens)  # nothing is left of an attempt that was given up
         finished[sequence] = list(sequence.tokens)
         scheduler.finish(sequence)
 
@@ -97,9 +98,13 @@ def test_little_memory_sends_the_youngest_back():
     prompt = SharedPrompt([1] * 4)
     prompt.sequences = [Sequence(prompt, 0, i, key=i) for i in range(4)]
     scheduler = Scheduler([prompt], pages=Pages(total=7, size=4), max_new_tokens=16, max_sequences=4, prefill_tokens=99)
+    sent, send_back = [], scheduler._send_back
+    scheduler._send_back = lambda sequence: (sent.append(sequence.sample), send_back(sequence))
     finished = simulate(scheduler, dict.fromkeys(prompt.sequences, 16), chunk=4)
     assert len(finished) == 4
-    assert scheduler.requeued > 0
+    assert scheduler.requeued == len(sent) > 0
+    assert sent[0] == 2  # of the three that had come in
+    assert 0 not in sent
 
 
 def test_a_prompt_that_can_never_fit_is_refused_at_once():
