@@ -1,8 +1,9 @@
 # make demo   sets up and trains a small model, here and now, in under three minutes
 # make test   sets up, then lint, types and tests
+# make mutants     changes one line at a time, and says which changes no test notices (ALL=1: of all files)
 # make test-vllm   the tests with the real vLLM, in an environment of its own
 # make test-oldest the tests with the oldest transformers that pyproject.toml allows
-.PHONY: setup sandbox demo test test-all test-vllm test-oldest lint types unit format clean
+.PHONY: setup sandbox demo test test-all mutants test-vllm test-oldest lint types unit format clean
 
 PYTHON ?= python3
 VENV   := .venv
@@ -39,6 +40,11 @@ test: lint types unit
 
 test-all: lint types test-vllm test-oldest
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist=worksteal --ignore=tests/vllm
+	$(MAKE) mutants ALL=1
+
+# Without ALL=1: those of files that differ from the branch main, or on main from the last commit.
+mutants: setup
+	OMP_NUM_THREADS=1 $(BIN)/python -m tests.mutants.run --workers $(WORKERS) $(if $(ALL),--all)
 
 test-vllm: $(VLLM_STAMP)
 	OMP_NUM_THREADS=1 $(VLLM_VENV)/bin/python -m pytest tests/vllm tests/unit/test_vllm.py

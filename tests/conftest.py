@@ -101,3 +101,15 @@ def config(tmp_path):
         return RLOOConfig(**(options | changes))
 
     return make
+
+
+def pytest_addoption(parser):
+    parser.addoption("--oracle", type=int, help="tests/parity/test_oracle.py: draw so many runs, in place of CI's 30")
+
+
+def pytest_generate_tests(metafunc):
+    if "oracle_draw" in metafunc.fixturenames:
+        from tests.parity.draws import CI
+
+        wanted = metafunc.config.getoption("--oracle")
+        metafunc.parametrize("oracle_draw", CI if wanted is None else range(wanted))

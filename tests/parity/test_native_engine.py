@@ -11,6 +11,7 @@ import transformers as tf
 from rloom.errors import EngineError
 from rloom.generation.base import Sampling
 from rloom.generation.native import NativeEngine
+from rloom.generation.native.runner import Runner
 from rloom.types import Prompt
 from tests.architectures import ARCHITECTURES, GQA, VOCAB, make
 
@@ -104,10 +105,15 @@ def test_equal_prompts_are_prefilled_once_and_drawn_apart(monkeypatch):
 def test_memory_that_runs_out_sends_sequences_back_and_loses_none(monkeypatch):
     model, prompts = make("llama"), make_prompts()
     expected = run(model, prompts, 4, seed=3, eos_token_ids=())
-    monkeypatch.setattr(NativeEngine, "_plan_pages", lambda *args: 8)
+    longest = max(len(prompt.token_ids) for prompt in prompts)
+    monkeypatch.setattr(Runner, "page_size", 4)
+    monkeypatch.setattr(NativeEngine, "_plan_pages", lambda *args: -(-longest // 4) + 12)
     engine = NativeEngine(lambda: model, sampling(eos_token_ids=()))
     found = {id(g.prompt): g.completions for g in engine.generate(prompts, 4, seed=3)}
     assert [[c.token_ids for c in found[id(p)]] for p in prompts] == [[c.token_ids for c in g] for g in expected]
+    assert engine.requeued > 0
+    for mine, other in zip([c for p in prompts for c in found[id(p)]], [c for g in expected for c in g], strict=True):
+        assert mine.logprobs == pytest.approx(other.logprobs, abs=1e-5)  # nothing is left of the first attempt
 
 
 @pytest.mark.parametrize("free", [300_000, 600_000, 2_000_000])

@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from rloom.data.batching import Batcher
-from rloom.types import Rollout
+from rloom.training.learner import merge
+from rloom.types import Rollout, Share
 
 CPU = torch.device("cpu")
 
@@ -52,3 +53,12 @@ def test_plans_are_full_and_no_fuller(packed, whole_groups):
                 assert batcher.size(rollout, [*plan, *unit]) > budget
                 cut += 1
     assert cut > 100
+
+
+def test_only_neighbouring_shares_of_a_rollout_are_one():
+    """Three parts of an update that straddles two passes: the third begins where the first did."""
+    one, other = (drawn(seed)[0] for seed in (0, 1))
+    shares = [Share(rollout=one, rows=rows) for rows in (range(2), range(2, 4), range(2))]
+    assert [share.rows for share in merge(shares)] == [range(4), range(2)]
+    apart = [Share(rollout=one, rows=range(2)), Share(rollout=other, rows=range(2, 4))]
+    assert [share.rollout is one for share in merge(apart)] == [True, False]

@@ -122,6 +122,21 @@ def test_forked_draws_the_same_noise_as_native():
 
 
 @pytest.mark.parametrize("cls", [NativeEngine, ForkedEngine])
+def test_a_prompts_number_decides_its_noise(cls):
+    """Whatever else is asked for in the same call: here or in another process."""
+    model = make_model().eval()
+    engine, tokens = cls(lambda: model, sampling()), [4, 5, 6]
+
+    def draw(asked, seed=4):
+        return [[c.token_ids for c in group.completions] for group in engine.generate(asked, 2, seed=seed)]
+
+    first, second = draw([Prompt(content="", token_ids=tokens) for _ in range(2)])
+    again = Prompt(content="", token_ids=tokens, number=1)
+    assert draw([again]) == [second] != [first]
+    assert draw([again], seed=5) != [second]
+
+
+@pytest.mark.parametrize("cls", [NativeEngine, ForkedEngine])
 def test_how_completions_end(cls):
     """Several end tokens, a stop string in the middle of a chunk, the limit; whatever ends it belongs to it."""
     model, tokenizer = make_model().eval(), make_tokenizer()

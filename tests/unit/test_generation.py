@@ -90,6 +90,14 @@ def test_groups_are_whole_independent_and_repeatable(model):
     assert tokens(engine(model).generate(PROMPTS, 4, seed=2)) != first
 
 
+def test_completions_belong_to_their_prompt(model):
+    """Greedy, all in one batch with padding: what each prompt has alone."""
+    greedy = engine(model, extra={"do_sample": False})
+    together = tokens(greedy.generate(PROMPTS, 2, seed=1))
+    assert together == [tokens(greedy.generate([prompt], 2, seed=1))[0] for prompt in PROMPTS]
+    assert len({tuple(first) for first, _ in together}) > 1
+
+
 def test_generation_leaves_model_and_random_state_alone(model):
     model.train()
     config = model.generation_config
@@ -101,11 +109,13 @@ def test_generation_leaves_model_and_random_state_alone(model):
 
 
 def test_sampling_options_of_the_checkpoint_do_not_leak_in(model):
-    """A checkpoint's own top_k=1 would make all completions greedy."""
+    """A checkpoint's own top_k=1 would make all completions greedy; what we leave open would be filled from it."""
+    plain = tokens(engine(model).generate(PROMPTS, 8, seed=1))
     model.generation_config.top_k = 1
+    model.generation_config.repetition_penalty = 5.0
     model.generation_config.do_sample = True
-    sampled = tokens(engine(model).generate(PROMPTS, 8, seed=1))
-    assert len({tuple(c) for c in sampled[0]}) > 1
+    assert tokens(engine(model).generate(PROMPTS, 8, seed=1)) == plain
+    assert len({tuple(c) for c in plain[0]}) > 1
 
 
 def test_end_tokens_and_length(model):

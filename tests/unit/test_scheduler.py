@@ -22,6 +22,7 @@ def simulate(scheduler, lengths, chunk, ahead=0):
     looks = []  # (sequences, steps)
 
     def end(sequence):
+        assert sum(map(len, sequence.stats)) == len(sequence.tokens)  # nothing is left of an attempt that was given up
         finished[sequence] = list(sequence.tokens)
         scheduler.finish(sequence)
 
@@ -93,10 +94,22 @@ def test_every_token_is_kept_whatever_the_memory(data):
     assert finished == {sequence: list(range(length)) for sequence, length in lengths.items()}
 
 
-def test_little_memory_sends_the_youngest_back():
+@pytest.mark.parametrize("total", range(6, 12))
+def test_little_memory_sends_the_youngest_back(total):
     prompt = SharedPrompt([1] * 4)
     prompt.sequences = [Sequence(prompt, 0, i, key=i) for i in range(4)]
-    scheduler = Scheduler([prompt], pages=Pages(total=7, size=4), max_new_tokens=16, max_sequences=4, prefill_tokens=99)
+    scheduler = Scheduler(
+        [prompt], pages=Pages(total=total, size=4), max_new_tokens=16, max_sequences=4, prefill_tokens=99
+    )
+    gone, send_back = {}, scheduler._send_back
+
+    def youngest(sequence):
+        already = gone.setdefault(id(scheduler.running), set())
+        assert set(scheduler.running[scheduler.running.index(sequence) + 1 :]) <= already
+        already.add(sequence)
+        send_back(sequence)
+
+    scheduler._send_back = youngest
     finished = simulate(scheduler, dict.fromkeys(prompt.sequences, 16), chunk=4)
     assert len(finished) == 4
     assert scheduler.requeued > 0

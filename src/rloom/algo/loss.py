@@ -18,9 +18,14 @@ class LossTerms:
     """A loss before summation, and what the clip did, at the level of the ratio: (B,) or (B, T)."""
 
     values: Tensor
-    ratio: Tensor
+    log_ratio: Tensor  # log ρ, which is a number also where ρ overflows or is 0
     low_clipped: Tensor
     high_clipped: Tensor
+
+    @property
+    def ratio(self) -> Tensor:
+        """ρ."""
+        return self.log_ratio.exp()
 
 
 def policy_loss(
@@ -50,17 +55,18 @@ def policy_loss(
         policy, old = (policy * mask).sum(-1), (old * mask).sum(-1)  # (B,)
     elif advantages.dim() == 1:
         advantages = advantages.unsqueeze(-1)  # (B, 1), broadcast over tokens
-    ratio = torch.exp(policy - old)
+    log_ratio = policy - old
+    ratio = torch.exp(log_ratio)
     if surrogate == "reinforce":
         never = torch.zeros_like(ratio, dtype=torch.bool)
-        return LossTerms(values=-advantages * policy, ratio=ratio, low_clipped=never, high_clipped=never)
+        return LossTerms(values=-advantages * policy, log_ratio=log_ratio, low_clipped=never, high_clipped=never)
 
     objective = torch.min(ratio * advantages, ratio.clamp(1 - epsilon_low, 1 + epsilon_high) * advantages)
     if dual_clip:
         objective = torch.where(advantages < 0, torch.max(objective, dual_clip * advantages), objective)
     return LossTerms(
         values=-objective,
-        ratio=ratio,
+        log_ratio=log_ratio,
         low_clipped=(ratio < 1 - epsilon_low) & (advantages < 0),
         high_clipped=(ratio > 1 + epsilon_high) & (advantages > 0),
     )

@@ -87,15 +87,16 @@ def _mean(values: list[Tensor]) -> float:
     return float(torch.stack(values).mean()) if values else float("nan")
 
 
-def ratio_metrics(ratios: Tensor) -> dict[str, Tensor]:
-    """Of the ratios that an update's loss used, one per completion or per token. (N,)
+def ratio_metrics(log_ratios: Tensor) -> dict[str, Tensor]:
+    """Of the ratios that an update's loss used, by their logarithms, one per completion or per token. (N,)
 
-    >>> found = ratio_metrics(torch.tensor([1.0, 1.0]))
+    >>> found = ratio_metrics(torch.tensor([0.0, 0.0]))
     >>> {name: float(value) for name, value in found.items()}
     {'policy/approxkl_avg': 0.0, 'val/ratio': 1.0, 'val/ratio_var': 0.0}
     """
+    ratios = log_ratios.exp()
     return {
-        "policy/approxkl_avg": 0.5 * ratios.log().square().mean(),
+        "policy/approxkl_avg": 0.5 * log_ratios.square().mean(),
         "val/ratio": ratios.mean(),
         "val/ratio_var": ratios.var(correction=0),
     }

@@ -261,7 +261,11 @@ class Learner:
         rollout = share.rollout
         values = [rollout.advantages[row] for row in share.rows if not rollout.trained[row]]
         scalars = [value for value in values if value is not None and value.dim() == 0]
-        return -torch.stack(scalars).sum().to(self.passes.device) / self.denominator if scalars else 0.0
+        if not scalars:
+            return 0.0
+        loss = -torch.stack(scalars).sum().to(self.passes.device) / self.denominator
+        self.tally.policy_loss = self.tally.policy_loss + loss
+        return loss
 
     def _weighted_aux_loss(self, aux_loss: Tensor, batch: MicroBatch) -> Tensor:
         """The load-balancing loss of a micro-batch, weighted by its share of the update's tokens."""

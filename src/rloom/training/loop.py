@@ -67,6 +67,7 @@ class UpdateLoop(Trainer):
     _resumed: dict[str, Any] | None = None  # what a checkpoint said, until the first epoch begins
     _facts: dict[str, Any] | None = None  # what this run is known by, from the start of its training
     _using_rewards = 0  # how many of train, evaluate and predict are under way
+    _episodes = 0  # completions asked for so far, over all processes
     _elapsed = 0.0  # seconds of training before this call, when resumed
     _train_began = 0.0
 
@@ -95,7 +96,7 @@ class UpdateLoop(Trainer):
 
     def _inner_training_loop(self, *args: Any, **kwargs: Any) -> Any:
         self.buffer.rollouts.clear()
-        self._elapsed, self._train_began = 0.0, time.time()
+        self._episodes, self._elapsed, self._train_began = 0, 0.0, time.time()
         with self._one_batch_per_update():
             result = super()._inner_training_loop(*args, **kwargs)
         self.processes.check_same_weights(self.model)
@@ -169,11 +170,9 @@ class UpdateLoop(Trainer):
 
     def _older_counts(self, logs: dict[str, Any]) -> dict[str, Any]:
         """`episode`, which older documents plot over, `eps` and `lr`."""
-        plan = self.schedule
-        rollouts = -(-self.state.global_step * plan.parts_per_update // (plan.parts * plan.passes))
-        episode = rollouts * self.args.generation_batch_size
         seconds = self._elapsed + time.time() - self._train_began
-        return {"episode": episode, "eps": episode / max(seconds, 1e-9), "lr": logs.get("learning_rate")}
+        rate = self._episodes / max(seconds, 1e-9)
+        return {"episode": self._episodes, "eps": rate, "lr": logs.get("learning_rate")}
 
     # -- checkpoints
 
@@ -322,6 +321,7 @@ class UpdateLoop(Trainer):
             "loss": [float(self._tr_loss), self._total_loss_scalar],
             # a Trainer before 5.19 counts all steps, and has no first
             "steps": [self._globalstep_last_logged, getattr(self, "_initial_global_step", 0)],
+            "episodes": self._episodes,
             "elapsed": self._elapsed + time.time() - self._train_began,
         }
 
@@ -379,7 +379,7 @@ class UpdateLoop(Trainer):
         self.learner.budget.load_state_dict(state.get("budget", {}))
         if self.shaper.composition:
             self.shaper.composition.load_state_dict(state.get("composition", {}))
-        self._elapsed = state["elapsed"]
+        self._episodes, self._elapsed = state.get("episodes", 0), state["elapsed"]
         self._resumed = state
 
     def _note_other_processes(self, state: dict[str, Any] | None) -> None:

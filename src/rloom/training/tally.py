@@ -27,7 +27,7 @@ class Tally:
     low: list[Tensor] = field(default_factory=list)  # share clipped per completion, (B,) each
     high: list[Tensor] = field(default_factory=list)
     older: bool = False  # whether older documents' metrics are wanted too
-    ratios: list[Tensor] = field(default_factory=list)  # at the level of the loss, flat
+    log_ratios: list[Tensor] = field(default_factory=list)  # at the level of the loss, flat
     policy_loss: Tensor | float = 0.0  # without KL and auxiliary losses
 
     @torch.no_grad()
@@ -38,7 +38,7 @@ class Tally:
         self.low.append(_per_completion(terms.low_clipped, mask))
         self.high.append(_per_completion(terms.high_clipped, mask))
         if self.older:
-            self.ratios.append(terms.ratio if terms.ratio.dim() == 1 else terms.ratio[mask > 0])
+            self.log_ratios.append(terms.log_ratio if terms.log_ratio.dim() == 1 else terms.log_ratio[mask > 0])
 
     def record(self, metrics: Metrics, mode: str, processes: Processes = ALONE) -> None:
         """Hand the means over, of what all processes have seen."""
@@ -66,7 +66,7 @@ class Tally:
             low=[part for one in several for part in one.low],
             high=[part for one in several for part in one.high],
             older=several[0].older,
-            ratios=[part for one in several for part in one.ratios],
+            log_ratios=[part for one in several for part in one.log_ratios],
             policy_loss=sum(one.policy_loss for one in several),
         )
 
@@ -89,7 +89,7 @@ class Tally:
 
     def _record_older(self, metrics: Metrics, mode: str, clipped: Tensor) -> None:
         named = {
-            **ratio_metrics(torch.cat(self.ratios).detach()),
+            **ratio_metrics(torch.cat(self.log_ratios).detach()),
             "policy/clipfrac_avg": clipped,
             "policy/entropy_avg": scalar_mean(torch.as_tensor(self.entropy), self.tokens),
             "loss/policy_avg": torch.as_tensor(self.policy_loss),

@@ -230,6 +230,7 @@ class RLOOTrainer(UpdateLoop):
         """Collect a rollout and compute what cannot wait for the training forward."""
         seed = derive_seed(self.args.seed, "train", *plan.key(number), 0)  # of all processes
         rows, places = plan.prompts[number], self.schedule.places()
+        self._episodes += self.args.generation_batch_size  # counted: an epoch's last update may have fewer parts
         rollout = self.collector.collect(rows, self.args.num_generations, seed=seed, mode="train", places=places)
         if self.args.dynamic_sampling:
             draw = functools.partial(self._draw_others, seed)

@@ -1,0 +1,729 @@
+"""Mutants: one changed line each, and the test that must notice it.
+
+A mutant is (file under src/rloom, text that occurs in it exactly once, replacement, test). A text that is no longer
+found is an error of this table, and not a mutant that was killed. Where a test is one of the oracle's draws, any other
+that reaches the line would do; `make mutants` says when it no longer does.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+SOURCE = "src/rloom"
+
+
+@dataclass(frozen=True)
+class Mutant:
+    """One change of one file."""
+
+    file: str
+    text: str
+    replacement: str
+    test: str
+
+    def applied(self, source: str) -> str:
+        """The file with the change in it."""
+        count = source.count(self.text)
+        if count != 1:
+            raise ValueError(f"{self.file}: the text of a mutant occurs {count} times, not once: {self.text!r}")
+        return source.replace(self.text, self.replacement)
+
+    def __str__(self) -> str:
+        return f"{self.file}: {self.text.strip()!r} → {self.replacement.strip()!r}"
+
+
+def draw(number: int) -> str:
+    """A run of the oracle's."""
+    return f"tests/parity/test_oracle.py::test_run_is_the_oracles[{number}]"
+
+
+MUTANTS = [
+    # algo
+    Mutant("algo/kl.py", "    return policy - reference\n", "    return reference - policy\n", draw(29)),
+    Mutant("algo/kl.py", "return (policy - reference).square() / 2", "return (policy - reference).square()", draw(14)),
+    Mutant("algo/kl.py", "torch.expm1(-log_ratio) + log_ratio", "torch.expm1(log_ratio) - log_ratio", draw(30)),
+    Mutant(
+        "algo/advantages.py",
+        "baseline = (total - filled) / (count - 1).clamp(min=1)",
+        "baseline = total / count.clamp(min=1)",
+        draw(184),
+    ),
+    Mutant(
+        "algo/advantages.py",
+        "variance = _group_sums(centred**2, groups) / (count - 1).clamp(min=1)",
+        "variance = _group_sums(centred**2, groups) / count.clamp(min=1)",
+        draw(21),
+    ),
+    Mutant("algo/advantages.py", "(_group_sums(known, groups) > 1)", "(_group_sums(known, groups) > 0)", draw(74)),
+    Mutant(
+        "algo/advantages.py", "filled.sum() / known.sum().clamp(min=1)) * known", "filled.mean()) * known", draw(26)
+    ),
+    Mutant(
+        "algo/advantages.py",
+        "self.value = self.momentum * baseline + (1 - self.momentum) * mean",
+        "self.value = (1 - self.momentum) * baseline + self.momentum * mean",
+        draw(29),
+    ),
+    Mutant("algo/advantages.py", "baseline = mean if self.value is None else self.value", "baseline = mean", draw(29)),
+    Mutant("algo/advantages.py", "advantages.clamp(-limit, limit)", "advantages.clamp(max=limit)", draw(80)),
+    Mutant(
+        "algo/loss.py",
+        "objective = torch.min(ratio * advantages,",
+        "objective = torch.max(ratio * advantages,",
+        draw(14),
+    ),
+    Mutant(
+        "algo/loss.py",
+        "ratio.clamp(1 - epsilon_low, 1 + epsilon_high) * advantages",
+        "ratio.clamp(1 - epsilon_high, 1 + epsilon_low) * advantages",
+        draw(14),
+    ),
+    Mutant(
+        "algo/loss.py",
+        "torch.where(advantages < 0, torch.max(objective, dual_clip * advantages), objective)",
+        "torch.where(advantages > 0, torch.max(objective, dual_clip * advantages), objective)",
+        draw(131),
+    ),
+    Mutant(
+        "algo/loss.py",
+        "low_clipped=(ratio < 1 - epsilon_low) & (advantages < 0)",
+        "low_clipped=(ratio < 1 - epsilon_low) & (advantages > 0)",
+        draw(14),
+    ),
+    Mutant("algo/loss.py", "values=-advantages * policy,", "values=-advantages * ratio,", draw(29)),
+    Mutant(
+        "algo/loss.py", '(values * lengths).sum() if how == "token_mean" else values.sum()', "values.sum()", draw(46)
+    ),
+    Mutant(
+        "algo/loss.py",
+        "        per_sequence = per_sequence / lengths.clamp(min=1)\n",
+        "        per_sequence = per_sequence / lengths.max()\n",
+        draw(101),
+    ),
+    Mutant("algo/normalizers.py", "((exact - masked_mean(exact)) / (std + eps))", "(exact / (std + eps))", draw(11)),
+    Mutant(
+        "algo/normalizers.py",
+        "math.sqrt(self.squares / (self.count - 1)) if",
+        "math.sqrt(self.squares / self.count) if",
+        draw(11),
+    ),
+    Mutant("algo/normalizers.py", "delta**2 * self.count * count / total", "delta**2 * count / total", draw(11)),
+    Mutant(
+        "algo/shaping.py",
+        "scores - penalty * (~ended).to(scores.dtype)",
+        "scores - penalty * ended.to(scores.dtype)",
+        draw(311),
+    ),
+    Mutant("algo/shaping.py", "return coefficient * lengths / max_length", "return coefficient * lengths", draw(74)),
+    Mutant(
+        "algo/shaping.py",
+        "((lengths - (max_length - margin)) / margin).clamp(0, 1)",
+        "((lengths - margin) / margin).clamp(0, 1)",
+        draw(30),
+    ),
+    Mutant(
+        "algo/shaping.py",
+        "(rewards * mask).flip(-1).cumsum(-1).flip(-1) * mask",
+        "(rewards * mask).cumsum(-1) * mask",
+        draw(14),
+    ),
+    Mutant("algo/shaping.py", "total = (scores * weights).nansum(-1)", "total = scores.nansum(-1)", draw(14)),
+    Mutant(
+        "algo/objectives.py",
+        '"verl": Objective(ratio_level="token", loss_aggregation="token_mean", dual_clip=3.0)',
+        '"verl": Objective(ratio_level="token", loss_aggregation="sequence_mean", dual_clip=3.0)',
+        draw(332),
+    ),
+    # data
+    Mutant(
+        "data/plan.py",
+        "whole={r: r not in seen and len(covered[r]) == schedule.parts for r in used},",
+        "whole={r: len(covered[r]) == schedule.parts for r in used},",
+        "tests/unit/test_plan.py::test_several_passes",
+    ),
+    Mutant(
+        "data/plan.py",
+        "whole={r: r not in seen and len(covered[r]) == schedule.parts for r in used},",
+        "whole={r: r not in seen for r in used},",
+        draw(91),
+    ),
+    Mutant(
+        "data/plan.py",
+        "            for _ in range(self.passes)\n            for part in range(self.parts)\n",
+        "            for part in range(self.parts)\n            for _ in range(self.passes)\n",
+        draw(110),
+    ),
+    Mutant(
+        "data/plan.py",
+        'derive_seed(self.seed, "order", self.epoch)',
+        'derive_seed(self.seed, "order")',
+        "tests/unit/test_plan.py::test_the_order_depends_on_seed_and_epoch_alone",
+    ),
+    Mutant(
+        "data/plan.py",
+        "return -(-rollouts * self.parts * self.passes // self.parts_per_update)",
+        "return rollouts * self.parts * self.passes // self.parts_per_update",
+        draw(11),
+    ),
+    Mutant(
+        "data/plan.py",
+        "for _ in range(schedule.passes):\n            pending +=",
+        "for _ in range(1):\n            pending +=",
+        draw(311),
+    ),
+    Mutant("data/loader.py", "            epoch += 1\n", "            pass\n", draw(26)),
+    Mutant(
+        "data/batching.py",
+        "batch.position_ids = upload((mask.cumsum(-1) - 1).clamp(min=0), device)",
+        "batch.position_ids = upload(torch.arange(mask.shape[1]).expand_as(mask), device)",
+        "tests/parity/test_architectures.py::test_packed_is_padded_is_plain[gpt2]",
+    ),
+    Mutant(
+        "data/batching.py",
+        "packed += own if groups[row] == group else length + own",
+        "packed += own",
+        "tests/unit/test_batching.py::test_plans_are_full_and_no_fuller",
+    ),
+    Mutant(
+        "data/batching.py",
+        "self.packed if packed else self.rows * (self.prompt + self.completion)",
+        "self.packed",
+        "tests/unit/test_batching.py::test_plans_are_full_and_no_fuller",
+    ),
+    Mutant(
+        "data/packing.py",
+        "spans += [(length, block.prompt) for block in blocks",
+        "spans += [(length, 0) for block in blocks",
+        draw(253),
+    ),
+    Mutant("data/packing.py", "source[begins[lengths > 0] - num_prompt_tokens] = last[lengths > 0]", "pass", draw(253)),
+    Mutant("data/packing.py", "if runs and groups[rows[runs[-1][-1]]] == groups[row]:", "if runs:", draw(335)),
+    # models
+    Mutant(
+        "models/head.py",
+        "logits * (self.scale / self.temperature)",
+        "logits * (self.scale * self.temperature)",
+        draw(21),
+    ),
+    Mutant(
+        "models/head.py", "return logits if self.scale == self.temperature else", "return logits if True else", draw(21)
+    ),
+    Mutant(
+        "models/head.py",
+        "entropy = lse - (z - lse.unsqueeze(-1)).exp().mul_(z).sum(-1)",
+        "entropy = lse - (z - lse.unsqueeze(-1)).exp().mul_(z).mean(-1)",
+        draw(14),
+    ),
+    Mutant("models/head.py", "return (p.exp() * (p - q)).sum(-1)", "return (q.exp() * (p - q)).sum(-1)", draw(21)),
+    Mutant(
+        "models/head.py",
+        "q = reference.logits(theirs).log_softmax(-1)",
+        "q = reference.logits(mine).log_softmax(-1)",
+        draw(21),
+    ),
+    Mutant(
+        "models/head.py",
+        "dz.scatter_add_(1, targets.unsqueeze(-1), grad.unsqueeze(-1))",
+        "dz.scatter_(1, targets.unsqueeze(-1), grad.unsqueeze(-1))",
+        draw(14),
+    ),
+    Mutant(
+        "models/head.py", "        factor = self.scale / self.temperature\n", "        factor = self.scale\n", draw(21)
+    ),
+    Mutant("models/two_part.py", "seen = other <= own", "seen = other < own + 2", draw(253)),
+    Mutant(
+        "models/two_part.py",
+        "mask = _causal(width, block.prompt, window, q.device)",
+        "mask = _causal(width, block.prompt, None, q.device)",
+        "tests/parity/test_architectures.py::test_packed_is_padded_is_plain[mistral, window]",
+    ),
+    Mutant(
+        "models/reference.py",
+        "self.weights.move(policy.parameters(), alpha, value)",
+        "self.weights.move(policy.parameters(), 1 - alpha, value)",
+        draw(80),
+    ),
+    Mutant(
+        "models/logprobs.py",
+        "where = starts + torch.arange(width, device=batch.input_ids.device)",
+        "where = starts + 1 + torch.arange(width, device=batch.input_ids.device)",
+        draw(14),
+    ),
+    Mutant(
+        "models/load.py",
+        "(isinstance(module, nn.Dropout) and module.p > 0)",
+        "(isinstance(module, nn.Dropout) and module.p > 1)",
+        draw(311),
+    ),
+    Mutant(
+        "models/following.py",
+        "mine[piece].mul_(1 - alpha)",
+        "mine[piece].mul_(alpha)",
+        "tests/unit/test_following.py::test_float32_weights_move_as_ever",
+    ),
+    # training
+    Mutant(
+        "training/learner.py",
+        "loss = loss + self.config.beta * aggregate(kl, mask, self.aggregation)",
+        "loss = loss - self.config.beta * aggregate(kl, mask, self.aggregation)",
+        draw(21),
+    ),
+    Mutant(
+        "training/learner.py",
+        "return self.aux_loss_weight * share * aux_loss",
+        "return -self.aux_loss_weight * share * aux_loss",
+        draw(21),
+    ),
+    Mutant("training/learner.py", "share = batch.num_tokens / max(1, self.tokens_in_update)", "share = 1.0", draw(341)),
+    Mutant(
+        "training/learner.py",
+        '"epsilon_high": config.epsilon if config.epsilon_high is None else config.epsilon_high,',
+        '"epsilon_high": config.epsilon,',
+        draw(14),
+    ),
+    Mutant(
+        "training/learner.py",
+        'completions += trained or self.config.truncation != "exclude"',
+        "completions += 1",
+        draw(26),
+    ),
+    Mutant(
+        "training/learner.py",
+        "tokens += trained * len(rollout.completion_ids[row])",
+        "tokens += len(rollout.completion_ids[row])",
+        draw(21),
+    ),
+    Mutant(
+        "training/learner.py", 'tokens if self.aggregation == "token_mean" else completions', "completions", draw(14)
+    ),
+    Mutant(
+        "training/learner.py",
+        "old = stats.logprobs.detach() if batch.first else",
+        "old = stats.logprobs.detach() if True else",
+        draw(14),
+    ),
+    Mutant(
+        "training/learner.py",
+        "            total += self._untrained_loss(share)\n        return total\n\n    def loss",
+        "            total -= self._untrained_loss(share)\n        return total\n\n    def loss",
+        draw(11),
+    ),
+    Mutant(
+        "training/learner.py",
+        "self.tally.skipped += len(rows) - len(kept)",
+        "self.tally.skipped += len(kept)",
+        draw(11),
+    ),
+    Mutant(
+        "training/learner.py",
+        "self.tally.policy_loss = self.tally.policy_loss + loss\n",
+        "self.tally.policy_loss = self.tally.policy_loss - loss\n",
+        draw(11),
+    ),
+    Mutant(
+        "training/learner.py",
+        "if last is not None and last.rollout is share.rollout and last.rows.stop == share.rows.start:",
+        "if last is not None and last.rollout is share.rollout:",
+        "tests/unit/test_batching.py::test_only_neighbouring_shares_of_a_rollout_are_one",
+    ),
+    Mutant(
+        "training/learner.py",
+        "        self.policy.zero_grad(set_to_none=True)\n",
+        "        pass\n",
+        "tests/integration/test_memory.py::test_an_update_that_fails_in_its_backward_is_redone[options0-1]",
+    ),
+    Mutant(
+        "training/learner.py",
+        "        column[:] = values\n",
+        "        pass\n",
+        "tests/integration/test_learner_corners.py::test_out_of_memory_forgets_what_the_failed_attempt_drew",
+    ),
+    Mutant("training/learner.py", "keep(rollout.kl, batch, kl.detach())", "pass", draw(21)),
+    Mutant(
+        "training/appraiser.py",
+        "            self._first_pass(model, rollout, keep_logprobs=not whole)\n            if",
+        "            self._first_pass(model, rollout, keep_logprobs=False)\n            if",
+        draw(91),
+    ),
+    Mutant(
+        "training/appraiser.py",
+        "if self.credit.needs_batch or (model.training and self._has_dropout):",
+        "if self.credit.needs_batch:",
+        draw(311),
+    ),
+    Mutant(
+        "training/appraiser.py",
+        "if self.credit.needs_batch or (model.training",
+        "if (model.training",
+        "tests/integration/test_invariance.py::test_gradient_does_not_depend_on_the_split[moving average]",
+    ),
+    Mutant(
+        "training/appraiser.py",
+        "            with evaluating(model):\n                stats = self.passes.forward(model, batch)",
+        "            if True:\n                stats = self.passes.forward(model, batch)",
+        draw(374),
+    ),
+    Mutant(
+        "training/appraiser.py",
+        "            self._set_advantages(rollout, range(len(rollout)), update=train)\n        if not whole",
+        "            self._set_advantages(rollout, range(len(rollout)))\n        if not whole",
+        draw(1114),
+    ),
+    Mutant(
+        "training/appraiser.py",
+        "                self._set_advantages(rollout, range(len(rollout)), update=train)\n\n",
+        "                self._set_advantages(rollout, range(len(rollout)))\n\n",
+        draw(1162),
+    ),
+    Mutant(
+        "training/appraiser.py",
+        'self.metrics.add(mode, "mismatch/max", processes.max(difference))',
+        'self.metrics.add(mode, "mismatch/max", processes.mean(difference))',
+        draw(14),
+    ),
+    Mutant("training/appraiser.py", "difference = (policy - engine).abs()", "difference = policy - engine", draw(14)),
+    Mutant(
+        "training/appraiser.py",
+        "members = torch.isin(rollout.groups, rollout.groups[torch.tensor(list(rows))])",
+        "members = torch.isin(torch.arange(len(rollout)), torch.tensor(list(rows)))",
+        draw(80),
+    ),
+    Mutant(
+        "training/credit.py",
+        "reward = score - self.beta * (kl * mask).sum(-1) if in_reward else score",
+        "reward = score + self.beta * (kl * mask).sum(-1) if in_reward else score",
+        draw(332),
+    ),
+    Mutant(
+        "training/credit.py",
+        "per_token = result.unsqueeze(-1) + charged - self.beta * to_go",
+        "per_token = result.unsqueeze(-1) + charged + self.beta * to_go",
+        draw(14),
+    ),
+    Mutant("training/credit.py", 'if self.placement == "reward_tokens" else 0.0', "if False else 0.0", draw(228)),
+    Mutant(
+        "training/credit.py",
+        "            if update:\n                self.moments.update(score)\n",
+        "            self.moments.update(score)\n",
+        draw(332),
+    ),
+    Mutant(
+        "training/credit.py",
+        '"margin": config.length_margin or max(1, limit // 5),',
+        '"margin": max(1, limit // 5),',
+        draw(21),
+    ),
+    Mutant(
+        "training/credit.py",
+        "result = clip_advantages(self._estimate(reward, groups, update), self.advantage_clip)",
+        "result = self._estimate(reward, groups, update)",
+        draw(80),
+    ),
+    Mutant("training/credit.py", "        return clip(score, self.limits)\n", "        return score\n", draw(21)),
+    Mutant(
+        "training/credit.py",
+        "self.average = MovingAverage(momentum=config.baseline_momentum)",
+        "self.average = MovingAverage()",
+        "tests/unit/test_credit.py::test_the_moving_average_goes_from_batch_to_batch_and_through_a_checkpoint",
+    ),
+    Mutant(
+        "training/credit.py",
+        '        self.average.value = state["value"]\n',
+        "        pass\n",
+        "tests/unit/test_credit.py::test_the_moving_average_goes_from_batch_to_batch_and_through_a_checkpoint",
+    ),
+    Mutant("training/rollouts.py", 'if self.truncated == "exclude":', "if False:", draw(139)),
+    Mutant(
+        "training/rollouts.py",
+        "rollout.score = self.shaper(counted, lengths, ~truncated, update=False)",
+        "rollout.score = self.shaper(counted, lengths, ~truncated, update=True)",
+        draw(11),
+    ),
+    Mutant(
+        "training/rollouts.py",
+        "rollout.score = self.shaper.together(self.processes, counted, lengths, ~truncated)",
+        "rollout.score = self.shaper.together(self.processes, counted, lengths, truncated)",
+        draw(311),
+    ),
+    Mutant(
+        "training/rollouts.py",
+        '(self.truncated == "keep" or not c.truncated)',
+        '(self.truncated != "exclude" or not c.truncated)',
+        draw(11),
+    ),
+    Mutant(
+        "training/rollouts.py",
+        'self.count_tokens(whole.num_tokens if mode == "train" else 0)',
+        "self.count_tokens(whole.num_tokens)",
+        draw(11),
+    ),
+    Mutant("training/rollouts.py", "groups.sort(key=lambda group: position[id(group.prompt)])", "pass", draw(139)),
+    Mutant(
+        "training/rollouts.py",
+        'return derive_seed(seed, "process", self.processes.rank) if self.processes.rank else seed',
+        "return seed",
+        "tests/unit/test_processes.py::test_processes_never_draw_the_same_noise_for_different_prompts[False]",
+    ),
+    Mutant(
+        "training/outcome.py",
+        'add("completions/clipped_ratio", (~self.ended).float().mean())',
+        'add("completions/clipped_ratio", self.ended.float().mean())',
+        draw(11),
+    ),
+    Mutant("training/outcome.py", "(missing + unscored) / self.asked", "unscored / self.asked", draw(30)),
+    Mutant(
+        "training/tally.py",
+        'metrics.add(mode, "clip_ratio/low_min", low.min())',
+        'metrics.add(mode, "clip_ratio/low_min", low.max())',
+        draw(14),
+    ),
+    Mutant("training/tally.py", "/ mask.sum(-1).clamp(min=1)", "/ mask.shape[-1]", draw(156)),
+    Mutant(
+        "training/tally.py",
+        "self.entropy = self.entropy + (stats.entropy * mask).sum()",
+        "self.entropy = (stats.entropy * mask).sum()",
+        draw(14),
+    ),
+    Mutant(
+        "training/trainer.py",
+        'seed = derive_seed(self.args.seed, "train", *plan.key(number), 0)',
+        'seed = derive_seed(42, "train", *plan.key(number), 0)',
+        "tests/parity/test_oracle.py::test_seed_decides_prompts_and_noise",
+    ),
+    Mutant(
+        "training/trainer.py",
+        'derive_seed(self.args.seed, "eval", 0, texts)',
+        'derive_seed(self.args.seed, "eval", self.state.global_step, texts)',
+        draw(11),
+    ),
+    Mutant(
+        "training/trainer.py",
+        "self.appraiser.prepare(self.model_wrapped, rollout, whole=plan.whole[number])",
+        "self.appraiser.prepare(self.model_wrapped, rollout, whole=True)",
+        draw(91),
+    ),
+    Mutant("training/trainer.py", "        model.train()\n", "        model.eval()\n", draw(26)),
+    Mutant(
+        "training/trainer.py",
+        "self._episodes += self.args.generation_batch_size",
+        "self._episodes = self.args.generation_batch_size",
+        draw(11),
+    ),
+    Mutant(
+        "training/callbacks.py",
+        "if state.global_step % args.ref_model_sync_steps == 0:",
+        "if state.global_step % args.ref_model_sync_steps == 1:",
+        draw(80),
+    ),
+    Mutant(
+        "training/loaders.py",
+        "seed = args.seed if args.data_seed is None else args.data_seed",
+        "seed = args.seed",
+        "tests/parity/test_oracle.py::test_seed_decides_prompts_and_noise",
+    ),
+    Mutant(
+        "training/passes.py",
+        "self.forward = Forward(policy, temperature, keep_logits=keep_logits)",
+        "self.forward = Forward(policy, 1.0, keep_logits=keep_logits)",
+        draw(11),
+    ),
+    Mutant(
+        "training/passes.py",
+        "self._reference_forward = Forward(reference.model, temperature)",
+        "self._reference_forward = Forward(reference.model, 1.0)",
+        draw(21),
+    ),
+    Mutant(
+        "training/assemble.py",
+        'return float(getattr(config, "router_aux_loss_coef", 0.0) if wanted is None else wanted)',
+        'return float(getattr(config, "router_aux_loss_coef", 0.0))',
+        draw(21),
+    ),
+    Mutant(
+        "training/assemble.py",
+        "    if args.disable_dropout:\n        loading.disable_dropout(model)\n    return Policy(",
+        "    return Policy(",
+        draw(46),
+    ),
+    Mutant(
+        "training/budget.py",
+        "return self.tokens * self.factor",
+        "return self.tokens // self.factor",
+        "tests/integration/test_memory.py::test_running_out_in_a_pass_without_gradient_leaves_the_training_budget[1]",
+    ),
+    # generation
+    Mutant(
+        "generation/native/scheduler.py",
+        "del self.tokens[1:], self.stats[1:]",
+        "del self.tokens[1:]",
+        "tests/unit/test_scheduler.py::test_little_memory_sends_the_youngest_back",
+    ),
+    Mutant(
+        "generation/native/scheduler.py",
+        "return len(self.tokens) - 1",
+        "return len(self.tokens)",
+        "tests/parity/test_native_engine.py::test_greedy_is_generate_and_logprobs_are_a_plain_forwards[llama]",
+    ),
+    Mutant(
+        "generation/native/scheduler.py",
+        "                    self._send_back(queue.pop())\n",
+        "                    self._send_back(queue.popleft())\n",
+        "tests/unit/test_scheduler.py::test_little_memory_sends_the_youngest_back",
+    ),
+    Mutant(
+        "generation/native/scheduler.py",
+        "        self.pages.give(sequence.pages)\n        sequence.pages = []\n        prompt = sequence.prompt",
+        "        sequence.pages = []\n        prompt = sequence.prompt",
+        "tests/unit/test_scheduler.py::test_little_memory_sends_the_youngest_back",
+    ),
+    Mutant(
+        "generation/native/scheduler.py",
+        "return min(sequence.cached + steps, self.max_new_tokens)",
+        "return sequence.cached",
+        "tests/unit/test_scheduler.py::test_little_memory_sends_the_youngest_back",
+    ),
+    Mutant(
+        "generation/native/rows.py",
+        "goes_on = alive & ~torch.isin(drawn.tokens, self.ends) & (self.remaining > 1)",
+        "goes_on = alive & ~torch.isin(drawn.tokens, self.ends) & (self.remaining > 0)",
+        "tests/parity/test_native_engine.py::test_the_same_noise_whatever_the_batch_is_made_of",
+    ),
+    Mutant(
+        "generation/native/rows.py",
+        "goes_on = alive & ~torch.isin(drawn.tokens, self.ends) &",
+        "goes_on = alive &",
+        "tests/unit/test_engines.py::test_how_completions_end[NativeEngine]",
+    ),
+    Mutant(
+        "generation/native/rows.py",
+        "self.positions += goes_on.unsqueeze(1)",
+        "self.positions += 2 * goes_on.unsqueeze(1)",
+        "tests/parity/test_native_engine.py::test_greedy_is_generate_and_logprobs_are_a_plain_forwards[llama]",
+    ),
+    Mutant(
+        "generation/native/rows.py",
+        "[max_new_tokens - length for length in lengths]",
+        "[max_new_tokens for length in lengths]",
+        "tests/parity/test_native_engine.py::test_the_same_noise_whatever_the_batch_is_made_of",
+    ),
+    Mutant(
+        "generation/native/sampler.py",
+        "z = logits.float() / self.temperature\n",
+        "z = logits.float() * self.temperature\n",
+        "tests/unit/test_sampler.py::test_plain_logprobs_and_entropy_know_neither_filters_nor_penalty",
+    ),
+    Mutant(
+        "generation/native/sampler.py",
+        "kept = before > 1.0 - top_p",
+        "kept = before > top_p",
+        "tests/unit/test_sampler.py::test_frequencies_are_those_of_the_exact_distribution",
+    ),
+    Mutant(
+        "generation/native/sampler.py",
+        "p < self.min_p * p.amax(-1, keepdim=True)",
+        "p < self.min_p",
+        "tests/unit/test_sampler.py::test_frequencies_are_those_of_the_exact_distribution",
+    ),
+    Mutant(
+        "generation/native/sampler.py",
+        "torch.where(z < 0, z * self.penalty, z / self.penalty)",
+        "z / self.penalty",
+        "tests/unit/test_sampler.py::test_frequencies_are_those_of_the_exact_distribution",
+    ),
+    Mutant(
+        "generation/native/noise.py",
+        'derive_seed(seed, "completion", prompt, sample)',
+        'derive_seed(seed, "completion", sample)',
+        "tests/unit/test_engines.py::test_a_prompts_number_decides_its_noise[NativeEngine]",
+    ),
+    Mutant(
+        "generation/native/noise.py",
+        "(positions + 0x9E3779B9) & MASK",
+        "(0 * positions + 0x9E3779B9) & MASK",
+        "tests/unit/test_sampler.py::test_noise_is_uniform_and_independent_across_samples_and_positions",
+    ),
+    Mutant(
+        "generation/native/engine.py",
+        "number = index if prompt.number is None else prompt.number",
+        "number = index",
+        "tests/unit/test_engines.py::test_a_prompts_number_decides_its_noise[NativeEngine]",
+    ),
+    Mutant(
+        "generation/native/engine.py",
+        "                continue  # it ended in the look before this one: what it drew since is nobody's\n",
+        "                pass\n",
+        "tests/unit/test_engines.py::test_steps_begun_before_a_look_draw_the_same",
+    ),
+    Mutant(
+        "generation/forked.py",
+        "self.cache.batch_repeat_interleave(k)",
+        "self.cache.batch_repeat_interleave(1)",
+        "tests/unit/test_engines.py::test_forked_draws_the_same_noise_as_native",
+    ),
+    Mutant(
+        "generation/forked.py",
+        "positions = self.mask.sum(-1, keepdim=True)",
+        "positions = self.mask.sum(-1, keepdim=True) - 1",
+        "tests/unit/test_engines.py::test_forked_draws_the_same_noise_as_native",
+    ),
+    Mutant(
+        "generation/forked.py",
+        "torch.full_like(keys, step)",
+        "torch.full_like(keys, 0)",
+        "tests/unit/test_engines.py::test_forked_draws_the_same_noise_as_native",
+    ),
+    Mutant(
+        "generation/transformers.py",
+        "        torch.manual_seed(seed)\n",
+        "        torch.manual_seed(0)\n",
+        "tests/unit/test_generation.py::test_groups_are_whole_independent_and_repeatable",
+    ),
+    Mutant(
+        "generation/transformers.py",
+        "        owner.generation_config = generation_config\n",
+        "        pass\n",
+        "tests/unit/test_generation.py::test_sampling_options_of_the_checkpoint_do_not_leak_in",
+    ),
+    Mutant(
+        "generation/transformers.py",
+        "        model.train(was_training)\n",
+        "        pass\n",
+        "tests/unit/test_generation.py::test_generation_leaves_model_and_random_state_alone",
+    ),
+    Mutant(
+        "generation/transformers.py",
+        "start = index * num_generations\n",
+        "start = index\n",
+        "tests/unit/test_generation.py::test_completions_belong_to_their_prompt",
+    ),
+    Mutant(
+        "generation/base.py",
+        "return LENGTH if len(tokens) >= sampling.max_completion_length else None",
+        "return LENGTH if len(tokens) > sampling.max_completion_length else None",
+        "tests/unit/test_engines.py::test_a_limit_of_one_token_and_one_completion",
+    ),
+    Mutant(
+        "generation/padding.py",
+        "        input_ids[row, width - len(tokens) :] = torch.tensor(tokens)",
+        "        input_ids[row, : len(tokens)] = torch.tensor(tokens)",
+        "tests/unit/test_generation.py::test_completions_belong_to_their_prompt",
+    ),
+    Mutant(
+        "generation/base.py",
+        "    ends = [tokens.index(end) for end in eos_token_ids if end in tokens]",
+        "    ends = [tokens.index(end) for end in eos_token_ids[:1] if end in tokens]",
+        "tests/unit/test_generation.py::test_first_end_token_decides_even_where_padding_is_the_same_token",
+    ),
+    Mutant(
+        "generation/native/noise.py",
+        'derive_seed(seed, "completion", prompt, sample)',
+        'derive_seed("completion", prompt, sample)',
+        "tests/unit/test_engines.py::test_a_prompts_number_decides_its_noise[NativeEngine]",
+    ),
+    Mutant(
+        "generation/forked.py",
+        "numbers = [index if p.number is None else p.number for index, p in enumerate(prompts)]",
+        "numbers = [index for index, p in enumerate(prompts)]",
+        "tests/unit/test_engines.py::test_a_prompts_number_decides_its_noise[ForkedEngine]",
+    ),
+]
