@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import os
 import subprocess
 import sys
 
 import pytest
 import torch
 
-from tests.standins import prompts, save_jsonl, save_llama
+from tests.standins import ROOT, prompts, save_jsonl, save_llama
 from tests.vllm.test_server import Server
 
 pytestmark = [
@@ -69,3 +70,13 @@ def test_server(folder, lora):
         assert_learns(folder, [*options, *(LORA if lora else [])])
     finally:
         server.stop()
+
+
+def test_the_same_seed_draws_the_same():
+    """vLLM's newer model runner, which it uses on GPUs, draws by seeds; the older from torch's generators."""
+    for runner in ("0", "1"):
+        done = subprocess.run(
+            [sys.executable, "-m", "tests.gpu.vllm_seeds"], cwd=ROOT, capture_output=True, text=True, check=False,
+            env={**os.environ, "VLLM_USE_V2_MODEL_RUNNER": runner},
+        )  # fmt: skip
+        assert done.returncode == 0, done.stderr

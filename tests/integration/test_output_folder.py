@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
+from transformers import TrainerCallback
 
 from rloom import RLOOTrainer
 from rloom.errors import ConfigError
 from rloom.observe import read_store
+from rloom.training import checkpoint
 from rloom.training.folder import OutputFolder
 from rloom.training.identity import RUN_FILE
 from tests.conftest import make_model, make_tokenizer
@@ -109,6 +113,7 @@ def test_a_second_run_at_the_same_time_is_refused(make, tmp_path):
 
 HOLDER = """
 import sys, time
+from rloom.training import checkpoint
 from rloom.training.folder import OutputFolder
 with OutputFolder(sys.argv[1]).hold():
     print("held", flush=True)
@@ -236,8 +241,84 @@ def test_a_run_leaves_what_it_is_made_from(make, tmp_path):
     assert names(out / "_previous" / "1") == {"checkpoint-1", "_rollouts"}
     from_checkpoint = out / "checkpoint-7"
     (out / "_previous" / "1" / "checkpoint-1").rename(from_checkpoint)
-    make(model=str(from_checkpoint), save_strategy="no").train()
+    with pytest.raises(ConfigError, match=r"made from .*checkpoint-7.* another output_dir"):  # which it would replace
+        make(model=str(from_checkpoint), save_strategy="no").train()
     assert from_checkpoint.exists()
+
+
+def test_guesses_are_moved_and_never_deleted(tmp_path):
+    for name in ("model.safetensors", "my_config.json", "training_args.bin"):
+        (tmp_path / name).write_text("")
+    (tmp_path / "checkpoint-3").mkdir()
+    OutputFolder(tmp_path).begin(delete=True)
+    assert not (tmp_path / "checkpoint-3").exists()
+    assert names(tmp_path / "_previous" / "1") == {"model.safetensors", "my_config.json", "training_args.bin"}
+
+
+def test_nothing_is_deleted_where_a_run_was_to_go_on(make, tmp_path):
+    out = tmp_path / "out"
+    make().train()
+    (out / "checkpoint-1" / "trainer_state.json").write_text("{")
+    make(overwrite_output_dir=True).train(resume_from_checkpoint="auto")
+    assert (out / "_previous" / "1" / "checkpoint-1" / "model.safetensors").exists()
+
+
+def test_trainers_that_take_turns_in_a_folder_do_not_mix(make, tmp_path):
+    out = tmp_path / "out"
+    first, second = make(max_steps=1), make(max_steps=2)
+    first.train()
+    second.train()
+    first.train()
+    assert "checkpoint-2" not in names(out)
+    assert names(out / "_previous") == {"1", "2"}
+
+
+def test_a_branch_that_is_left_is_moved(make, tmp_path, capsys):
+    out = tmp_path / "out"
+    make(max_steps=3).train()
+    make(max_steps=2, save_strategy="no").train(resume_from_checkpoint=str(out / "checkpoint-1"))
+    assert names(out / "_previous" / "1") == {"checkpoint-2", "checkpoint-3"}
+    assert "later checkpoints in" in capsys.readouterr().err
+
+
+def test_a_forked_process_does_not_keep_the_lock(tmp_path):
+    folder = OutputFolder(tmp_path)
+    with folder.hold():
+        child = os.fork()
+        if not child:
+            time.sleep(60)
+            os._exit(0)
+    try:
+        with folder.hold():
+            pass
+    finally:
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+
+
+def test_errors_of_uploads_are_not_the_disks(make, tmp_path):
+    """They are OSErrors too; what was written stays."""
+
+    class Uploads(TrainerCallback):
+        def on_save(self, args, state, control, **kwargs):
+            raise ConnectionError("no network")
+
+    trainer = make()
+    trainer.add_callback(Uploads())
+    with pytest.raises(ConnectionError):
+        trainer.train()
+    assert (tmp_path / "out" / "checkpoint-1").exists()
+    with pytest.raises(ConnectionError), checkpoint.writing(tmp_path, "it"):
+        raise ConnectionError("no network")
+
+
+def test_files_that_cannot_be_looked_at_do_not_hide_the_others(tmp_path):
+    (tmp_path / "latest").symlink_to("nowhere")
+    folder = OutputFolder(tmp_path)
+    (tmp_path / "config.json").write_text("")
+    with folder.writing():
+        (tmp_path / "model.safetensors").write_text("")
+    assert folder.written == {"model.safetensors"}
 
 
 def test_what_a_trainer_did_before_its_training_is_its_own(make, rows, tmp_path):

@@ -250,16 +250,17 @@ def test_two_in_a_process_take_turns(one):
     [
         {"target_modules": ["q_proj", "down_proj", "lm_head"], "modules_to_save": ["norm"]},
         {"target_modules": "all-linear", "use_dora": True},
+        {"target_modules": "all-linear", "bias": "lora_only"},
         {"target_modules": "all-linear", "lora_alpha": 7},
         {"target_modules": ["q_proj", "v_proj", "down_proj"], "rank_pattern": {"v_proj": 3}, "use_rslora": True},
     ],
-    ids=["with the head", "dora", "all", "some"],
+    ids=["with the head", "dora", "biases", "all", "some"],
 )
 def test_adapters(adapter, request):
     from peft import LoraConfig, get_peft_model
 
     some = prompts("ab", "hello there, you")
-    base = tiny(2, tie_word_embeddings=True)
+    base = tiny(2, tie_word_embeddings=True, attention_bias=True)
     model = get_peft_model(base, LoraConfig(r=4, **adapter))
     engine = VllmEngine(lambda: model, sampling(), tokenizer=make_tokenizer())
     torch.manual_seed(0)

@@ -8,6 +8,7 @@ written last, has the size and the checksum of every file: a checkpoint that was
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import re
@@ -59,6 +60,9 @@ def load(folder: str | Path, *, rank: int = 0) -> tuple[dict[str, Any] | None, d
     return found[0], found[1]
 
 
+OF_DISKS = {
+    errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EROFS, errno.EACCES, errno.EPERM,
+}  # fmt: skip
 NO_ROOM = re.compile(r"os error|inline_container|iostream|PytorchStreamWriter", re.IGNORECASE)
 """What safetensors and torch say where the system does not take what they write."""
 
@@ -69,7 +73,8 @@ def writing(folder: str | Path, what: str) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        by_the_disk = isinstance(error, OSError) or NO_ROOM.search(str(error))
+        # An upload's errors are OSErrors too: the disk's are known by their numbers.
+        by_the_disk = getattr(error, "errno", None) in OF_DISKS or NO_ROOM.search(str(error))
         if not by_the_disk or isinstance(error, DiskError):
             raise
         raise DiskError(f"{what} cannot be written to {folder}: {_reason(error, Path(folder))}") from error

@@ -16,6 +16,7 @@ import shutil
 import socket
 import sys
 import time
+import uuid
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -23,6 +24,7 @@ from typing import Any
 
 from rloom.errors import ConfigError
 from rloom.observe.store import FOLDER as STORE
+from rloom.training.checkpoint import step_of
 
 try:
     import fcntl
@@ -45,6 +47,19 @@ TRAINERS_OWN = "training_args.bin"
 """Only trainers write it: where no record is, of an older version or of TRL, it says that a model is a run's."""
 
 
+_locks: set[int] = set()
+"""Open files that are locked. A forked process has them too, and would hold them when this one is gone."""
+
+
+def _let_go() -> None:
+    while _locks:
+        os.close(_locks.pop())
+
+
+if fcntl is not None:
+    os.register_at_fork(after_in_child=_let_go)
+
+
 class OutputFolder:
     """A trainer's output folder. `hold` it while training; `begin` a new run there, or `go_on` with the one it has.
 
@@ -54,6 +69,7 @@ class OutputFolder:
     def __init__(self, path: str | Path, *, main: bool = True) -> None:
         self.path, self.main = Path(path), main
         self.written: set[str] = set()  # names that this run has written, beside checkpoints and store
+        self.run = uuid.uuid4().hex  # by which the folder's record is known to be ours
         self._begun = False
 
     # -- one at a time
@@ -66,6 +82,8 @@ class OutputFolder:
             yield
         finally:
             if lock is not None:
+                _locks.discard(lock)
+                fcntl.flock(lock, fcntl.LOCK_UN)  # closing it is not enough where a process was forked meanwhile
                 os.close(lock)
 
     def _lock(self) -> int | None:
@@ -81,6 +99,7 @@ class OutputFolder:
                 return None
             try:
                 if _taken(fd, file):
+                    _locks.add(fd)
                     return fd
             except BlockingIOError:
                 who = _holder(fd)
@@ -98,25 +117,54 @@ class OutputFolder:
     # -- which run's it is
 
     def begin(self, *, keep: Iterable[str | Path] = (), delete: bool = False) -> None:
-        """A run starts from nothing. What an earlier one left is moved, or deleted if that was asked for; what is at
-        the paths to `keep` stays: the run itself is made from it."""
-        if self._begun:
+        """A run starts from nothing. What an earlier one left is moved, or deleted if that was asked for and it is sure
+        to be that run's; what is at the paths to `keep` stays: the run itself is made from it."""
+        if self._begun and self._is_ours():
             return
+        self._check_made_from(keep)
         left = self._left_by_others([Path(path).resolve() for path in keep])
         if left and delete:
-            for item in left:
+            known = set(_recorded(self.path))
+            certain = [item for item in left if item.name in known or OF_RUNS.fullmatch(item.name)]
+            for item in certain:
                 _delete(item)
-            _say(f"deleted what an earlier run left in {self.path}: {_listed(left)} (overwrite_output_dir)")
-        elif left:
-            _say(f"what an earlier run left in {self.path} is now in {self._moved(left)}: {_listed(left)}")
+            _say(f"deleted what an earlier run left in {self.path}: {_listed(certain)} (overwrite_output_dir)")
+            left = [item for item in left if item not in certain]
         if left:
+            _say(f"what an earlier run left in {self.path} is now in {self._moved(left)}: {_listed(left)}")
+        if not self._is_ours():
+            self.written = set()
+        if _record(self.path) or left:
             self._write_down()
         self._begun = True
 
-    def go_on(self) -> None:
-        """A run goes on with what it has here."""
-        self._begun = True
+    def _is_ours(self) -> bool:
+        """Whether no other run has begun here since."""
+        return _record(self.path).get("run", self.run) == self.run
+
+    def go_on(self, *, after: int) -> None:
+        """A run goes on with what it has here, after so many updates. Later checkpoints are of a branch that is left:
+        the next restart must not take one of them for the newest."""
         self.written |= set(_recorded(self.path))
+        self.run = _record(self.path).get("run", self.run)
+        later = [item for item in self._checkpoints() if int(item.name.split("-")[1]) > after and step_of(item)]
+        if later:
+            _say(f"later checkpoints in {self.path} are now in {self._moved(later)}: {_listed(later)}")
+        self._write_down()
+        self._begun = True
+
+    def _checkpoints(self) -> list[Path]:
+        return sorted(item for item in self.path.glob("checkpoint-*") if OF_RUNS.fullmatch(item.name))
+
+    def _check_made_from(self, keep: Iterable[str | Path]) -> None:
+        """A checkpoint of this very folder that a run is made from would be rotated away, or written over, by it."""
+        for path in map(Path, keep):
+            inside = path.resolve().parent == self.path.resolve()
+            if inside and path.is_dir() and re.fullmatch(r"checkpoint-\d+", path.name):
+                raise ConfigError(
+                    f"this run is made from {path}, and its own checkpoints would take that place: give it another "
+                    "output_dir, or resume_from_checkpoint to go on with the run that wrote it"
+                )
 
     def _left_by_others(self, keep: list[Path]) -> list[Path]:
         """In the order of their names; nothing that this trainer wrote before its training began."""
@@ -129,7 +177,8 @@ class OutputFolder:
             models |= set(_models_among([item.name for item in there]))
         if self.path.resolve() in keep:
             models = set()
-        found = [i for i in there if (OF_RUNS.fullmatch(i.name) or i.name in models) and i.name not in self.written]
+        own = self.written if self._is_ours() else set()
+        found = [i for i in there if (OF_RUNS.fullmatch(i.name) or i.name in models) and i.name not in own]
         return [item for item in found if not any(path.is_relative_to(item.resolve()) for path in keep)]
 
     def _moved(self, items: Iterable[Path]) -> Path:
@@ -167,11 +216,13 @@ class OutputFolder:
 
     def _write_down(self) -> None:
         """What this run has written, and what is still there of an earlier one's."""
+        if not self.main:
+            return
         names = self.written | {name for name in _recorded(self.path) if (self.path / name).exists()}
         new = self.path / f"{RECORD_FILE}.new"
         try:
             self.path.mkdir(parents=True, exist_ok=True)
-            new.write_text(json.dumps({"written": sorted(names)}, indent=1))
+            new.write_text(json.dumps({"run": self.run, "written": sorted(names)}, indent=1))
             new.replace(self.path / RECORD_FILE)
         except OSError as error:
             logger.warning("what this run has saved could not be written down in %s: %s", self.path, error)
@@ -202,11 +253,16 @@ def _holder(fd: int) -> str:
 
 def _recorded(folder: Path) -> list[str]:
     """What the last run has written there, where it wrote that down."""
+    names = _record(folder).get("written")
+    return [name for name in names if isinstance(name, str)] if isinstance(names, list) else []
+
+
+def _record(folder: Path) -> dict[str, Any]:
     try:
-        names = json.loads((folder / RECORD_FILE).read_text())["written"]
-        return [name for name in names if isinstance(name, str)]
-    except (OSError, ValueError, KeyError, TypeError):
-        return []
+        found = json.loads((folder / RECORD_FILE).read_text())
+    except (OSError, ValueError):
+        return {}
+    return found if isinstance(found, dict) else {}
 
 
 def _models_among(names: list[str]) -> list[str]:
@@ -218,10 +274,13 @@ def _is_of_models(name: str) -> bool:
 
 
 def _stamps(folder: Path) -> dict[str, Any]:
-    try:
-        return {entry.name: (entry.stat().st_mtime_ns, entry.stat().st_ino) for entry in os.scandir(folder)}
-    except OSError:
-        return {}
+    found = {}
+    with contextlib.suppress(OSError), os.scandir(folder) as entries:
+        for entry in entries:
+            with contextlib.suppress(OSError):  # gone in between
+                stat = entry.stat(follow_symlinks=False)
+                found[entry.name] = (stat.st_mtime_ns, stat.st_ino)
+    return found
 
 
 def _delete(item: Path) -> None:

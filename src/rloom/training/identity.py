@@ -51,22 +51,44 @@ def _without_secrets(options: Mapping[str, Any]) -> dict[str, Any]:
 
     >>> _without_secrets({"hub_token": "a", "model_init_kwargs": {"token": "b", "revision": "main"}})
     {'model_init_kwargs': {'revision': 'main'}}
+    >>> _without_secrets({"servers": [{"token": "a"}]})
+    {'servers': [{}]}
     """
     return {
-        name: _without_secrets(value) if isinstance(value, Mapping) else value
+        name: _cleaned(value)
         for name, value in options.items()
         if not isinstance(value, str) or not SECRET.search(name)
     }
 
 
+def _cleaned(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return _without_secrets(value)
+    return [_cleaned(item) for item in value] if isinstance(value, list | tuple) else value
+
+
 def _model(model: Any) -> dict[str, Any]:
-    """By the last part of its name, since folders move; one that was made in memory has none."""
     config = base_of(model).config
-    name = str(getattr(config, "_name_or_path", "") or "").rstrip("/").split("/")[-1]
+    name = _short_name(str(getattr(config, "_name_or_path", "") or ""))
     trained = {name: list(p.shape) for name, p in model.named_parameters() if p.requires_grad}
     count = sum(math.prod(shape) for shape in trained.values())
     weights = f"{count:,} trained weights ({_digest(trained)})"
     return {"type": getattr(config, "model_type", ""), "weights": weights} | ({"name": name} if name else {})
+
+
+def _short_name(path: str) -> str:
+    """The last part, since folders move. A snapshot of the hub's is known by its repository; a checkpoint says nothing
+    of the model, and one that was made in memory has no name.
+
+    >>> _short_name("Qwen/Qwen3-4B"), _short_name("hub/models--Qwen--Qwen3-4B/snapshots/1a2b")
+    ('Qwen3-4B', 'Qwen3-4B')
+    >>> _short_name("out/checkpoint-20")
+    ''
+    """
+    parts = path.rstrip("/").split("/")
+    if len(parts) > 2 and parts[-2] == "snapshots":
+        return parts[-3].split("--")[-1]
+    return "" if re.fullmatch(r"checkpoint-\d+", parts[-1]) else parts[-1]
 
 
 def _data(data: Any) -> dict[str, Any]:

@@ -193,7 +193,7 @@ class UpdateLoop(Trainer):
     def _folder_held(self) -> Iterator[None]:
         """The main process holds the output folder for all; where it cannot, all leave."""
         with ExitStack() as held:
-            self._on_main(lambda: held.enter_context(self.folder.hold()) if self.processes.is_main else None)
+            self._on_main(lambda: held.enter_context(self.folder.hold()))
             yield
 
     def _on_main(self, do: Callable[[], Any]) -> Any:
@@ -219,7 +219,7 @@ class UpdateLoop(Trainer):
     def _made_ready(self, asked: Any, facts: dict[str, Any]) -> Any:
         folder = self._newest_checkpoint(must_be=asked is True) if asked is True or asked == "auto" else asked
         if not isinstance(folder, str):
-            self._begin_here()
+            self._begin_here(delete=self.args.overwrite_output_dir and asked != "auto")
             return folder
         if not Path(folder).is_dir():
             return folder  # transformers says that it is not there
@@ -227,16 +227,16 @@ class UpdateLoop(Trainer):
         changed = check_same_run(folder, facts, anyway=self.args.resume_changed_run)
         step = checkpoint.step_of(Path(folder))
         if Path(folder).resolve().parent != Path(self.args.output_dir).resolve():
-            self._begin_here(folder)
+            self._begin_here(folder, delete=self.args.overwrite_output_dir)
         elif step is not None:  # else transformers says what is wrong with it
-            self.folder.go_on()
+            self.folder.go_on(after=step)
             self.store.resume(step)
         if step is not None:
             words = f"; other options than before: {changed}" if changed else ""
             print(f"rloom: going on from {folder}, after update {step}{words}", file=sys.stderr, flush=True)
         return folder
 
-    def _begin_here(self, checkpoint: str | None = None) -> None:
+    def _begin_here(self, checkpoint: str | None = None, *, delete: bool = False) -> None:
         """A run that is new in its folder: what an earlier one left there is moved, but for what this one needs."""
         args, own = self.args, [self.store.folder] if self.store.is_own else []
         named = [
@@ -245,7 +245,7 @@ class UpdateLoop(Trainer):
             args.reward_model_path,
             checkpoint,
         ]
-        self.folder.begin(keep=[*own, *filter(None, named)], delete=args.overwrite_output_dir)
+        self.folder.begin(keep=[*own, *filter(None, named)], delete=delete)
         self.store.begin()
 
     def _check_checkpoint(self, folder: Path) -> None:
@@ -279,7 +279,7 @@ class UpdateLoop(Trainer):
         folder = Path(self._get_output_dir(trial=trial)) / f"checkpoint-{self.state.global_step}"
         self.finite.settle(self.state.global_step)
         check_finite(self.model.named_parameters(), folder.name)
-        name = self.args.hub_model_id or Path(self.args.output_dir).name
+        name, there = self.args.hub_model_id or Path(self.args.output_dir).name, folder.exists()
         try:
             with checkpoint.writing(folder.parent, folder.name):
                 self.create_model_card(model_name=name.split("/")[-1])
@@ -291,7 +291,8 @@ class UpdateLoop(Trainer):
                 if self.processes.is_main and folder.exists() and not self.args.save_only_model:
                     checkpoint.seal(folder)
         except DiskError as error:
-            shutil.rmtree(folder, ignore_errors=True)  # half a checkpoint only takes up room
+            if not there:
+                shutil.rmtree(folder, ignore_errors=True)  # half a checkpoint only takes up room
             whole = checkpoint.newest_whole(folder.parent)
             last = f"The newest that is whole is {whole}" if whole else "There is no other"
             raise DiskError(f'{error}. {last}. Make room, and go on with resume_from_checkpoint="auto"') from error

@@ -29,7 +29,10 @@ def why_folded(model: Any) -> str | None:
             return f"vLLM knows plain LoRA on linear layers alone, and {name} has something else"
     if base.get_output_embeddings() in layers.values():
         return "vLLM takes no adapter on the output layer"
-    if adapter_rank(model) > RANKS[-1]:
+    others = [name for name, p in model.named_parameters() if p.requires_grad and ".lora_" not in name]
+    if others:
+        return f"{others[0]} is trained too, which is no part of the adapter"
+    if largest_rank(model) > RANKS[-1]:
         return f"vLLM knows ranks of up to {RANKS[-1]}"
     if are_renamed(base):
         return "this model's layers have other names in memory than in checkpoints"
@@ -74,14 +77,15 @@ def write_adapter(model: Any, folder: Path, dtype: torch.dtype, shift: float = 0
     folder.mkdir(parents=True)
     config = {"peft_type": "LORA", "r": rank, "lora_alpha": rank, "target_modules": sorted(names), "bias": "none"}
     (folder / "adapter_config.json").write_text(json.dumps(config))
-    save_file(tensors, folder / "adapter_model.safetensors", metadata={"format": "pt"})
+    weights = folder / "adapter_model.safetensors"
+    save_file(tensors, weights, metadata={"format": "pt"})
+    weights.chmod(folder.stat().st_mode & 0o666)  # else only its owner may read it, and a server may be another user's
     return folder
 
 
 def base_fingerprint(model: nn.Module) -> tuple[Any, ...]:
     """What changes whenever a weight that is not the adapter's does."""
-    own = [tensor for name, tensor in model.named_parameters() if ".lora_" not in name]
-    return tuple(sums_of((*own, *model.buffers())))
+    return tuple(sums_of(tensor for name, tensor in model.state_dict().items() if ".lora_" not in name))
 
 
 def _wrapped(base: nn.Module) -> Iterator[tuple[str, Any]]:

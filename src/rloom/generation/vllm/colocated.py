@@ -75,6 +75,7 @@ class VllmEngine:
         self._folder = temporary_folder(self)  # stays: vLLM reads the tokenizer again when outputs are constrained
         self._sent: tuple[Any, ...] | None = None  # the fingerprint of the weights that vLLM has
         self._base: tuple[Any, ...] | None = None  # that of the weights under an adapter which is sent alone
+        self._adapters = 0  # sent so far
         self._room = 0  # the rank that vLLM has made room for
         self._lora: Any = None  # that adapter, as requests name it
         self._asleep = False
@@ -116,11 +117,11 @@ class VllmEngine:
         """Each prompt's number and completions, as they finish. What is left when nobody asks on is let go of."""
         engine, waiting = llm.llm_engine, dict[str, int]()
         self._under_way = waiting
-        noise = RolloutNoise(self._device, seed)
+        noise, by_seeds = RolloutNoise(self._device, seed), _draws_by_seeds(engine)
         try:
             with noise.drawing():
                 for index, prompt in enumerate(prompts):
-                    options = asking.options(count)
+                    options = asking.seeded(count, seed=seed, number=index) if by_seeds else asking.options(count)
                     waiting[self._ask(engine, prompt, options, asking.regex)] = index
             while waiting:
                 done: list[Any] = []
@@ -195,8 +196,9 @@ class VllmEngine:
             self.syncs += 1
         return self._llm
 
-    def _send_adapter(self, model: Any) -> None:
-        """Hand the adapter over, under a new name: what vLLM keeps of the last one is not found again."""
+    def _send_adapter(self, model: Any, shift: float = 0.0) -> None:
+        """Hand the adapter over, under a new name: what vLLM keeps of the last one is not found again. One with a
+        `shift` is another."""
         from vllm.lora.request import LoRARequest
 
         last, self._lora = self._lora, None
@@ -206,11 +208,11 @@ class VllmEngine:
                 engine.remove_lora(last.lora_int_id)
             if not is_active(model):
                 return
-            number = self.syncs + 1
-            path = Path(self._folder, f"adapter-{number}")
+            self._adapters += 1
+            path = Path(self._folder, f"adapter-{self._adapters}")
             try:
-                write_adapter(model, path, self.options.dtype_for(model))
-                lora = LoRARequest(path.name, number, str(path))
+                write_adapter(model, path, self.options.dtype_for(model), shift)
+                lora = LoRARequest(path.name, self._adapters, str(path))
                 if not engine.add_lora(lora):
                     raise EngineError("vLLM does not take the policy's adapter")
             finally:
@@ -306,19 +308,31 @@ class VllmEngine:
 
     def _prove(self) -> None:
         """Have vLLM with the policy's weights draw from the policy, or raise what is wrong."""
-        model = self.get_model()
-        llm = self._ready()
+        model, prompts = self.get_model(), proof.probe_prompts(self.get_model())
         sampling = proof.probe_sampling(self.sampling)
-        prompts = proof.probe_prompts(model)
+        llm = self._ready()
         _check_fits(llm, prompts, sampling.max_completion_length)
-        answers = dict(self._run(llm, Asking(sampling), prompts, proof.COMPLETIONS, proof.SEED))
-        groups = [answers[index] for index in range(len(prompts))]
+        groups = self._answers(llm, sampling, prompts)
+        if self._lora is not None:
+            self._prove_adapter(llm, sampling, prompts, groups)
         self._try_regex(llm, prompts[:1])
         self._sleep()
         own = proof.own_logprobs(model, prompts, groups, sampling.temperature)
         reason = proof.Probe(prompts=prompts, completions=groups, own=own).why_not(self.options.dtype_for(model))
         if reason is not None:
             raise EngineError(f"vLLM does not generate what the model would: {reason}")
+
+    def _answers(self, llm: Any, sampling: Sampling, prompts: list[Prompt]) -> list[list[Completion]]:
+        answers = dict(self._run(llm, Asking(sampling), prompts, proof.COMPLETIONS, proof.SEED))
+        return [answers[index] for index in range(len(prompts))]
+
+    def _prove_adapter(self, llm: Any, sampling: Sampling, prompts: list[Prompt], groups: Any) -> None:
+        """Another adapter must have other answers: a new one adds nothing yet, and would not be missed."""
+        model = self.get_model()
+        self._send_adapter(model, shift=proof.OTHER)
+        if self._answers(llm, sampling, prompts) == groups:
+            raise EngineError("vLLM answers alike with two adapters that differ: it does not use them")
+        self._send_adapter(model)
 
     def _try_regex(self, llm: Any, prompts: list[Prompt]) -> None:
         """An expression that vLLM does not understand is told at the start."""
@@ -404,6 +418,12 @@ def _engine_options(model: Any, options: VllmOptions, device: torch.device) -> d
         "distributed_executor_backend": "uni",
         "seed": 0,
     }
+
+
+def _draws_by_seeds(engine: Any) -> bool:
+    """Whether vLLM draws by seeds of requests, whoever chose them: its newer model runner does, on GPUs. It would take
+    those that are missing from numpy, which rewards may use and seed."""
+    return bool(getattr(getattr(engine, "vllm_config", None), "use_v2_model_runner", False))
 
 
 def _model_of(worker: Any) -> Any:

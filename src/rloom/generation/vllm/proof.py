@@ -15,6 +15,9 @@ SEED, TOKENS, COMPLETIONS = 0, 8, 2
 EXACT, ROUNDED = 3e-3, 0.1
 """What log-probabilities may differ by in the mean, in float32 and in half precision. Other weights: about 1."""
 
+OTHER = 0.05
+"""Added to all numbers of an adapter, it makes another one, by which is seen whether adapters are used at all."""
+
 
 @dataclass(slots=True, kw_only=True)
 class Probe:

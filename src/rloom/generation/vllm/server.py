@@ -231,8 +231,9 @@ class VllmServerEngine:
         if not is_active(model):
             return
         name = f"rloom-{uuid.uuid4().hex[:12]}"
-        path = write_adapter(model, self.folder / name, self.dtype, shift)
+        path = self.folder / name
         try:
+            write_adapter(model, path, self.dtype, shift)
             self.client.tell("/v1/load_lora_adapter", {"lora_name": name, "lora_path": str(path)})
         except ServerError as error:
             raise EngineError(f"{error}. {FOR_ADAPTERS}, and have it see the folder {path.parent}") from error
@@ -320,7 +321,7 @@ class VllmServerEngine:
     def _prove_adapter(self, model: Any) -> None:
         """Send another adapter, then the policy's: a new one adds nothing yet, and would not be missed."""
         if is_active(model):
-            self._send_adapter(model, shift=0.05)
+            self._send_adapter(model, shift=proof.OTHER)
             other, _ = self._ask_probe(model)
             self._send_adapter(model)
             now, _ = self._ask_probe(model)
