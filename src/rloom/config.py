@@ -6,7 +6,6 @@ TrainingArguments follow TRL. `older_names.py` owns the names that older documen
 
 from __future__ import annotations
 
-import logging
 import math
 from dataclasses import dataclass, field, fields
 from typing import Any, ClassVar
@@ -26,10 +25,11 @@ from rloom.algo.objectives import (
 from rloom.errors import ConfigError, UnknownOptionError, check_choice, did_you_mean
 from rloom.models.cpu import make_bfloat16_safe
 from rloom.older_names import INIT_ONLY_NAMES, OlderNames
+from rloom.printable import get_logger
 from rloom.sampling_rules import RULES, check_sampling
 from rloom.vllm_names import resolve_vllm
 
-logger = logging.getLogger(__name__)
+logger = get_logger(__name__)
 
 ENGINES = ("native", "forked", "transformers", "vllm")
 

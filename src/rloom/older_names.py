@@ -6,14 +6,14 @@ process when used, and giving both the older and the present name is an error. d
 
 from __future__ import annotations
 
-import logging
 import math
 from dataclasses import dataclass, field
 from typing import Any
 
 from rloom.errors import ConfigError
+from rloom.printable import get_logger
 
-logger = logging.getLogger(__name__)
+logger = get_logger(__name__)
 
 RENAMED = {
     "rloo_k": "num_generations",

@@ -26,7 +26,10 @@ def get_logger(name: str) -> logging.Logger:
 
 class _Clean(logging.Filter):
     def filter(self, record: logging.LogRecord) -> bool:
-        record.msg, record.args = printable(record.getMessage()), None
+        try:
+            record.msg, record.args = printable(record.getMessage()), None
+        except (TypeError, ValueError):  # arguments that do not fit: whoever shows it says so
+            return True
         if record.exc_info and not record.exc_text:
             record.exc_text = printable(logging.Formatter().formatException(record.exc_info))
         return True

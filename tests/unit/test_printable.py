@@ -112,3 +112,15 @@ def test_tables():
     assert "\x1b[2J" not in said
     assert "\x9b" not in said
     assert "[b]x" in said
+
+
+def test_arguments_that_do_not_fit_do_not_reach_the_caller(monkeypatch):
+    monkeypatch.setattr(logging, "raiseExceptions", False)  # else logging prints what is wrong with them
+    get_logger("rloom.test").warning("%d of %d", 1)
+
+
+def test_data_that_is_not_utf8_is_a_line(capsys):
+    assert cli._guarded(lambda: b"\xff".decode()) == 1
+    err = capsys.readouterr().err
+    assert err.startswith("rloom: the data has text that is not UTF-8")
+    assert "Traceback" not in err

@@ -52,7 +52,7 @@ def run(options: Any) -> int:
             some = rows[first : first + PROMPTS_AT_ONCE]
             for index, group in writer.write(some, options.n, seed=derive_seed(options.seed, first)):
                 line = {"index": first + index, **_line(some[index], group)}  # groups come as they finish
-                file.write(json.dumps(line, ensure_ascii=False) + "\n")
+                file.write(json.dumps(line, ensure_ascii=file.isatty()) + "\n")  # a terminal obeys some characters
                 tokens += sum(len(c.token_ids) for c in group.completions)
                 missing = missing or _tell_missing(group)
     seconds = time.perf_counter() - start

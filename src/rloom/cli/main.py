@@ -49,11 +49,11 @@ def _guarded(run: Callable[[], int]) -> int:
     except (OSError, RloomError) as error:
         print(printable(f"rloom: {error}"), file=sys.stderr)
         return 1
+    except UnicodeDecodeError as error:  # of a stream, whose rows are read as they come
+        print(printable(f"rloom: the data has text that is not UTF-8: {error}"), file=sys.stderr)
+        return 1
     except Exception:  # of a reward, say, whose words may be a service's
         print(printable(traceback.format_exc()), end="", file=sys.stderr)
-        return 1
-    except UnicodeDecodeError as error:  # of a stream, whose rows are read as they come
-        print(f"rloom: the data has text that is not UTF-8: {error}", file=sys.stderr)
         return 1
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import logging
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -15,8 +14,9 @@ from rloom.generation.forked import ForkedEngine
 from rloom.generation.transformers import TransformersEngine
 from rloom.generation.vllm.options import SERVER, VllmOptions
 from rloom.models.load import base_of
+from rloom.printable import get_logger
 
-logger = logging.getLogger(__name__)
+logger = get_logger(__name__)
 
 OURS = frozenset({"stop_strings", "bos_token_id"})
 """Entries of `generation_kwargs` that our own engines honour; others are for `model.generate`."""

@@ -5,7 +5,6 @@ group. For models that the native engine does not fit (other attention, position
 from __future__ import annotations
 
 import inspect
-import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -19,9 +18,10 @@ from rloom.generation.native.noise import key_of
 from rloom.generation.native.sampler import Sampler
 from rloom.generation.padding import pad_left
 from rloom.models.load import base_of
+from rloom.printable import get_logger
 from rloom.types import Completion, Group, Prompt
 
-logger = logging.getLogger(__name__)
+logger = get_logger(__name__)
 
 
 class _Fork:

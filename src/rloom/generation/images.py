@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Iterator, Sequence
 from functools import cached_property
 
 from rloom.generation.base import Engine
+from rloom.printable import get_logger
 from rloom.seeds import derive_seed
 from rloom.types import Group, Prompt
 
-logger = logging.getLogger(__name__)
+logger = get_logger(__name__)
 
 
 class ImageRouter:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -15,9 +14,10 @@ from rloom.data.model_inputs import fitted_to, join
 from rloom.errors import ConfigError, EngineError, did_you_mean
 from rloom.generation.base import Sampling, cut_at_end, nothing_asked
 from rloom.generation.padding import pad_left
+from rloom.printable import get_logger
 from rloom.types import STOP_STRING, Completion, Group, Prompt
 
-logger = logging.getLogger(__name__)
+logger = get_logger(__name__)
 
 
 class TransformersEngine:

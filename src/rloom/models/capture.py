@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-import logging
 import threading
 from collections.abc import Callable
 from typing import Any
 
 import torch
 
-logger = logging.getLogger(__name__)
+from rloom.printable import get_logger
+
+logger = get_logger(__name__)
 
 one_at_a_time = threading.RLock()
 """Held while a graph is recorded, and by whoever must not be in the way of that: the device cannot be waited for

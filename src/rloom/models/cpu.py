@@ -8,14 +8,15 @@ and oneDNN, which torch multiplies with, is told to do without.
 from __future__ import annotations
 
 import functools
-import logging
 import os
 import signal
 import subprocess
 import sys
 from pathlib import Path
 
-logger = logging.getLogger(__name__)
+from rloom.printable import get_logger
+
+logger = get_logger(__name__)
 
 VARIABLE = "ONEDNN_MAX_CPU_ISA"
 WITHOUT_AMX = ("AVX512_CORE_BF16", "AVX512_CORE")

@@ -5,7 +5,6 @@ Nothing of Unsloth is used: scripts and documents written for it run with the im
 
 from __future__ import annotations
 
-import logging
 from typing import Any
 
 import torch
@@ -13,8 +12,9 @@ import torch
 from rloom.errors import ConfigError, UnknownOptionError, check_choice, did_you_mean
 from rloom.models import load as loading
 from rloom.models.adapters import lora, quantization_config
+from rloom.printable import get_logger
 
-logger = logging.getLogger(__name__)
+logger = get_logger(__name__)
 
 
 def load_model(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -21,8 +20,9 @@ from transformers import (
 from rloom.errors import ConfigError, needs_extra
 from rloom.models.adapters import keep_differentiable
 from rloom.models.cpu import make_bfloat16_safe
+from rloom.printable import get_logger
 
-logger = logging.getLogger(__name__)
+logger = get_logger(__name__)
 
 
 def is_peft_model(model: Any) -> bool:

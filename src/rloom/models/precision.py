@@ -16,7 +16,6 @@ Gradients accumulate in float32 (torch's `grad_dtype`).
 from __future__ import annotations
 
 import functools
-import logging
 import weakref
 from collections.abc import Callable, Iterable, Iterator, MutableMapping
 from contextlib import contextmanager
@@ -28,8 +27,9 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from rloom.models.gpu import runs_kernels
+from rloom.printable import get_logger
 
-logger = logging.getLogger(__name__)
+logger = get_logger(__name__)
 
 ELEMENTS_AT_A_TIME = 1 << 26  # float32 words joined at once: a quarter of a gigabyte
 

@@ -6,7 +6,6 @@ transformers' attention interface, give wrong numbers without an error: so the n
 
 from __future__ import annotations
 
-import logging
 import random
 from typing import Any
 
@@ -21,9 +20,10 @@ from rloom.models.load import base_of, has_virtual_tokens, keeps_other_state
 from rloom.models.logprobs import Forward
 from rloom.models.looking import sees_ahead
 from rloom.models.windows import window_to_cross
+from rloom.printable import get_logger
 from rloom.types import Rollout
 
-logger = logging.getLogger(__name__)
+logger = get_logger(__name__)
 
 WITH_GRADIENT = 1024  # tokens of a window up to which gradients are compared too; activations of more take memory
 

@@ -7,7 +7,9 @@ from collections.abc import Callable
 
 from torch import Tensor
 
-logger = logging.getLogger(__name__)
+from rloom.printable import get_logger
+
+logger = get_logger(__name__)
 
 ROUNDING = 0.02
 """Of the whole, that a kernel may be off by: half precision is off by a quarter of a hundredth."""

@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import fnmatch
 import json
-import logging
 import os
 import re
 import shutil
@@ -24,6 +23,7 @@ from typing import Any
 
 from rloom.errors import ConfigError
 from rloom.observe.store import FOLDER as STORE
+from rloom.printable import get_logger
 from rloom.training.checkpoint import step_of
 
 try:
@@ -31,7 +31,7 @@ try:
 except ImportError:  # not on Windows, where nothing is locked
     fcntl = None  # type: ignore[assignment]
 
-logger = logging.getLogger(__name__)
+logger = get_logger(__name__)
 
 LOCK_FILE = "_lock"
 RECORD_FILE = "_run.json"

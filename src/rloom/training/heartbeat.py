@@ -7,7 +7,6 @@ Each process beats from a thread of its own: one that is busy in a reward, a com
 from __future__ import annotations
 
 import atexit
-import logging
 import os
 import socket
 import sys
@@ -16,7 +15,9 @@ import time
 from datetime import timedelta
 from typing import Any
 
-logger = logging.getLogger(__name__)
+from rloom.printable import get_logger
+
+logger = get_logger(__name__)
 
 BEAT_SECONDS, SILENT_SECONDS = 5.0, 60.0
 """How often a process beats, and after what silence it is named."""

@@ -8,7 +8,6 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
-import logging
 import math
 import re
 from collections.abc import Iterator, Mapping
@@ -19,8 +18,9 @@ from rloom.data import datasets
 from rloom.data.images import IMAGE_COLUMNS, without_images
 from rloom.errors import ConfigError
 from rloom.models.load import base_of
+from rloom.printable import get_logger
 
-logger = logging.getLogger(__name__)
+logger = get_logger(__name__)
 
 RUN_FILE = "rloom_run.json"
 SOME_ROWS = 100

@@ -3,7 +3,6 @@ finish."""
 
 from __future__ import annotations
 
-import logging
 from collections import deque
 from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Listing
@@ -25,9 +24,10 @@ from rloom.generation.native.runner import AHEAD, Runner, lock_of
 from rloom.generation.native.sampler import Sampler
 from rloom.generation.native.scheduler import Scheduler, Sequence, SharedPrompt
 from rloom.models.load import base_of
+from rloom.printable import get_logger
 from rloom.types import Completion, Group, Prompt
 
-logger = logging.getLogger(__name__)
+logger = get_logger(__name__)
 
 PREFILL_TOKENS = 32768
 """Tokens of prompts that one forward takes."""

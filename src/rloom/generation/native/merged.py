@@ -7,7 +7,6 @@ and in half precision they round part of what the adapter adds away: there it is
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable
 from typing import Any
 
@@ -18,8 +17,9 @@ from torch.nn import functional
 from rloom.generation.native.joined import siblings_in
 from rloom.generation.native.lora import is_lora_on_linear, parts_of
 from rloom.generation.native.memory import free_memory
+from rloom.printable import get_logger
 
-logger = logging.getLogger(__name__)
+logger = get_logger(__name__)
 
 SHARE_FOR_COPIES = 0.25
 """What copies may take of what is free, where nobody asked for them."""

@@ -6,7 +6,6 @@ and values, or whose window does not arrive, draws fluent nonsense. So its logit
 
 from __future__ import annotations
 
-import logging
 import random
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -23,12 +22,13 @@ from rloom.generation.native.scheduler import Scheduler, Sequence, SharedPrompt
 from rloom.models.load import has_virtual_tokens, keeps_other_state
 from rloom.models.looking import one_row, sees_ahead
 from rloom.models.windows import window_to_cross
+from rloom.printable import get_logger
 from rloom.types import Prompt
 
 if TYPE_CHECKING:
     from rloom.generation.native.runner import Runner
 
-logger = logging.getLogger(__name__)
+logger = get_logger(__name__)
 
 LEAST = 72  # tokens of the longer prompt: more than a page
 STEPS = 3

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import bisect
 import inspect
-import logging
 import threading
 import time
 import types
@@ -36,9 +35,10 @@ from rloom.models.fused import FusedLayers, forwards_replaced, rotating
 from rloom.models.gpu import runs_kernels
 from rloom.models.load import base_of
 from rloom.models.positions import position_limit, prompt_positions, rope_index_of
+from rloom.printable import get_logger
 from rloom.types import Block, PackedRow
 
-logger = logging.getLogger(__name__)
+logger = get_logger(__name__)
 
 BUCKETS = [1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024]
 """Numbers of rows that graphs are captured for."""

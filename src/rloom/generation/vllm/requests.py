@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import logging
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -11,9 +10,10 @@ from typing import Any
 from rloom.errors import ConfigError, EngineError, did_you_mean
 from rloom.generation.base import Sampling
 from rloom.generation.native.noise import key_of
+from rloom.printable import get_logger
 from rloom.types import ABORTED, EOS, LENGTH, STOP_STRING, Completion, Prompt
 
-logger = logging.getLogger(__name__)
+logger = get_logger(__name__)
 
 PASSED_ON = frozenset(
     {"allowed_token_ids", "bad_words", "frequency_penalty", "logit_bias", "min_tokens", "presence_penalty"}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import logging
 import os
 import shutil
 import time
@@ -34,9 +33,10 @@ from rloom.generation.vllm.weights import (
     unties_embeddings,
 )
 from rloom.models.load import is_peft_model
+from rloom.printable import get_logger
 from rloom.types import Completion, Group, Prompt
 
-logger = logging.getLogger(__name__)
+logger = get_logger(__name__)
 
 EMPTY = hashlib.sha256(b"").hexdigest()  # of what vLLM keeps in a layout of its own, as linear layers on a CPU
 FOR_ADAPTERS = "start it with VLLM_ALLOW_RUNTIME_LORA_UPDATING=1 and --enable-lora --max-lora-rank RANK"

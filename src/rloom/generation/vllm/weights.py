@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import logging
 from collections.abc import Collection, Iterator
 from typing import Any
 
@@ -13,8 +12,9 @@ from torch import Tensor, nn
 from rloom.errors import EngineError
 from rloom.models.bits import sums_of
 from rloom.models.load import base_of, has_virtual_tokens, is_peft_model
+from rloom.printable import get_logger
 
-logger = logging.getLogger(__name__)
+logger = get_logger(__name__)
 
 
 def check_sendable(model: Any) -> None:
