@@ -228,7 +228,10 @@ def _objective(draw: random.Random) -> dict[str, Any]:
 
 
 def _shaping(draw: random.Random) -> dict[str, Any]:
-    """Penalties, normalisers, clips; what happens to truncated completions."""
+    """Penalties, normalisers, clips; what happens to truncated completions.
+
+    Charges for length come out as quarters, as scores do, so that scores that are equal are so in float32 too.
+    """
     options: dict[str, Any] = {
         "truncated_completions": draw.choice(["keep", "keep", "mask", "exclude"]),
         "max_completion_length": LIMIT,
@@ -238,9 +241,9 @@ def _shaping(draw: random.Random) -> dict[str, Any]:
         options["missing_eos_penalty"] = draw.choice([0.5, 1.0])
     if draw.random() < 0.3:
         options["length_regularization"] = draw.choice(["linear", "soft_overlong"])
-        options["length_coefficient"] = draw.choice([0.5, 2.0])
+        options["length_coefficient"] = draw.choice([1.5, 3.0])
         if options["length_regularization"] == "soft_overlong":
-            options["length_margin"] = draw.choice([1, 3, LIMIT])
+            options["length_margin"] = draw.choice([1, 2, 4])
     if draw.random() < 0.3:
         options["normalize_rewards"] = draw.choice(["batch", "running", "off"])
     if draw.random() < 0.25:
