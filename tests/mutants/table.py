@@ -52,7 +52,7 @@ MUTANTS = [
         "algo/advantages.py",
         "variance = _group_sums(centred**2, groups) / (count - 1).clamp(min=1)",
         "variance = _group_sums(centred**2, groups) / count.clamp(min=1)",
-        draw(21),
+        draw(228),
     ),
     Mutant("algo/advantages.py", "(_group_sums(known, groups) > 1)", "(_group_sums(known, groups) > 0)", draw(74)),
     Mutant(
@@ -228,7 +228,7 @@ MUTANTS = [
         draw(14),
     ),
     Mutant(
-        "models/head.py", "        factor = self.scale / self.temperature\n", "        factor = self.scale\n", draw(21)
+        "models/head.py", "        factor = self.scale / self.temperature\n", "        factor = self.scale\n", draw(335)
     ),
     Mutant("models/two_part.py", "seen = other <= own", "seen = other < own + 2", draw(253)),
     Mutant(
@@ -550,6 +550,12 @@ MUTANTS = [
         "return self.tokens * self.factor",
         "return self.tokens // self.factor",
         "tests/integration/test_memory.py::test_running_out_in_a_pass_without_gradient_leaves_the_training_budget[1]",
+    ),
+    Mutant(
+        "training/appraiser.py",
+        "            self._set_advantages(rollout, _whole_groups(rollout, left))\n",
+        "            pass\n",
+        draw(368),
     ),
     # generation
     Mutant(

@@ -195,6 +195,7 @@ class Oracle:
         self.seen: list[float] = []  # all scores of the run, for the running normaliser
         self.num_tokens = self.episodes = 0
         self.finest = 1.0
+        self.chance = False  # whether a score was the mean of others by chance: rounding decides if its advantage is 0
         self.coefficient = self.set.router_aux_loss_coef
         if self.coefficient is None:
             self.coefficient = getattr(policy.config, "router_aux_loss_coef", 0.0)
@@ -436,6 +437,10 @@ class Oracle:
         if not (self.charged and placement.startswith("reward_tokens")):
             compared = self.normalised(compared) if self.set.normalize_advantages else compared
             for row, advantage in zip(rows, compared, strict=True):
+                siblings = {other.score for other in rows if other.group == row.group and other.score is not None}
+                near = advantage is not None and abs(advantage) < 1e-6
+                alone = self.set.advantage_estimator not in ("leave_one_out", "group_mean", "group_mean_std")
+                self.chance |= near and (alone or len(siblings) > 1) and self.set.normalize_rewards != "off"
                 row.advantage = 0.0 if advantage is None or abs(advantage) < 1e-9 else advantage  # but for rounding
             return
         table = [self.per_token(row, advantage) for row, advantage in zip(rows, compared, strict=True)]

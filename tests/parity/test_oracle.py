@@ -136,6 +136,8 @@ def test_run_is_the_oracles(oracle_draw, tmp_path):
     run = draw_run(oracle_draw)
     trainer, weights, engine = train(run, tmp_path)
     oracle, tape = simulate(run, engine.calls)
+    if oracle.chance and oracle_draw not in CI:
+        pytest.skip("a score is the mean of others by chance: rounding decides whether its completion is run")
     assert not tape.calls, "the engine was asked for more than the schedule says"
     compare_draws(run, tape, oracle)
     tolerance = 2e-4 * max(1.0, 0.01 / oracle.finest)

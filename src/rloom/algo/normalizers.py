@@ -67,8 +67,8 @@ class RunningMoments:
         return math.sqrt(self.squares / (self.count - 1)) if self.count > 1 else 1.0
 
     def normalize(self, values: Tensor, eps: float = 1e-4) -> Tensor:
-        """(x − mean) / (std + eps) with the moments so far."""
-        return (values - self.mean) / (self.std + eps)
+        """(x − mean) / (std + eps) with the moments so far; in float64, as [`normalize`]."""
+        return ((values.double() - self.mean) / (self.std + eps)).to(values.dtype)
 
 
 def clip(values: Tensor, limits: tuple[float, float] | None) -> Tensor:

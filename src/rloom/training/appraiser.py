@@ -119,6 +119,12 @@ class Appraiser:
             keep(rollout.kl, batch, self.kl(batch, stats))
             self._set_advantages(rollout, _whole_groups(rollout, batch.rows))
 
+    def complete(self, rollout: Rollout, rows: Sequence[int]) -> None:
+        """Advantages of groups of which nothing is trained on: no forward has brought them along."""
+        left = [row for row in rows if rollout.advantages[row] is None]
+        if left:
+            self._set_advantages(rollout, _whole_groups(rollout, left))
+
     def kl(self, batch: MicroBatch, stats: TokenStats) -> Tensor:
         """Token KLs (B, C), differentiable in the policy's log-probabilities."""
         if self.estimator == "full":

@@ -255,6 +255,7 @@ class Learner:
 
     def _untrained_loss(self, share: Share) -> Tensor | float:
         """What rows without gradient add to the reported loss: their ratio is 1, so −A; of tokens they have none."""
+        self.appraiser.complete(share.rollout, share.rows)
         choices = self.config.choices
         if self.aggregation == "token_mean" or choices.surrogate != "clip" or choices.ratio_level != "sequence":
             return 0.0
