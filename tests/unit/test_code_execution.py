@@ -29,7 +29,7 @@ from rloom.errors import RewardError, SandboxError
 from rloom.rewards import FunctionReward, RewardBatch, RewardSet, cgroups, code_execution, nursery, sandbox, seccomp
 from rloom.rewards.code import judge_program
 from rloom.rewards.inside import light_json
-from rloom.rewards.inside.wire import WireError, receive, send
+from rloom.rewards.inside.wire import WireError, encode, receive, send
 from rloom.rewards.problems import program_of, read_tests
 from rloom.rewards.sandbox import Limits
 
@@ -85,6 +85,32 @@ threading.Thread(target=work).start()
 """,
     "at exit": "import atexit\nx = int(input())\natexit.register(lambda: print(2 * x))",
     "no line's end": "import sys\nsys.stdout.write(str(2 * int(sys.stdin.read())))",
+    "a file on standard output that is kept": "import os\ndef f(): pass\nout = os.fdopen(1, 'w')\nout.write(str(2 * int(input())))",
+    "the same by its name": "def f(): pass\nout = open('/dev/stdout', 'w')\nprint(2 * int(input()), file=out)",
+    "standard output replaced": "import sys, io\ndef f(): pass\nx = int(input())\nprint(2 * x)\nold, sys.stdout = sys.stdout, io.StringIO()\nprint('no')",
+    "the first standard output": "import sys\nsys.stdout = None\nprint(2 * int(sys.stdin.read()), file=sys.__stdout__)",
+    "an object's last words": """
+import sys
+class Doubled:
+    def __init__(self, x): self.x = x
+    def __del__(self): sys.stdout.write(str(2 * self.x))
+doubled = Doubled(int(input()))
+""",
+    "descriptors closed": "import os\nprint(2 * int(input()))\nos.closerange(3, 64)",
+    "its own classes pickled": """
+import pickle
+class Box:
+    def __init__(self, x): self.x = x
+print(2 * pickle.loads(pickle.dumps(Box(int(input())))).x)
+""",
+    "its own function in a pool": """
+from concurrent.futures import ProcessPoolExecutor
+def double(x): return 2 * x
+if __name__ == "__main__":
+    with ProcessPoolExecutor(1) as pool:
+        print(*pool.map(double, [int(input())]))
+""",
+    "what it is": "import __main__, os\nx = int(input())\nassert os.path.basename(__file__) and __main__.x == x\nprint(2 * x)",
 }
 
 
@@ -92,6 +118,40 @@ threading.Thread(target=work).start()
 @pytest.mark.parametrize("program", ENDINGS.values(), ids=ENDINGS)
 def test_programs_end_as_they_do_by_themselves(program):
     assert run(program, {"inputs": ["3\n", "-4\n"], "outputs": ["6\n", "-8\n"]}).share == 1.0
+
+
+@needs_sandbox
+@pytest.mark.parametrize(
+    "tests", [{"inputs": ["3"], "outputs": ["6"]}, ["assert double(3) == 6"]], ids=["input", "call"]
+)
+def test_a_program_has_the_processes_that_it_may_have(tests):
+    program = """
+import os
+def double(x):
+    ends = [os.pipe() for _ in range(4)]
+    for read, write in ends:
+        if os.fork() == 0:
+            os.read(read, 1)
+            os._exit(0)
+    for read, write in ends:
+        os.write(write, b"x")
+    return 2 * x
+if __name__ == "__main__": print(double(int(input())))
+"""
+    assert run(program, tests, limits=Limits(seconds=3.0, processes=4)).why == ""
+
+
+@needs_sandbox
+def test_functions_find_their_module():
+    program = "import pickle, __main__\nclass Box: pass\ndef f(): return [type(pickle.loads(pickle.dumps(Box()))) is Box is __main__.Box, bool(__file__)]"
+    assert run(program, ["assert f() == [True, True]"]).why == ""
+
+
+def test_numbers_of_numpys_travel_as_numbers():
+    for value in (np.array(7), np.where(True, 7, 0), np.int64(7), np.longdouble(7), np.array(7, np.longdouble)):
+        assert encode(value, keep=pytest.fail) == 7
+    assert encode(np.array([7], np.longdouble), keep=pytest.fail) == {"array": [str(np.dtype(np.longdouble)), [7.0]]}
+    assert encode(np.clongdouble(7), keep=pytest.fail) == {"complex": [7.0, 0.0]}
 
 
 @needs_sandbox

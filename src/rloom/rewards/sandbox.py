@@ -105,13 +105,14 @@ class Limits:
         """Of memory, for the sandbox as a whole: /tmp is memory too, and the kernel has some for each process."""
         return (self.memory_mb + self.disk_mb + OVERHEAD_MB) * 2**20
 
-    def inside(self) -> dict[str, int]:
-        """As the limits that a process sets itself before it runs what it was given."""
+    def inside(self, ours: int = 2) -> dict[str, int]:
+        """As the limits that a process sets itself before it runs what it was given. Of the processes, some are `ours`:
+        the sandbox's first, and the one that runs the program or waits for it."""
         return {
             "RLIMIT_AS": self.memory_mb * 2**20,
             "RLIMIT_CPU": math.ceil(self.seconds) + 1,  # Python has taken some of the first before
             "RLIMIT_FSIZE": self.disk_mb * 2**20,
-            "RLIMIT_NPROC": self.processes + 2,  # bubblewrap's own first process, and ours
+            "RLIMIT_NPROC": self.processes + ours,
             "RLIMIT_NOFILE": 64,
             "RLIMIT_CORE": 0,
             "RLIMIT_SIGPENDING": 64,  # and timers: the kernel counts those of all that a user runs
@@ -306,7 +307,8 @@ class Sandboxed:
         self.role = role
         self.bound = group(limits.total_bytes)
         self.ready_fd, ready = os.pipe()
-        payload, fds = {**payload, "limits": limits.inside()}, {**fds, "ready_fd": ready}
+        ours = 3 if "inputs" in payload else 2  # there each input has a process of its own
+        payload, fds = {**payload, "limits": limits.inside(ours)}, {**fds, "ready_fd": ready}
         try:
             if fork is not None:
                 self.process = fork(role, payload, limits, fds=fds, bound=self.bound)
