@@ -26,7 +26,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rloom.errors import RewardError, SandboxError
-from rloom.rewards import FunctionReward, RewardBatch, RewardSet, cgroups, code_execution, nursery, sandbox, seccomp
+from rloom.rewards import (
+    FunctionReward,
+    RewardBatch,
+    RewardSet,
+    cgroups,
+    code_execution,
+    imports,
+    nursery,
+    sandbox,
+    seccomp,
+)
 from rloom.rewards.code import judge_program
 from rloom.rewards.inside import light_json
 from rloom.rewards.inside.wire import WireError, encode, receive, send
@@ -242,7 +252,7 @@ def scaled(a: np.ndarray) -> np.ndarray:
 def top(values): return np.array(values).max()
 """
     where = [str(Path(np.__file__).parent.parent)]
-    if os.geteuid() == 0 and not sandbox._world_readable(Path(where[0])):
+    if Path(where[0]).is_relative_to("/tmp") or (os.geteuid() == 0 and not sandbox._world_readable(Path(where[0]))):
         pytest.skip("the sandbox's user cannot read the folder of numpy")
     reward, found = code_execution(site_packages=where), {}
     wrong = program.replace("a / a.max()", "a")
@@ -253,7 +263,56 @@ def top(values): return np.array(values).max()
         reward([program], tests=[["from nosuchpackage.a import b\nassert b(top)"]])
 
 
-def test_folders_of_packages_that_cannot_be_shown(tmp_path):
+@needs_sandbox
+@pytest.mark.parametrize(
+    "tests",
+    [
+        "from solution import double\nassert double(2) == 4",
+        "import solution\nassert solution.double(2) == 4",
+        ["from solution import *", "assert double(2) == 4"],
+    ],
+)
+def test_tests_that_import_the_program(tests):
+    reward = code_execution()
+    assert reward([RIGHT, "def double(x): return x", "x = 1"], tests=[tests] * 3) == [1.0, 0.0, 0.0]
+
+
+@needs_sandbox
+def test_an_import_from_the_program_is_of_its_own_functions_and_exceptions():
+    program = "class Odd(ValueError): pass\ndef sum(x): return 7\ndef f():\n    raise Odd"
+    tests = (
+        "from solution import Odd, f, sum\nassert sum([1]) == 7\ntry:\n    f()\nexcept Odd: pass\nelse: assert False"
+    )
+    assert run(program, tests).why == ""
+
+
+@pytest.mark.skipif(bool(MISSING), reason=MISSING)
+def test_what_packages_do_while_they_are_imported(monkeypatch):
+    failures = imports._failures.__wrapped__
+    assert failures(("this",), ()) == []  # which prints a poem
+    monkeypatch.setattr(imports, "TRY", imports.TRY.replace("importlib.import_module(name)", "sys.exit(name)"))
+    assert failures(("leaves",), ()) == ["leaves: SystemExit: leaves"]
+    monkeypatch.setattr(imports, "TRY", "import time; time.sleep(60)")
+    monkeypatch.setattr(imports, "IMPORT_SECONDS", 0.1)
+    with pytest.raises(RewardError, match=r"tests import slow, which took over 0.1 seconds"):
+        failures(("slow",), ())
+
+
+@needs_sandbox
+def test_the_trainers_path_is_not_there(monkeypatch):
+    monkeypatch.setenv("PATH", os.environ["PATH"] + ":/of/the/trainer")
+    program = "def f():\n    return [open(f'/proc/{p}/environ').read().count('trainer') for p in (1, 'self')]"
+    assert run(program, ["assert f() == [0, 0]"]).why == ""
+
+
+@pytest.mark.parametrize("folder", ["/tmp", "/dev/shm"])
+def test_folders_that_sandboxes_have_of_their_own(folder):
+    with pytest.raises(SandboxError, match=f"'{folder}' of site_packages is not seen in sandboxes"):
+        sandbox.check_site_packages([folder])
+
+
+def test_folders_of_packages_that_cannot_be_shown(tmp_path, monkeypatch):
+    monkeypatch.setattr(sandbox, "COVERED", ())
     with pytest.raises(ValueError, match="nowhere' is none"):
         sandbox.check_site_packages([str(tmp_path / "nowhere")])
     if os.geteuid() == 0:

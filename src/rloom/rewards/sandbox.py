@@ -32,6 +32,10 @@ logger = get_logger(__name__)
 
 INSIDE = Path(__file__).with_name("inside")
 NOBODY = 65534
+ENVIRONMENT = {"PATH": "/usr/bin:/bin"}
+"""Of what makes a sandbox, whose first process a program can look at: nothing of the trainer's."""
+COVERED = ("/tmp", "/dev", "/proc")
+"""Folders that each sandbox has of its own, so that nothing of the host is seen in them."""
 START_SECONDS = 60.0
 OVERHEAD_MB = 64
 LOOSE = 5
@@ -130,7 +134,9 @@ def check_sandbox() -> None:
         raise SandboxError("as root, sandboxes are started through `setpriv` (package util-linux), which was not found")
     with seccomp_fd() as fd:
         line = [*command(Limits(), filter_fd=fd), "-c", "print('inside')"]
-        result = subprocess.run(line, capture_output=True, text=True, timeout=60, pass_fds=[f for f in [fd] if f >= 0])
+        result = subprocess.run(
+            line, capture_output=True, text=True, timeout=60, pass_fds=[f for f in [fd] if f >= 0], env=ENVIRONMENT
+        )
     if result.stdout != "inside\n":
         raise SandboxError(
             f"bubblewrap is there but cannot make a sandbox: {result.stderr.strip()[-300:] or 'no output'}. In a "
@@ -146,10 +152,15 @@ def check_sandbox() -> None:
         )
 
 
+def tool(name: str) -> str:
+    """Where a program of the host's is, by the trainer's PATH, which sandboxes are started without."""
+    return shutil.which(name) or name
+
+
 @functools.cache
 def knows_disable_userns() -> bool:
     """Whether this bubblewrap (0.8 and later) can forbid user namespaces inside, with all that they allow."""
-    help_text = subprocess.run(["bwrap", "--help"], capture_output=True, text=True, timeout=60)
+    help_text = subprocess.run([tool("bwrap"), "--help"], capture_output=True, text=True, timeout=60)
     return "--disable-userns" in help_text.stdout + help_text.stderr
 
 
@@ -192,6 +203,11 @@ def check_site_packages(folders: Sequence[str]) -> None:
     for folder in map(Path, [folders] if isinstance(folders, str) else folders):
         if not folder.is_dir():
             raise ValueError(f"site_packages names folders of installed packages; {str(folder)!r} is none")
+        if any(Path(os.path.abspath(folder)).is_relative_to(covered) for covered in COVERED):
+            raise SandboxError(
+                f"{str(folder)!r} of site_packages is not seen in sandboxes, which have a {' and a '.join(COVERED)} of "
+                "their own: install the packages elsewhere"
+            )
         if os.geteuid() == 0 and not _world_readable(folder.resolve()):
             raise SandboxError(
                 f"the sandbox's user, who is not root, cannot read {str(folder)!r} of site_packages: make that folder "
@@ -212,14 +228,14 @@ def command(
     python, prefix = interpreter()
     unprivileged = []
     if os.geteuid() == 0:  # limits on processes do not bind root
-        unprivileged = ["setpriv", f"--reuid={NOBODY}", f"--regid={NOBODY}", "--clear-groups"]
+        unprivileged = [tool("setpriv"), f"--reuid={NOBODY}", f"--regid={NOBODY}", "--clear-groups"]
     links = [
         (f"/{name}", os.readlink(f"/{name}")) for name in ("bin", "lib", "lib64", "sbin") if os.path.islink(f"/{name}")
     ]
     shown = [f"/{name}" for name in ("lib", "lib64") if os.path.isdir(f"/{name}") and not os.path.islink(f"/{name}")]
     shown += [path for path in (prefix, *site_packages) if path]
     return [
-        *unprivileged, "bwrap", "--unshare-all", "--unshare-user", "--die-with-parent", "--new-session",
+        *unprivileged, tool("bwrap"), "--unshare-all", "--unshare-user", "--die-with-parent", "--new-session",
         "--cap-drop", "ALL",
         "--uid", str(NOBODY), "--gid", str(NOBODY), "--hostname", "sandbox", "--clearenv",
         "--setenv", "PATH", "/usr/bin:/bin", "--setenv", "HOME", "/tmp", "--setenv", "LANG", "C.UTF-8",
@@ -270,7 +286,7 @@ def boot(
         cwd="/",
         start_new_session=True,  # Ctrl-C is for the run, which finishes its update, and not for what it waits for
         # bubblewrap clears what the program gets, and is the first process that the program sees in /proc itself.
-        env={"PATH": os.environ.get("PATH", os.defpath)},
+        env=ENVIRONMENT,
     )
     assert process.stdin is not None
     try:
