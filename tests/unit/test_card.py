@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 import yaml
 
-from rloom.training.card import SHOWN, model_card
+from rloom.training.card import SHOWN, as_yaml, model_card
 
 EVIL = 'x"\nlicense: mit\n---\n# Gone\n<script>alert(1)</script> [a](javascript:b) | ``` \x1b[2J'
 
@@ -58,3 +58,8 @@ def test_names_add_nothing(field):
 def test_names_that_yaml_would_read_as_something_else(name):
     front, _ = card(name=name)
     assert front["model_name"] == name
+
+
+def test_lists_of_names():
+    assert yaml.safe_load(as_yaml(["no", "x\x7f", ["\x9b", 1.5]])) == ["no", "x\x7f", ["\x9b", 1.5]]
+    as_yaml(["a\ud800"]).encode()  # a file can be written of it

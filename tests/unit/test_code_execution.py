@@ -26,10 +26,20 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rloom.errors import RewardError, SandboxError
-from rloom.rewards import FunctionReward, RewardBatch, RewardSet, cgroups, code_execution, nursery, sandbox, seccomp
+from rloom.rewards import (
+    FunctionReward,
+    RewardBatch,
+    RewardSet,
+    cgroups,
+    code_execution,
+    imports,
+    nursery,
+    sandbox,
+    seccomp,
+)
 from rloom.rewards.code import judge_program
 from rloom.rewards.inside import light_json
-from rloom.rewards.inside.wire import WireError, receive, send
+from rloom.rewards.inside.wire import WireError, encode, receive, send
 from rloom.rewards.problems import program_of, read_tests
 from rloom.rewards.sandbox import Limits
 
@@ -85,6 +95,32 @@ threading.Thread(target=work).start()
 """,
     "at exit": "import atexit\nx = int(input())\natexit.register(lambda: print(2 * x))",
     "no line's end": "import sys\nsys.stdout.write(str(2 * int(sys.stdin.read())))",
+    "a file on standard output that is kept": "import os\ndef f(): pass\nout = os.fdopen(1, 'w')\nout.write(str(2 * int(input())))",
+    "the same by its name": "def f(): pass\nout = open('/dev/stdout', 'w')\nprint(2 * int(input()), file=out)",
+    "standard output replaced": "import sys, io\ndef f(): pass\nx = int(input())\nprint(2 * x)\nold, sys.stdout = sys.stdout, io.StringIO()\nprint('no')",
+    "the first standard output": "import sys\nsys.stdout = None\nprint(2 * int(sys.stdin.read()), file=sys.__stdout__)",
+    "an object's last words": """
+import sys
+class Doubled:
+    def __init__(self, x): self.x = x
+    def __del__(self): sys.stdout.write(str(2 * self.x))
+doubled = Doubled(int(input()))
+""",
+    "descriptors closed": "import os\nprint(2 * int(input()))\nos.closerange(3, 64)",
+    "its own classes pickled": """
+import pickle
+class Box:
+    def __init__(self, x): self.x = x
+print(2 * pickle.loads(pickle.dumps(Box(int(input())))).x)
+""",
+    "its own function in a pool": """
+from concurrent.futures import ProcessPoolExecutor
+def double(x): return 2 * x
+if __name__ == "__main__":
+    with ProcessPoolExecutor(1) as pool:
+        print(*pool.map(double, [int(input())]))
+""",
+    "what it is": "import __main__, os\nx = int(input())\nassert os.path.basename(__file__) and __main__.x == x\nprint(2 * x)",
 }
 
 
@@ -92,6 +128,40 @@ threading.Thread(target=work).start()
 @pytest.mark.parametrize("program", ENDINGS.values(), ids=ENDINGS)
 def test_programs_end_as_they_do_by_themselves(program):
     assert run(program, {"inputs": ["3\n", "-4\n"], "outputs": ["6\n", "-8\n"]}).share == 1.0
+
+
+@needs_sandbox
+@pytest.mark.parametrize(
+    "tests", [{"inputs": ["3"], "outputs": ["6"]}, ["assert double(3) == 6"]], ids=["input", "call"]
+)
+def test_a_program_has_the_processes_that_it_may_have(tests):
+    program = """
+import os
+def double(x):
+    ends = [os.pipe() for _ in range(4)]
+    for read, write in ends:
+        if os.fork() == 0:
+            os.read(read, 1)
+            os._exit(0)
+    for read, write in ends:
+        os.write(write, b"x")
+    return 2 * x
+if __name__ == "__main__": print(double(int(input())))
+"""
+    assert run(program, tests, limits=Limits(seconds=3.0, processes=4)).why == ""
+
+
+@needs_sandbox
+def test_functions_find_their_module():
+    program = "import pickle, __main__\nclass Box: pass\ndef f(): return [type(pickle.loads(pickle.dumps(Box()))) is Box is __main__.Box, bool(__file__)]"
+    assert run(program, ["assert f() == [True, True]"]).why == ""
+
+
+def test_numbers_of_numpys_travel_as_numbers():
+    for value in (np.array(7), np.where(True, 7, 0), np.int64(7), np.longdouble(7), np.array(7, np.longdouble)):
+        assert encode(value, keep=pytest.fail) == 7
+    assert encode(np.array([7], np.longdouble), keep=pytest.fail) == {"array": [str(np.dtype(np.longdouble)), [7.0]]}
+    assert encode(np.clongdouble(7), keep=pytest.fail) == {"complex": [7.0, 0.0]}
 
 
 @needs_sandbox
@@ -168,6 +238,37 @@ def test_a_program_has_no_more_of_a_core_than_its_limit(monkeypatch):
     assert time.monotonic() - began < 20
 
 
+@pytest.mark.skipif(bool(MISSING), reason=MISSING)
+@pytest.mark.parametrize("form", ["calls", "harness", "input"])
+@pytest.mark.parametrize("forks", [False, True], ids=["bubblewrap", "forked"])
+def test_a_program_that_sleeps_has_no_more_time_on_a_busy_machine(form, forks, monkeypatch):
+    monkeypatch.setattr(sandbox, "stalled_seconds", time.monotonic)
+    monkeypatch.setattr(sandbox, "LOOSE", 100)
+    program = "import time\ndef double(x):\n    time.sleep(30)\nif __name__ == '__main__': double(1)"
+    tests = {"calls": SIMPLE, "harness": HARNESS, "input": {"inputs": [""], "outputs": [""]}}[form]
+    began = time.monotonic()
+    with nursery.kept() if forks else contextlib.nullcontext():
+        assert "out of time" in run(program, tests, limits=Limits(seconds=0.5)).why
+    assert time.monotonic() - began < 15
+
+
+@pytest.mark.skipif(bool(MISSING), reason=MISSING)
+def test_a_tree_of_processes_has_no_more_of_a_core_than_one_on_a_busy_machine(monkeypatch):
+    monkeypatch.setattr(sandbox, "stalled_seconds", lambda: 1000 * time.monotonic())
+    monkeypatch.setattr(sandbox, "LOOSE", 100)
+    program = """
+import os, time
+def double(x):
+    for _ in range(6):
+        if (pid := os.fork()) == 0:
+            while time.process_time() < 0.8: pass
+            os._exit(0)
+        os.waitpid(pid, 0)
+    return 2 * x
+"""
+    assert "out of time" in run(program, limits=Limits(seconds=0.5)).why
+
+
 @needs_sandbox
 def test_tests_that_need_numpy():
     tests = [
@@ -182,7 +283,7 @@ def scaled(a: np.ndarray) -> np.ndarray:
 def top(values): return np.array(values).max()
 """
     where = [str(Path(np.__file__).parent.parent)]
-    if os.geteuid() == 0 and not sandbox._world_readable(Path(where[0])):
+    if Path(where[0]).is_relative_to("/tmp") or (os.geteuid() == 0 and not sandbox._world_readable(Path(where[0]))):
         pytest.skip("the sandbox's user cannot read the folder of numpy")
     reward, found = code_execution(site_packages=where), {}
     wrong = program.replace("a / a.max()", "a")
@@ -193,7 +294,56 @@ def top(values): return np.array(values).max()
         reward([program], tests=[["from nosuchpackage.a import b\nassert b(top)"]])
 
 
-def test_folders_of_packages_that_cannot_be_shown(tmp_path):
+@needs_sandbox
+@pytest.mark.parametrize(
+    "tests",
+    [
+        "from solution import double\nassert double(2) == 4",
+        "import solution\nassert solution.double(2) == 4",
+        ["from solution import *", "assert double(2) == 4"],
+    ],
+)
+def test_tests_that_import_the_program(tests):
+    reward = code_execution()
+    assert reward([RIGHT, "def double(x): return x", "x = 1"], tests=[tests] * 3) == [1.0, 0.0, 0.0]
+
+
+@needs_sandbox
+def test_an_import_from_the_program_is_of_its_own_functions_and_exceptions():
+    program = "class Odd(ValueError): pass\ndef sum(x): return 7\ndef f():\n    raise Odd"
+    tests = (
+        "from solution import Odd, f, sum\nassert sum([1]) == 7\ntry:\n    f()\nexcept Odd: pass\nelse: assert False"
+    )
+    assert run(program, tests).why == ""
+
+
+@pytest.mark.skipif(bool(MISSING), reason=MISSING)
+def test_what_packages_do_while_they_are_imported(monkeypatch):
+    failures = imports._failures.__wrapped__
+    assert failures(("this",), ()) == []  # which prints a poem
+    monkeypatch.setattr(imports, "TRY", imports.TRY.replace("importlib.import_module(name)", "sys.exit(name)"))
+    assert failures(("leaves",), ()) == ["leaves: SystemExit: leaves"]
+    monkeypatch.setattr(imports, "TRY", "import time; time.sleep(60)")
+    monkeypatch.setattr(imports, "IMPORT_SECONDS", 0.1)
+    with pytest.raises(RewardError, match=r"tests import slow, which took over 0.1 seconds"):
+        failures(("slow",), ())
+
+
+@needs_sandbox
+def test_the_trainers_path_is_not_there(monkeypatch):
+    monkeypatch.setenv("PATH", os.environ["PATH"] + ":/of/the/trainer")
+    program = "def f():\n    return [open(f'/proc/{p}/environ').read().count('trainer') for p in (1, 'self')]"
+    assert run(program, ["assert f() == [0, 0]"]).why == ""
+
+
+@pytest.mark.parametrize("folder", ["/tmp", "/dev/shm"])
+def test_folders_that_sandboxes_have_of_their_own(folder):
+    with pytest.raises(SandboxError, match=f"'{folder}' of site_packages is not seen in sandboxes"):
+        sandbox.check_site_packages([folder])
+
+
+def test_folders_of_packages_that_cannot_be_shown(tmp_path, monkeypatch):
+    monkeypatch.setattr(sandbox, "COVERED", ())
     with pytest.raises(ValueError, match="nowhere' is none"):
         sandbox.check_site_packages([str(tmp_path / "nowhere")])
     if os.geteuid() == 0:

@@ -181,3 +181,24 @@ def test_tokens_that_stand_for_images():
 
     assert placeholder_ids(Config()) == (7, 9)
     assert placeholder_ids(object()) == ()
+
+
+def test_images_that_cannot_be_read(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "loop.png").symlink_to(tmp_path / "loop.png")
+    (tmp_path / "text.png").write_text("no image")
+    written = io.BytesIO()
+    Image.effect_noise((50, 50), 50).save(written, "png")
+    for value in ("loop.png", "text.png", b"no image", written.getvalue()[:200], {"bytes": b"no image"}):
+        words = value if isinstance(value, str) else "no image" if len(value) < 100 else "PNG"
+        with pytest.raises(DataError, match=words):
+            as_picture(value)
+    for name in ("file:///etc/hostname", "ftp://127.0.0.1:9/a.png", "http://127.0.0.1:9/a.png"):
+        with pytest.raises(DataError, match=name):
+            as_picture(name, ImageSources(fetch=True))
+
+
+def test_all_of_the_disk_is_no_folder_of_images(monkeypatch):
+    monkeypatch.setattr("rloom.data.images.Path.exists", lambda path: True)
+    assert folder_of("/data.jsonl") is None
+    assert folder_of("/") is None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import io
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,6 +17,7 @@ IMAGE_COLUMNS = ("image", "images")
 """Columns of a data set that hold a prompt's image, or the list of its images."""
 
 ADDRESS = re.compile(r"[a-z][a-z0-9+.-]*://", re.IGNORECASE)
+WEB = re.compile(r"https?://")
 FETCH_SECONDS = 60.0
 
 SOURCES = ("image", "image_url", "url", "path", "base64")
@@ -122,9 +123,11 @@ class ImageSources:
                     f"an image is named by an address, {name[:100]!r}, and addresses are not asked: set "
                     "fetch_images=True if you trust who made the data"
                 )
-            return load_image(name, timeout=FETCH_SECONDS)  # which knows http and https
+            if not WEB.match(name):
+                raise DataError(f"an image is named by the address {name[:100]!r}: only http and https are asked")
+            return _readable(lambda: load_image(name, timeout=FETCH_SECONDS), name)
         if (path := self._found(name)) is not None:
-            return load_image(str(path))
+            return _readable(lambda: load_image(str(path)), name)
         try:
             return load_image(name)  # base64, since there is no such file
         except ValueError:
@@ -145,7 +148,7 @@ class ImageSources:
                 path = Path(name).resolve()  # as `load_image` would take it
             if not path.is_file():
                 return None
-        except (OSError, ValueError):  # too long for a path, or with a zero in it: base64
+        except (OSError, ValueError, RuntimeError):  # too long for a path, with a zero in it, a loop of links
             return None
         if not path.is_relative_to(where):
             raise DataError(
@@ -160,7 +163,19 @@ def folder_of(data: str | None) -> str | None:
     if not data or not Path(data).exists():
         return None
     folder = Path(data).resolve() if Path(data).is_dir() else Path(data).resolve().parent
+    if folder == Path(folder.anchor):  # all of the disk, which nobody has asked for
+        return None
     return None if folder.is_relative_to(Path.cwd()) else str(folder)
+
+
+def _readable(load: Callable[[], Any], value: Any) -> Any:
+    """An image that can be read to its end. Pillow opens some that it finds broken later, and raises all sorts."""
+    try:
+        image = load()
+        image.load()
+    except Exception as error:
+        raise DataError(f"an image, {value[:100]!r}, cannot be read: {type(error).__name__}: {error}") from None
+    return image
 
 
 def as_picture(value: Any, sources: ImageSources | None = None) -> Any:
@@ -172,7 +187,8 @@ def as_picture(value: Any, sources: ImageSources | None = None) -> Any:
     if isinstance(value, Mapping):  # an image that `datasets` was told not to decode
         value = value.get("bytes") or value.get("path")
     if isinstance(value, bytes):
-        value = Image.open(io.BytesIO(value))
+        data = value
+        value = _readable(lambda: Image.open(io.BytesIO(data)), data)
     elif isinstance(value, (str, Path)):
         value = (sources or ImageSources()).read(str(value))
     elif not isinstance(value, Image.Image) and (isinstance(value, Tensor) or hasattr(value, "__array_interface__")):

@@ -9,14 +9,18 @@ import sys
 from pathlib import Path
 
 from rloom.errors import RewardError, SandboxError
-from rloom.rewards.sandbox import Limits, command, interpreter, seccomp_fd
+from rloom.rewards.sandbox import ENVIRONMENT, Limits, command, interpreter, seccomp_fd
 
 TRY = """
-import importlib, sys
+import importlib, os, sys
+said = os.fdopen(os.dup(1), "w")
+os.dup2(2, 1)  # what packages print is not about what is missing
 for name in sys.argv[1:]:
     try: importlib.import_module(name)
-    except Exception as error: print(f"{name}: {type(error).__name__}: {error}"[:300].splitlines()[0])
+    except BaseException as error: print(f"{name}: {type(error).__name__}: {error}"[:300].splitlines()[0], file=said)
+said.close()
 """
+IMPORT_SECONDS = 300.0
 
 
 def check_imports(names: tuple[str, ...], site_packages: tuple[str, ...]) -> None:
@@ -31,7 +35,14 @@ def _failures(names: tuple[str, ...], site_packages: tuple[str, ...]) -> list[st
     with seccomp_fd() as fd:
         line = [*command(Limits(), site_packages, filter_fd=fd), "-c", TRY, *names]
         fds = [f for f in [fd] if f >= 0]
-        result = subprocess.run(line, capture_output=True, text=True, timeout=300, pass_fds=fds)
+        try:
+            result = subprocess.run(
+                line, capture_output=True, text=True, timeout=IMPORT_SECONDS, pass_fds=fds, env=ENVIRONMENT
+            )
+        except subprocess.TimeoutExpired:
+            raise RewardError(
+                f"tests import {', '.join(names)}, which took over {IMPORT_SECONDS:g} seconds in a sandbox"
+            ) from None
     if result.returncode != 0:
         raise SandboxError(f"the sandbox's Python ended while importing {', '.join(names)}: {result.stderr[-300:]}")
     return result.stdout.splitlines()

@@ -19,6 +19,8 @@ CHECKS_NOTHING = (
     "these tests check nothing: no assert, no unittest test and no call of the program is reached in them. A function "
     "`check(candidate)` needs the column 'entry_point'"
 )
+PROGRAM_NAME = "solution"
+"""What tests may import the program as."""
 PYTHON = re.compile(r"\W*(python|py)[\d.]*\b", re.IGNORECASE)
 
 
@@ -156,9 +158,15 @@ def names_called(sources: tuple[str, ...]) -> frozenset[str]:
     called = {node.func.id for node in nodes if isinstance(node, ast.Call) and isinstance(node.func, ast.Name)}
     stored = {node.id for node in nodes if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)}
     defined = {n.name for n in nodes if isinstance(n, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef))}
-    imported = {a.asname or a.name for n in nodes if isinstance(n, (ast.Import, ast.ImportFrom)) for a in n.names}
+    imports = [n for n in nodes if isinstance(n, (ast.Import, ast.ImportFrom)) and not _of_program(n)]
+    imported = {alias.asname or alias.name for node in imports for alias in node.names}
     arguments = {node.arg for node in nodes if isinstance(node, ast.arg)}
     return frozenset(called - stored - defined - imported - arguments - vars(builtins).keys())
+
+
+def _of_program(node: ast.Import | ast.ImportFrom) -> bool:
+    """Whether it is `from solution import f`, as tests have it that name the program so."""
+    return isinstance(node, ast.ImportFrom) and node.module == PROGRAM_NAME
 
 
 @functools.lru_cache(maxsize=4096)
@@ -174,7 +182,7 @@ def imports_of(sources: tuple[str, ...]) -> tuple[str, ...]:
             found |= {alias.name.split(".")[0] for alias in node.names}
         elif isinstance(node, ast.ImportFrom) and not node.level:
             found.add(str(node.module).split(".")[0])
-    return tuple(sorted(found - sys.stdlib_module_names - {"pytest", "__main__"}))
+    return tuple(sorted(found - sys.stdlib_module_names - {"pytest", "__main__", PROGRAM_NAME}))
 
 
 def _only_defines_check(source: str) -> bool:

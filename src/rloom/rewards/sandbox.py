@@ -27,16 +27,23 @@ from rloom.errors import SandboxError
 from rloom.printable import get_logger
 from rloom.rewards import seccomp
 from rloom.rewards.cgroups import JOIN, Group, group
+from rloom.rewards.processes import look
 
 logger = get_logger(__name__)
 
 INSIDE = Path(__file__).with_name("inside")
 NOBODY = 65534
+ENVIRONMENT = {"PATH": "/usr/bin:/bin"}
+"""Of what makes a sandbox, whose first process a program can look at: nothing of the trainer's."""
+COVERED = ("/tmp", "/dev", "/proc")
+"""Folders that each sandbox has of its own, so that nothing of the host is seen in them."""
 START_SECONDS = 60.0
 OVERHEAD_MB = 64
 LOOSE = 5
 """Times its limit, what a program may take by the clock where cores are busy."""
 WORTH_WAITING = 0.005
+LOOK_SECONDS = 0.05
+"""How often it is looked at what a program that takes its time is doing."""
 BOOTSTRAP = """
 import marshal, sys
 data = marshal.loads(sys.stdin.buffer.read())
@@ -105,13 +112,14 @@ class Limits:
         """Of memory, for the sandbox as a whole: /tmp is memory too, and the kernel has some for each process."""
         return (self.memory_mb + self.disk_mb + OVERHEAD_MB) * 2**20
 
-    def inside(self) -> dict[str, int]:
-        """As the limits that a process sets itself before it runs what it was given."""
+    def inside(self, ours: int = 2) -> dict[str, int]:
+        """As the limits that a process sets itself before it runs what it was given. Of the processes, some are `ours`:
+        the sandbox's first, and the one that runs the program or waits for it."""
         return {
             "RLIMIT_AS": self.memory_mb * 2**20,
             "RLIMIT_CPU": math.ceil(self.seconds) + 1,  # Python has taken some of the first before
             "RLIMIT_FSIZE": self.disk_mb * 2**20,
-            "RLIMIT_NPROC": self.processes + 2,  # bubblewrap's own first process, and ours
+            "RLIMIT_NPROC": self.processes + ours,
             "RLIMIT_NOFILE": 64,
             "RLIMIT_CORE": 0,
             "RLIMIT_SIGPENDING": 64,  # and timers: the kernel counts those of all that a user runs
@@ -129,7 +137,9 @@ def check_sandbox() -> None:
         raise SandboxError("as root, sandboxes are started through `setpriv` (package util-linux), which was not found")
     with seccomp_fd() as fd:
         line = [*command(Limits(), filter_fd=fd), "-c", "print('inside')"]
-        result = subprocess.run(line, capture_output=True, text=True, timeout=60, pass_fds=[f for f in [fd] if f >= 0])
+        result = subprocess.run(
+            line, capture_output=True, text=True, timeout=60, pass_fds=[f for f in [fd] if f >= 0], env=ENVIRONMENT
+        )
     if result.stdout != "inside\n":
         raise SandboxError(
             f"bubblewrap is there but cannot make a sandbox: {result.stderr.strip()[-300:] or 'no output'}. In a "
@@ -145,10 +155,15 @@ def check_sandbox() -> None:
         )
 
 
+def tool(name: str) -> str:
+    """Where a program of the host's is, by the trainer's PATH, which sandboxes are started without."""
+    return shutil.which(name) or name
+
+
 @functools.cache
 def knows_disable_userns() -> bool:
     """Whether this bubblewrap (0.8 and later) can forbid user namespaces inside, with all that they allow."""
-    help_text = subprocess.run(["bwrap", "--help"], capture_output=True, text=True, timeout=60)
+    help_text = subprocess.run([tool("bwrap"), "--help"], capture_output=True, text=True, timeout=60)
     return "--disable-userns" in help_text.stdout + help_text.stderr
 
 
@@ -191,6 +206,11 @@ def check_site_packages(folders: Sequence[str]) -> None:
     for folder in map(Path, [folders] if isinstance(folders, str) else folders):
         if not folder.is_dir():
             raise ValueError(f"site_packages names folders of installed packages; {str(folder)!r} is none")
+        if any(Path(os.path.abspath(folder)).is_relative_to(covered) for covered in COVERED):
+            raise SandboxError(
+                f"{str(folder)!r} of site_packages is not seen in sandboxes, which have a {' and a '.join(COVERED)} of "
+                "their own: install the packages elsewhere"
+            )
         if os.geteuid() == 0 and not _world_readable(folder.resolve()):
             raise SandboxError(
                 f"the sandbox's user, who is not root, cannot read {str(folder)!r} of site_packages: make that folder "
@@ -211,14 +231,14 @@ def command(
     python, prefix = interpreter()
     unprivileged = []
     if os.geteuid() == 0:  # limits on processes do not bind root
-        unprivileged = ["setpriv", f"--reuid={NOBODY}", f"--regid={NOBODY}", "--clear-groups"]
+        unprivileged = [tool("setpriv"), f"--reuid={NOBODY}", f"--regid={NOBODY}", "--clear-groups"]
     links = [
         (f"/{name}", os.readlink(f"/{name}")) for name in ("bin", "lib", "lib64", "sbin") if os.path.islink(f"/{name}")
     ]
     shown = [f"/{name}" for name in ("lib", "lib64") if os.path.isdir(f"/{name}") and not os.path.islink(f"/{name}")]
     shown += [path for path in (prefix, *site_packages) if path]
     return [
-        *unprivileged, "bwrap", "--unshare-all", "--unshare-user", "--die-with-parent", "--new-session",
+        *unprivileged, tool("bwrap"), "--unshare-all", "--unshare-user", "--die-with-parent", "--new-session",
         "--cap-drop", "ALL",
         "--uid", str(NOBODY), "--gid", str(NOBODY), "--hostname", "sandbox", "--clearenv",
         "--setenv", "PATH", "/usr/bin:/bin", "--setenv", "HOME", "/tmp", "--setenv", "LANG", "C.UTF-8",
@@ -238,6 +258,10 @@ def command(
 
 class Started(Protocol):
     """What was started in a sandbox: killed, it takes all that is inside with it."""
+
+    @property
+    def pid(self) -> int:
+        """Its number, as this process sees it."""
 
     def kill(self) -> None:
         """End it."""
@@ -269,7 +293,7 @@ def boot(
         cwd="/",
         start_new_session=True,  # Ctrl-C is for the run, which finishes its update, and not for what it waits for
         # bubblewrap clears what the program gets, and is the first process that the program sees in /proc itself.
-        env={"PATH": os.environ.get("PATH", os.defpath)},
+        env=ENVIRONMENT,
     )
     assert process.stdin is not None
     try:
@@ -306,7 +330,8 @@ class Sandboxed:
         self.role = role
         self.bound = group(limits.total_bytes)
         self.ready_fd, ready = os.pipe()
-        payload, fds = {**payload, "limits": limits.inside()}, {**fds, "ready_fd": ready}
+        ours = 3 if "inputs" in payload else 2  # there each input has a process of its own
+        payload, fds = {**payload, "limits": limits.inside(ours)}, {**fds, "ready_fd": ready}
         try:
             if fork is not None:
                 self.process = fork(role, payload, limits, fds=fds, bound=self.bound)
@@ -374,10 +399,7 @@ class TimeLeft:
 
     def wait(self, fd: int, event: int) -> None:
         """Until a pipe can be read or written; `TimeoutError` when the time is over first."""
-        poll = select.poll()  # select() knows no descriptors above 1023, which a training process may have
-        poll.register(fd, event)
-        left = self.end - time.monotonic()
-        if left <= 0 or not poll.poll(left * 1000):
+        if not _ready(fd, event, self.end - time.monotonic()):
             raise TimeoutError
 
     def read(self, fd: int, size: int) -> bytes:
@@ -391,14 +413,23 @@ class TimeLeft:
         return os.write(fd, data)
 
 
-class CoreTime(TimeLeft):
-    """A deadline for programs. For each second in which processes of the machine waited for a core there are `LOOSE`
-    more, so that a busy machine fails no right program; up to `LOOSE` times the limit in all. What computes all the
-    time meets its limit on a core's time before."""
+def _ready(fd: int, event: int, seconds: float) -> bool:
+    """Whether a pipe can be read or written before some seconds are over."""
+    poll = select.poll()  # select() knows no descriptors above 1023, which a training process may have
+    poll.register(fd, event)
+    return seconds > 0 and bool(poll.poll(seconds * 1000))
 
-    def __init__(self, seconds: float) -> None:
+
+class CoreTime(TimeLeft):
+    """A deadline for programs. For each second in which processes of the machine waited for a core, and one of the
+    program's sandboxes was not asleep, there are `LOOSE` more, so that a busy machine fails no right program; up to
+    `LOOSE` times the limit in all, and until its processes together have used the limit, and one second, of a core."""
+
+    def __init__(self, seconds: float, *sandboxes: Sandboxed) -> None:
         super().__init__(seconds)
-        self.seconds, self.began, self.stalled = seconds, time.monotonic(), stalled_seconds()
+        self.seconds, self.sandboxes = seconds, sandboxes
+        self.began = self.looked = time.monotonic()
+        self.stalled, self.waited = stalled_seconds(), 0.0
 
     @property
     def over(self) -> bool:
@@ -407,22 +438,24 @@ class CoreTime(TimeLeft):
 
     def wait(self, fd: int, event: int) -> None:
         """Until a pipe can be read or written."""
-        while True:
-            try:
-                return super().wait(fd, event)
-            except TimeoutError:
-                if not self._extended():
-                    raise
+        while not _ready(fd, event, min(self.end - time.monotonic(), LOOK_SECONDS)):
+            if not self._extended():
+                raise TimeoutError
 
     def _extended(self) -> bool:
-        """Whether there is more time, for what the machine's other work has taken."""
-        now = time.monotonic()
-        stalled = stalled_seconds()
-        waited = (
-            stalled - self.stalled if stalled is not None and self.stalled is not None else _crowded(now - self.began)
-        )
-        self.end = self.began + min(self.seconds + LOOSE * waited, LOOSE * self.seconds)
+        """Whether there is time left, with what the machine's other work has taken since this was asked last."""
+        now, stalled = time.monotonic(), stalled_seconds()
+        wants, used = self._look()
+        if wants:
+            known = stalled is not None and self.stalled is not None
+            self.waited += stalled - self.stalled if known else _crowded(now - self.looked)  # type: ignore[operator]
+        self.looked, self.stalled = now, stalled
+        more = LOOSE * self.waited if used < self.seconds + 1 else 0.0
+        self.end = self.began + min(self.seconds + more, LOOSE * self.seconds)
         return self.end > now + WORTH_WAITING
+
+    def _look(self) -> tuple[bool, float]:
+        return look(sandbox.process.pid for sandbox in self.sandboxes) if self.sandboxes else (True, 0.0)
 
 
 def stalled_seconds() -> float | None:

@@ -3,8 +3,11 @@
 Limits on memory and disk bind a process's own pages and files. Memory that belongs to no process (System V segments,
 memfd, attributes of files), file systems of one's own and further namespaces would be ways around them; what the kernel
 counts for all processes of a user (watches of files, room in pipes) one sandbox could use up for all of them; by
-locks on files that all of them see and by sockets to the machine beneath they could speak. So only the calls that
+`flock` on files that all of them see and by sockets to the machine beneath they could speak. So only the calls that
 programs are known to need (syscalls.py) are allowed, and what nobody has thought of is refused.
+
+What is left: locks by `fcntl`, which sqlite3 needs, can carry data between sandboxes that run at once, and descriptors
+on their way over a socket are counted for all processes of a user (see docs/rewards.md).
 """
 
 from __future__ import annotations

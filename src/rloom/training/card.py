@@ -71,16 +71,14 @@ SPECIAL = re.compile(r"([\\`*_{}\[\]()#!|~$])")
 
 
 def as_yaml(value: Any) -> str:
-    """A text in front matter: in quotes where it could be read as something else.
+    """A text, or a list of texts, in front matter: in quotes where it could be read as something else.
 
     >>> print(as_yaml("org/model-1.5"), as_yaml("x\\ntags: [evil]"), as_yaml("no"))
     org/model-1.5 "x\\ntags: [evil]" "no"
     """
-    if not isinstance(value, str):
-        return json.dumps(value, ensure_ascii=False)
-    if PLAIN.fullmatch(value):
+    if isinstance(value, str) and PLAIN.fullmatch(value):
         return value
-    text = json.dumps(without_surrogates(value), ensure_ascii=False)
+    text = without_surrogates(json.dumps(value, ensure_ascii=False))
     return NOT_IN_YAML.sub(lambda found: f"\\u{ord(found[0]):04x}", text)
 
 

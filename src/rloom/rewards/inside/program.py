@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import atexit
 import builtins
+import gc
+import io
 import os
 import resource
 import sys
@@ -21,6 +23,10 @@ if TYPE_CHECKING:
 
 MAX_WORDS = 300
 """Of what a program says about its end."""
+WRITTEN = (io.TextIOWrapper, io.BufferedWriter, io.BufferedRandom)
+"""Files that hold back what is written to them."""
+FILE = "/tmp/program.py"
+"""What a program is told that it stands in. No such file is there."""
 
 
 def limit(limits: dict[str, int]) -> None:
@@ -59,8 +65,8 @@ def main(payload: dict[str, Any]) -> None:
 def serve_functions(payload: dict[str, Any]) -> None:
     """Load the program, say what it defines, and do what is asked until the other side hangs up."""
     peer = Peer(payload["read_fd"], payload["write_fd"], allow=lambda *request: True)
-    module = types.ModuleType("solution")
-    sys.modules["solution"] = module  # dataclasses and pickle look their module up
+    module = named("solution")
+    sys.modules["__main__"] = module  # `import __main__` finds the program too, and not what started it
     try:
         load(payload["program"], module)
         send(peer.write_fd, contents(peer, module))
@@ -73,6 +79,14 @@ def serve_functions(payload: dict[str, Any]) -> None:
         except WireError:
             return
         peer.serve(request)
+
+
+def named(name: str) -> types.ModuleType:
+    """The module that a program runs as, where dataclasses and pickle look it up."""
+    module = types.ModuleType(name)
+    module.__dict__.update(__file__=FILE, __builtins__=builtins)
+    sys.modules[name] = module
+    return module
 
 
 def load(program: str, module: types.ModuleType) -> None:
@@ -154,11 +168,11 @@ def start(program: str, text: str) -> tuple[int, int, int]:
 
 def run(program: str, how_fd: int) -> None:
     """The program as Python runs one, to the end of this process."""
-    sys.stdin = os.fdopen(0, encoding="utf-8", errors="replace", closefd=False)
-    sys.stdout = os.fdopen(1, "w", encoding="utf-8", errors="replace", closefd=False)
+    sys.stdin = sys.__stdin__ = os.fdopen(0, encoding="utf-8", errors="replace", closefd=False)  # type: ignore[misc]
+    sys.stdout = sys.__stdout__ = os.fdopen(1, "w", encoding="utf-8", errors="replace", closefd=False)  # type: ignore[misc]
     code, how = 1, ""
     try:
-        exec(compile(program, "<program>", "exec"), {"__name__": "__main__", "__builtins__": __builtins__})
+        exec(compile(program, "<program>", "exec"), named("__main__").__dict__)
         code = 0
     except SystemExit as left:
         code, how = int(bool(left.code)), f"left with {left.code!r}"
@@ -167,18 +181,39 @@ def run(program: str, how_fd: int) -> None:
         how = f"{kind}: {message}"
     finally:
         try:
-            if code:
-                os.write(how_fd, how.encode("utf-8", "replace")[:MAX_WORDS])
-            os.close(how_fd)
+            say(how_fd, how if code else "")
             finish()
         finally:
             os._exit(code)
 
 
+def say(fd: int, words: str) -> None:
+    """Leave words in a pipe, unless the program has closed it with all that it does not know."""
+    try:
+        os.write(fd, words.encode("utf-8", "replace")[:MAX_WORDS])
+        os.close(fd)
+    except OSError:
+        pass
+
+
 def finish() -> None:
     """What an interpreter does at its end: threads that nobody has joined end, then what was asked for at exit is done,
-    and what was printed is written."""
+    what was printed is written, also to files that the program kept, and its objects may print their last."""
     if "threading" in sys.modules:
         sys.modules["threading"]._shutdown()
     atexit._run_exitfuncs()
-    sys.stdout.flush()
+    flush(sys.stdout)
+    for file in [x for x in gc.get_objects() if type(x) in WRITTEN]:  # in cycles they may be closed before
+        flush(file)
+    sys.stdout = sys.__stdout__
+    sys.modules.pop("__main__", None)
+    gc.collect()
+    flush(sys.stdout)
+
+
+def flush(file: Any) -> None:
+    """Write what a file holds back, whatever the program has made of it."""
+    try:  # noqa: SIM105  (every program would wait for the import of `contextlib`)
+        file.flush()
+    except Exception:
+        pass

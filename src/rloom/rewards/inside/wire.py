@@ -137,10 +137,18 @@ def encode(value: Any, keep: Callable[[Any], Any], depth: int = 0) -> Any:
     if isinstance(value, type) and getattr(builtins, type.__getattribute__(value, "__name__"), None) is value:
         return {"type": type.__getattribute__(value, "__name__")}
     if kind.__module__ == "numpy" and hasattr(value, "tolist"):
-        plain_value = encode(value.tolist(), keep, depth + 1)
-        is_array = kind.__name__ == "ndarray" and str(value.dtype).rstrip("0123456789") in NUMBERS
+        is_array = kind.__name__ == "ndarray" and value.ndim > 0 and str(value.dtype).rstrip("0123456789") in NUMBERS
+        plain_value = encode(as_plain(value), keep, depth + 1)
         return {"array": [str(value.dtype), plain_value]} if is_array else plain_value
     return keep(value)
+
+
+def as_plain(value: Any) -> Any:
+    """What numpy's value is without numpy. Long floats it gives as themselves, since Python has none."""
+    plain = value.tolist()
+    if type(plain) is type(value):
+        return complex(plain) if plain.dtype.kind == "c" else float(plain)
+    return plain
 
 
 def decode(data: Any, find: Callable[[str, Any], Any], depth: int = 0) -> Any:
