@@ -72,8 +72,8 @@ def code_execution(
     `entry_point`). A row without tests scores None. 1.0 if all pass, else 0.0; with `partial` the share that passed.
 
     Args:
-        time_limit: seconds for the program and all of its tests, and up to five times as many where it wants a core of a
-            busy machine; of a core's time each process has one more than these at most, rounded up.
+        time_limit: seconds for the program and all of its tests, and up to five times as many where it wants a core of
+            a busy machine; of a core's time each process has one more than these at most, rounded up.
         memory_mb: memory of each process, on either side; where control groups can be made, of all of a sandbox's.
         partial: give the share of tests passed: of a list its items, of a program its asserts.
         harness: a test program for every row instead of a column. It sees the program's functions by name, the row's
