@@ -238,6 +238,37 @@ def test_a_program_has_no_more_of_a_core_than_its_limit(monkeypatch):
     assert time.monotonic() - began < 20
 
 
+@pytest.mark.skipif(bool(MISSING), reason=MISSING)
+@pytest.mark.parametrize("form", ["calls", "harness", "input"])
+@pytest.mark.parametrize("forks", [False, True], ids=["bubblewrap", "forked"])
+def test_a_program_that_sleeps_has_no_more_time_on_a_busy_machine(form, forks, monkeypatch):
+    monkeypatch.setattr(sandbox, "stalled_seconds", time.monotonic)
+    monkeypatch.setattr(sandbox, "LOOSE", 100)
+    program = "import time\ndef double(x):\n    time.sleep(30)\nif __name__ == '__main__': double(1)"
+    tests = {"calls": SIMPLE, "harness": HARNESS, "input": {"inputs": [""], "outputs": [""]}}[form]
+    began = time.monotonic()
+    with nursery.kept() if forks else contextlib.nullcontext():
+        assert "out of time" in run(program, tests, limits=Limits(seconds=0.5)).why
+    assert time.monotonic() - began < 15
+
+
+@pytest.mark.skipif(bool(MISSING), reason=MISSING)
+def test_a_tree_of_processes_has_no_more_of_a_core_than_one_on_a_busy_machine(monkeypatch):
+    monkeypatch.setattr(sandbox, "stalled_seconds", lambda: 1000 * time.monotonic())
+    monkeypatch.setattr(sandbox, "LOOSE", 100)
+    program = """
+import os, time
+def double(x):
+    for _ in range(6):
+        if (pid := os.fork()) == 0:
+            while time.process_time() < 0.8: pass
+            os._exit(0)
+        os.waitpid(pid, 0)
+    return 2 * x
+"""
+    assert "out of time" in run(program, limits=Limits(seconds=0.5)).why
+
+
 @needs_sandbox
 def test_tests_that_need_numpy():
     tests = [

@@ -72,8 +72,8 @@ def code_execution(
     `entry_point`). A row without tests scores None. 1.0 if all pass, else 0.0; with `partial` the share that passed.
 
     Args:
-        time_limit: seconds for the program and all of its tests, and up to five times as many where the machine's cores
-            are busy; of a core's time each process has one more than these at most, rounded up.
+        time_limit: seconds for the program and all of its tests, and up to five times as many where it wants a core of
+            a busy machine; of a core's time each process has one more than these at most, rounded up.
         memory_mb: memory of each process, on either side; where control groups can be made, of all of a sandbox's.
         partial: give the share of tests passed: of a list its items, of a program its asserts.
         harness: a test program for every row instead of a column. It sees the program's functions by name, the row's
@@ -216,7 +216,7 @@ def _by_calls(program: str, calls: list[Call], limits: Limits, partial: bool, pa
             for name in ("ask_read", "answer_write"):  # so that the end of the program is seen as the end of the pipe
                 os.close(fds.pop(name))
             sandbox.wait_ready()
-            left = CoreTime(limits.seconds)
+            left = CoreTime(limits.seconds, sandbox)
             os.set_blocking(fds["ask_write"], False)
             hello = receive(fds["answer_read"], left.read)
             if not isinstance(hello, dict) or not isinstance(hello.get("names"), dict):
@@ -301,7 +301,7 @@ def _by_cases(program: str, tests: Tests, limits: Limits, partial: bool, package
         with sandboxed("program", payload, limits, fds=theirs, site_packages=packages) as sandbox:
             os.close(fds.pop("answer_write"))
             sandbox.wait_ready()
-            left = CoreTime(limits.seconds)
+            left = CoreTime(limits.seconds, sandbox)
             for number, (_, expected) in enumerate(tests.cases):
                 try:
                     answer = receive(fds["answer_read"], left.read)
@@ -347,7 +347,7 @@ def _by_harness(program: str, tests: Tests, limits: Limits, partial: bool, packa
                 os.close(fds.pop(name))
             harness.wait_ready()
             sandbox.wait_ready()
-            return _reported(fds["verdict_read"], tests.sources, CoreTime(limits.seconds))
+            return _reported(fds["verdict_read"], tests.sources, CoreTime(limits.seconds, harness, sandbox))
 
 
 def _reported(fd: int, sources: Sequence[str], left: CoreTime) -> Verdict:

@@ -27,6 +27,7 @@ from rloom.errors import SandboxError
 from rloom.printable import get_logger
 from rloom.rewards import seccomp
 from rloom.rewards.cgroups import JOIN, Group, group
+from rloom.rewards.processes import look
 
 logger = get_logger(__name__)
 
@@ -41,6 +42,8 @@ OVERHEAD_MB = 64
 LOOSE = 5
 """Times its limit, what a program may take by the clock where cores are busy."""
 WORTH_WAITING = 0.005
+LOOK_SECONDS = 0.05
+"""How often it is looked at what a program that takes its time is doing."""
 BOOTSTRAP = """
 import marshal, sys
 data = marshal.loads(sys.stdin.buffer.read())
@@ -256,6 +259,10 @@ def command(
 class Started(Protocol):
     """What was started in a sandbox: killed, it takes all that is inside with it."""
 
+    @property
+    def pid(self) -> int:
+        """Its number, as this process sees it."""
+
     def kill(self) -> None:
         """End it."""
 
@@ -392,10 +399,7 @@ class TimeLeft:
 
     def wait(self, fd: int, event: int) -> None:
         """Until a pipe can be read or written; `TimeoutError` when the time is over first."""
-        poll = select.poll()  # select() knows no descriptors above 1023, which a training process may have
-        poll.register(fd, event)
-        left = self.end - time.monotonic()
-        if left <= 0 or not poll.poll(left * 1000):
+        if not _ready(fd, event, self.end - time.monotonic()):
             raise TimeoutError
 
     def read(self, fd: int, size: int) -> bytes:
@@ -409,14 +413,23 @@ class TimeLeft:
         return os.write(fd, data)
 
 
-class CoreTime(TimeLeft):
-    """A deadline for programs. For each second in which processes of the machine waited for a core there are `LOOSE`
-    more, so that a busy machine fails no right program; up to `LOOSE` times the limit in all. What computes all the
-    time meets its limit on a core's time before."""
+def _ready(fd: int, event: int, seconds: float) -> bool:
+    """Whether a pipe can be read or written before some seconds are over."""
+    poll = select.poll()  # select() knows no descriptors above 1023, which a training process may have
+    poll.register(fd, event)
+    return seconds > 0 and bool(poll.poll(seconds * 1000))
 
-    def __init__(self, seconds: float) -> None:
+
+class CoreTime(TimeLeft):
+    """A deadline for programs. For each second in which processes of the machine waited for a core, and one of the
+    program's sandboxes was not asleep, there are `LOOSE` more, so that a busy machine fails no right program; up to
+    `LOOSE` times the limit in all, and until its processes together have used the limit, and one second, of a core."""
+
+    def __init__(self, seconds: float, *sandboxes: Sandboxed) -> None:
         super().__init__(seconds)
-        self.seconds, self.began, self.stalled = seconds, time.monotonic(), stalled_seconds()
+        self.seconds, self.sandboxes = seconds, sandboxes
+        self.began = self.looked = time.monotonic()
+        self.stalled, self.waited = stalled_seconds(), 0.0
 
     @property
     def over(self) -> bool:
@@ -425,22 +438,24 @@ class CoreTime(TimeLeft):
 
     def wait(self, fd: int, event: int) -> None:
         """Until a pipe can be read or written."""
-        while True:
-            try:
-                return super().wait(fd, event)
-            except TimeoutError:
-                if not self._extended():
-                    raise
+        while not _ready(fd, event, min(self.end - time.monotonic(), LOOK_SECONDS)):
+            if not self._extended():
+                raise TimeoutError
 
     def _extended(self) -> bool:
-        """Whether there is more time, for what the machine's other work has taken."""
-        now = time.monotonic()
-        stalled = stalled_seconds()
-        waited = (
-            stalled - self.stalled if stalled is not None and self.stalled is not None else _crowded(now - self.began)
-        )
-        self.end = self.began + min(self.seconds + LOOSE * waited, LOOSE * self.seconds)
+        """Whether there is time left, with what the machine's other work has taken since this was asked last."""
+        now, stalled = time.monotonic(), stalled_seconds()
+        wants, used = self._look()
+        if wants:
+            known = stalled is not None and self.stalled is not None
+            self.waited += stalled - self.stalled if known else _crowded(now - self.looked)  # type: ignore[operator]
+        self.looked, self.stalled = now, stalled
+        more = LOOSE * self.waited if used < self.seconds + 1 else 0.0
+        self.end = self.began + min(self.seconds + more, LOOSE * self.seconds)
         return self.end > now + WORTH_WAITING
+
+    def _look(self) -> tuple[bool, float]:
+        return look(sandbox.process.pid for sandbox in self.sandboxes) if self.sandboxes else (True, 0.0)
 
 
 def stalled_seconds() -> float | None:
