@@ -134,6 +134,30 @@ def test_the_lock_of_a_dead_process_blocks_nobody(tmp_path):
         assert json.loads((tmp_path / "_lock").read_text())["pid"] == os.getpid()
 
 
+FORKS = """
+import os, sys, time
+from rloom.training.folder import OutputFolder
+with OutputFolder(sys.argv[1]).hold():
+    child = os.fork()
+    if child:
+        print(child, flush=True)
+    time.sleep(600)
+"""
+
+
+def test_what_a_dead_process_has_forked_blocks_nobody(tmp_path):
+    line = [sys.executable, "-c", FORKS, str(tmp_path)]
+    with subprocess.Popen(line, stdout=subprocess.PIPE, text=True) as other:
+        child = int(other.stdout.readline())
+        try:
+            other.kill()
+            other.wait()
+            with OutputFolder(tmp_path).hold():
+                pass
+        finally:
+            os.kill(child, signal.SIGKILL)
+
+
 def test_a_folder_that_cannot_be_locked_costs_the_lock_and_not_the_run(tmp_path, caplog):
     (tmp_path / "file").write_text("no folder")
     with OutputFolder(tmp_path / "file").hold():

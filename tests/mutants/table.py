@@ -732,4 +732,53 @@ MUTANTS = [
         "numbers = [index for index, p in enumerate(prompts)]",
         "tests/unit/test_engines.py::test_a_prompts_number_decides_its_noise[ForkedEngine]",
     ),
+    # what is lost, and who takes it
+    Mutant(
+        "training/finite.py",
+        "            model.zero_grad(set_to_none=True)  # an optimizer passes over what has no gradient\n",
+        "",
+        "tests/integration/test_finite.py::test_an_update_that_is_not_finite_is_skipped",
+    ),
+    Mutant(
+        "training/finite.py",
+        "        if self.in_a_row >= IN_A_ROW:",
+        "        if self.in_a_row > 10 * IN_A_ROW:",
+        "tests/integration/test_finite.py::test_several_in_a_row_end_the_run",
+    ),
+    Mutant(
+        "training/finite.py",
+        "    if names:\n",
+        "    if not names:\n        return\n    if False:\n",
+        "tests/integration/test_finite.py::test_a_checkpoint_never_holds_what_is_no_number",
+    ),
+    Mutant(
+        "training/interrupts.py",
+        "            control.should_save = control.should_training_stop = True",
+        "            control.should_training_stop = True",
+        "tests/integration/test_interrupts.py::test_the_running_update_is_finished_and_saved",
+    ),
+    Mutant(
+        "training/checkpoint.py",
+        "            if _measured(path / name) != expected:",
+        "            if _measured(path / name) is None:",
+        "tests/integration/test_resume.py::test_a_damaged_checkpoint_is_passed_over_by_name",
+    ),
+    Mutant(
+        "training/folder.py",
+        "    os.register_at_fork(after_in_child=_let_go)",
+        "    pass",
+        "tests/integration/test_output_folder.py::test_what_a_dead_process_has_forked_blocks_nobody",
+    ),
+    Mutant(
+        "training/folder.py",
+        "            certain = [item for item in left if item.name in known or OF_RUNS.fullmatch(item.name)]",
+        "            certain = list(left)",
+        "tests/integration/test_output_folder.py::test_guesses_are_moved_and_never_deleted",
+    ),
+    Mutant(
+        "training/identity.py",
+        "    if changed and not anyway:",
+        "    if False:",
+        "tests/integration/test_output_folder.py::test_a_checkpoint_of_another_run_is_refused_by_what_differs",
+    ),
 ]
