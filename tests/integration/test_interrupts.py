@@ -64,6 +64,7 @@ def test_the_running_update_is_finished_and_saved(config, rows, tmp_path, capsys
     assert signal.getsignal(number) is before
     again = trainer_for(config, rows, lengths)
     again.train(resume_from_checkpoint="auto")
+    assert f"going on from {tmp_path / 'out' / 'checkpoint-2'}, after update 2" in capsys.readouterr().err
     assert again.state.global_step == 4
     pairs = zip(whole.model.parameters(), again.model.parameters(), strict=True)
     assert all(torch.equal(one, other) for one, other in pairs)
