@@ -1591,6 +1591,8 @@ def test_tests_that_are_texts_of_numpys():
 def test_marks_of_pytest_where_the_package_is_shown_too():
     tests = ["import pytest\n@pytest.mark.parametrize('n', [1, 2])\ndef test_f(n): assert f(n) == 'a' * n\n"]
     where = [str(Path(pytest.__file__).parent.parent)]
+    if where[0].startswith(sandbox.COVERED):
+        pytest.skip("pytest is installed below a folder that sandboxes have of their own, which is refused")
     score = code_execution(site_packages=where)
     assert score(completions=["def f(n): return 'a' * n"], tests=[tests]) == [1.0]
     assert score(completions=["def f(n): return 'a'"], tests=[tests]) == [0.0]
