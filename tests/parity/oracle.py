@@ -8,6 +8,7 @@ backward covers an update. What is random in a run comes from a tape: the calls 
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from types import SimpleNamespace
@@ -778,7 +779,7 @@ def total(kl: Tensor | None) -> float:
 # -- optimizers
 
 
-class Optimizer:
+class Optimizer(ABC):
     """Clips the gradient's norm, then one rule for every weight. Matrices decay, vectors (norms) do not."""
 
     def __init__(self, options: SimpleNamespace, parameters: list[Any]) -> None:
@@ -800,9 +801,9 @@ class Optimizer:
             self.rule(parameter, grad * scale, rate, decay, state)
         return norm
 
+    @abstractmethod
     def rule(self, weight: Tensor, grad: Tensor, rate: float, decay: float, state: dict[str, Any]) -> None:
         """Change one weight in place."""
-        raise NotImplementedError
 
 
 class SGD(Optimizer):

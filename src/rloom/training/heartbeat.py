@@ -136,7 +136,7 @@ def begin(store: Any, rank: int, count: int) -> Heartbeat:
     try:
         own = store.clone()
     except (AttributeError, NotImplementedError, RuntimeError) as error:  # a store of another kind
-        logger.info("a process that stops is noticed after ddp_timeout only: %s", error)
+        logger.warning("a process that stops is noticed after ddp_timeout only: %s", error)
         return Heartbeat(store, rank, count)
     own.set_timeout(timedelta(seconds=STORE_SECONDS))
     heart = Heartbeat(own, rank, count)
