@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import gc
 import shutil
 import weakref
@@ -29,10 +28,17 @@ from rloom.generation.vllm.adapter import (
 from rloom.generation.vllm.loader import LOADER, loading_from
 from rloom.generation.vllm.options import VllmOptions
 from rloom.generation.vllm.requests import Asking, check_lengths
+from rloom.generation.vllm.starting import (
+    clean_up,
+    describe,
+    engine_options,
+    import_vllm,
+    in_our_words,
+    shut_down,
+)
 from rloom.generation.vllm.surroundings import (
     RolloutNoise,
     give_back_classes,
-    keeping_process_group,
     own_randomness,
     remember_classes,
     starting_vllm,
@@ -41,9 +47,6 @@ from rloom.generation.vllm.surroundings import (
 from rloom.generation.vllm.weights import base_of, check_sendable, checkpoint_weights, fingerprint, hint_rounding
 from rloom.models.load import is_peft_model
 from rloom.types import Completion, Group, Prompt
-
-OLDEST = (0, 22)
-"""The oldest vLLM that has what is called here: reloading weights from memory, the log-probabilities' mode."""
 
 _running: weakref.ref[VllmEngine] | None = None
 """vLLM keeps its process groups in globals, so that two of it in one process break each other."""
@@ -282,11 +285,11 @@ class VllmEngine:
     def _start(self) -> Any:
         model, device = self.get_model(), self._device
         with starting_vllm(), own_randomness(device):
-            make = _import_vllm()
-            _describe(model, self.tokenizer, self._folder)
+            make = import_vllm()
+            describe(model, self.tokenizer, self._folder)
             classes, theirs = remember_classes(base_of(model)), None
             grouped = torch.distributed.is_initialized()
-            options = _engine_options(model, self.options, device)
+            options = engine_options(model, self.options, device)
             if self._alone:
                 self._base = base_fingerprint(model)
                 self._room = room_for(largest_rank(model))
@@ -294,14 +297,14 @@ class VllmEngine:
             try:
                 with loading_from(model) if self._alone else nullcontext():
                     llm = make(model=self._folder, **options)
-                self._end = weakref.finalize(self, _shut_down, llm, grouped)
+                self._end = weakref.finalize(self, shut_down, llm, grouped)
                 [theirs] = llm.collective_rpc(_model_of)
                 return llm
             except Exception as error:
-                _clean_up(grouped)
+                clean_up(grouped)
                 raise EngineError(
                     f"vLLM did not start: {type(error).__name__}: {str(error).rstrip('.')}. "
-                    f"{_in_our_words(str(error))}Its own messages are above (VLLM_LOGGING_LEVEL=INFO shows more)"
+                    f"{in_our_words(str(error))}Its own messages are above (VLLM_LOGGING_LEVEL=INFO shows more)"
                 ) from error
             finally:
                 give_back_classes(classes, theirs)
@@ -343,81 +346,6 @@ class VllmEngine:
             list(self._run(llm, asking, prompts, 1, proof.SEED))
         except EngineError as error:
             raise EngineError(f"vllm_structured_outputs_regex={self.options.regex!r}: {error}") from error
-
-
-def _import_vllm() -> Any:
-    try:
-        import vllm
-    except ImportError as error:
-        raise EngineError(
-            f"vLLM cannot be imported ({error}): pip install vllm, in the version that fits your torch"
-        ) from error
-    if tuple(vllm.__version_tuple__[:2]) < OLDEST:
-        raise EngineError(
-            f"vLLM {vllm.__version__} is too old: {'.'.join(map(str, OLDEST))} is the oldest that is known"
-        )
-    return vllm.LLM
-
-
-def _shut_down(llm: Any, grouped: bool) -> None:
-    """End vLLM; a process group that was there before it stays."""
-    with keeping_process_group(there=grouped):
-        llm.llm_engine.engine_core.shutdown()
-
-
-def _clean_up(grouped: bool) -> None:
-    """Let go of what a start that failed has left, which the next would take for somebody else's."""
-    from vllm.distributed import cleanup_dist_env_and_memory
-
-    with keeping_process_group(there=grouped):
-        cleanup_dist_env_and_memory()
-
-
-OUR_NAMES = {
-    "memory": "vllm_gpu_memory_utilization",
-    "max_model_len": "vllm_max_model_length",
-    "enforce_eager": "compile_generation=False",
-    "trust_remote_code": "trust_remote_code",
-}
-
-
-def _in_our_words(message: str) -> str:
-    """Which options of ours vLLM's advice is about."""
-    names = dict.fromkeys(ours for theirs, ours in OUR_NAMES.items() if theirs in message)
-    return f"The options here: {', '.join(names)}. " if names else ""
-
-
-def _describe(model: Any, tokenizer: Any, folder: str) -> None:
-    """Write what vLLM reads of a model at its start; the weights are none of it.
-
-    To vLLM no model has tied embeddings: when weights are replaced, an output layer that is tied may keep what it
-    computed from the old ones (on a CPU it does), and an adapter may have made the two differ.
-    """
-    base = base_of(model)
-    config = copy.deepcopy(base.config)
-    config.architectures = [type(base).__name__]
-    for part in (config, config.get_text_config()):
-        part.tie_word_embeddings = False
-    config.save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
-
-
-def _engine_options(model: Any, options: VllmOptions, device: torch.device) -> dict[str, Any]:
-    compiled = device.type == "cuda" if options.compiled is None else options.compiled
-    return {
-        "load_format": "dummy",  # the policy's weights follow
-        "dtype": str(options.dtype_for(model)).removeprefix("torch."),
-        "gpu_memory_utilization": options.gpu_memory_utilization,
-        "max_model_len": options.max_model_length,
-        "enable_sleep_mode": options.sleeps,
-        "model_impl": options.model_impl,
-        "trust_remote_code": options.trust_remote_code,
-        "enforce_eager": not compiled,
-        "logprobs_mode": "processed_logprobs",
-        "generation_config": "vllm",  # what is sampled from is what the options say, not the checkpoint
-        "distributed_executor_backend": "uni",
-        "seed": 0,
-    }
 
 
 def _draws_by_seeds(engine: Any) -> bool:
