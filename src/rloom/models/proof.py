@@ -19,12 +19,14 @@ from rloom.models.fused import FusedLayers
 from rloom.models.load import base_of, has_virtual_tokens, keeps_other_state
 from rloom.models.logprobs import Forward
 from rloom.models.looking import sees_ahead
+from rloom.models.rounding import allowed_difference, rounded_otherwise
 from rloom.models.windows import window_to_cross
 from rloom.printable import get_logger
 from rloom.types import Rollout
 
 logger = get_logger(__name__)
 
+NOISE = 0.05  # of the largest log-probability, and half as much of gradients: what rounding makes of it in most models
 WITH_GRADIENT = 1024  # tokens of a window up to which gradients are compared too; activations of more take memory
 
 
@@ -132,21 +134,32 @@ def _compare(
     packing.images_packed = True
     packed = packing.make(rollout, rows, device)
     assert packed.packed is not None
-    with torch.set_grad_enabled(with_gradient):
-        plain = forward(model, padded).logprobs
-        plain_grad = None if probe is None else _gradient(plain, probe)
-        with packed_attention([base], layers), running(packed.packed):
-            ours = forward(model, packed).logprobs
-            calls = num_calls()
-            our_grad = None if probe is None else _gradient(ours, probe)
+
+    def run_plain() -> tuple[Tensor, Tensor | None]:
+        with torch.set_grad_enabled(with_gradient):
+            logprobs = forward(model, padded).logprobs
+            return logprobs, None if probe is None else _gradient(logprobs, probe)
+
+    plain, plain_grad = run_plain()
+    with torch.set_grad_enabled(with_gradient), packed_attention([base], layers), running(packed.packed):
+        ours = forward(model, packed).logprobs
+        calls = num_calls()
+        our_grad = None if probe is None else _gradient(ours, probe)
     if calls != config.num_hidden_layers:
         return (
             f"{calls} of {config.num_hidden_layers} layers of {type(base).__name__} go through the attention interface"
         )
     error = _difference(ours, plain)
-    grad_error = 0.0 if our_grad is None or plain_grad is None else _difference(our_grad, plain_grad)
+    grad_error = _gradient_error(our_grad, plain_grad)
+
+    def own() -> float:
+        with rounded_otherwise(model):
+            logprobs, gradient = run_plain()
+        return max(_difference(logprobs, plain), _gradient_error(gradient, plain_grad) / 2)
+
     exact = base.get_output_embeddings().weight.dtype == torch.float32 and not torch.is_autocast_enabled(device.type)
-    allowed = 1e-3 if exact else 0.05  # bfloat16 noise; a wrong mask is off by far more
+    # A wrong mask is off by far more.
+    allowed = 1e-3 if exact else allowed_difference(NOISE, max(error, grad_error / 2), own)
     if not (error < allowed and grad_error < 2 * allowed):
         return (
             f"packed and padded forwards of {type(base).__name__} differ by {error:.1e}, gradients by {grad_error:.1e}"
@@ -210,6 +223,10 @@ def _probe(model: Any) -> Tensor | None:
 
 def _gradient(logprobs: Tensor, probe: Tensor) -> Tensor:
     return torch.autograd.grad(logprobs.sum(), probe)[0].float()
+
+
+def _gradient_error(ours: Tensor | None, plain: Tensor | None) -> float:
+    return 0.0 if ours is None or plain is None else _difference(ours, plain)
 
 
 def _difference(ours: Tensor, plain: Tensor) -> float:

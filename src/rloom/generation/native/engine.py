@@ -18,7 +18,7 @@ from rloom.generation.native.lora import is_plain_lora
 from rloom.generation.native.memory import free_memory
 from rloom.generation.native.noise import key_of
 from rloom.generation.native.pages import Pages
-from rloom.generation.native.proof import why_not_native
+from rloom.generation.native.proof import NOISE, why_not_native
 from rloom.generation.native.rows import Look, not_finite
 from rloom.generation.native.runner import AHEAD, Runner, lock_of
 from rloom.generation.native.sampler import Sampler
@@ -73,6 +73,7 @@ class NativeEngine:
         self.fused = True  # kernels for norms, rotations and activations
         self.late = True  # rotations are left to the attention kernel
         self.paged = False  # found out below
+        self.noise = NOISE  # what rounding makes of logits, found out below
         self.stops = sampling.stop_strings
         if self.stops and tokenizer is None:
             raise EngineError("stop_strings need a tokenizer")
@@ -92,6 +93,7 @@ class NativeEngine:
             runner = self._new_runner(model)
             reason, merged = why_not_native(model, runner), bool(runner.merged.copies)
             fused, self.paged = runner.fused is not None, runner.geometry is not None and runner.paged
+            self.noise = runner.noise
             del runner  # and with it the memory of copies
             if reason is not None and merged and self._is_right(model, merged=False):
                 logger.warning("adapters are not merged into copies of their layers: with those, %s", reason)
@@ -117,7 +119,7 @@ class NativeEngine:
             model, Sampler(self.sampling, _never(model)), max_new_tokens=self.sampling.max_completion_length,
             eos_token_ids=self.sampling.eos_token_ids, compiled=self.compiled, merged=self.merged,
             group_size=self.group_size, longest_prompt=self.longest_prompt, fused=self.fused,
-            late=self.late,
+            late=self.late, noise=self.noise,
         )  # fmt: skip
 
     def _current_runner(self) -> Runner:

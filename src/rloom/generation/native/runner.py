@@ -79,7 +79,7 @@ class Runner:
     def __init__(
         self, model: Any, sampler: Sampler, *, max_new_tokens: int, eos_token_ids: tuple[int, ...], compiled: bool,
         merged: bool | None = None, group_size: int = 0, longest_prompt: int = 0, fused: bool = True,
-        late: bool = True,
+        late: bool = True, noise: float = NOISE,
     ) -> None:  # fmt: skip
         self.model = model
         self.base = base_of(model)
@@ -103,6 +103,7 @@ class Runner:
         self.compiled = compiled
         self.proved: set[tuple[bool, bool]] = set()  # kinds of steps of which a compiled one was right
         self.max_prompt, self.largest_group = 0, group_size  # that buffers are made for
+        self.noise = noise  # how far logits may differ from a plain forward's, of the largest
         self.late = late  # rotation is left to the attention kernel
         self.longest_prompt = longest_prompt  # that is expected: graphs are captured for it at once
         self.buckets: dict[tuple[int, int], Bucket] = {}  # by rows and groups
@@ -383,7 +384,7 @@ class Runner:
             _warn_not_compiled(error)
             return False
         worst = difference(found, plain)
-        if not worst < NOISE:
+        if not worst < self.noise:
             logger.warning(
                 "the compiled decode step differs from the plain one by %.1e of the largest logit, and is not used",
                 worst,
