@@ -16,7 +16,10 @@ GPU = torch.device("cuda")
 
 @pytest.fixture
 def h200(monkeypatch):
-    monkeypatch.setattr(tuning, "_operations_per_second", lambda device: 132 * 4096 * tuning.CLOCK * tuning.REACHED)
+    def operations(device, in_float32):
+        return 132 * (tuning.IN_FLOAT32 if in_float32 else 4096) * tuning.CLOCK * tuning.REACHED
+
+    monkeypatch.setattr(tuning, "_operations_per_second", operations)
 
 
 def model_of(parameters, layers, vocabulary=150_000):
@@ -41,6 +44,13 @@ def test_small_layers_have_large_micro_batches(h200):
 def test_activations_that_are_kept_take_the_room_of_tokens(h200):
     plain = tuning.micro_batch_tokens(model_of(106_000_000, 30), GPU, group=1, checkpointed=False)
     assert plain == 8192
+
+
+def test_float32_keeps_a_gpu_busy_with_fewer_tokens(h200):
+    size = model_of(358_000_000, 24)
+    assert tuning.micro_batch_tokens(size, GPU, group=2304, checkpointed=True, in_float32=True) == 4 * 2304
+    assert tuning.keeps_logits(size, GPU, tokens=4000, trained_share=1.0)
+    assert not tuning.keeps_logits(size, GPU, tokens=4000, trained_share=1.0, in_float32=True)
 
 
 def test_on_a_cpu_nothing_is_asked_of_a_gpu():

@@ -300,12 +300,13 @@ def _passes(trainer: Any, policy: Policy, reference: Reference | None, encoder: 
     model, device = trainer.model, args.device
     trained = args.num_generations * args.max_completion_length
     group = encoder.longest + trained
+    in_float32 = trainer.precision.in_float32
     tokens = args.max_tokens_per_micro_batch or tuning.micro_batch_tokens(
-        model, device, group=group, checkpointed=args.gradient_checkpointing
+        model, device, group=group, checkpointed=args.gradient_checkpointing, in_float32=in_float32
     )
     keep = args.keep_logits
     if keep is None:
-        keep = tuning.keeps_logits(model, device, tokens=tokens, trained_share=trained / group)
+        keep = tuning.keeps_logits(model, device, tokens=tokens, trained_share=trained / group, in_float32=in_float32)
     batcher, fused = _batcher(trainer, policy, args)
     return Passes(
         policy=model,

@@ -27,6 +27,7 @@ class Precision:
 
     split: SplitWeights | None
     words: str
+    in_float32: bool = False  # whether products are
     asked_autocast: Any = None  # accelerate's handler, as it is for other models than the policy
 
     @contextmanager
@@ -81,7 +82,7 @@ def choose_precision(trainer: Any, *, loaded_with: Any, own_optimizer: bool) -> 
         words = f"float32 weights, cast to {kind} for each product ({reason})"
         return Precision(split=None, words=words, asked_autocast=asked)
     words = f"weights and arithmetic in float32{_why_not_half(args.device)}"
-    return Precision(split=None, words=words, asked_autocast=asked)
+    return Precision(split=None, words=words, in_float32=True, asked_autocast=asked)
 
 
 def _why_not_split(trainer: Any, asked_dtype: Any, own_optimizer: bool) -> str | None:

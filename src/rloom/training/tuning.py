@@ -19,6 +19,9 @@ CLOCK = 1.7e9
 PER_PROCESSOR = {7: 512, 8: 1024, 9: 4096, 10: 8192, 12: 1024}
 """Half-precision operations that a multiprocessor does in a cycle, by compute capability."""
 
+IN_FLOAT32 = 256
+"""The same in float32, without tensor cores: of any GPU."""
+
 REACHED = 0.45
 """Of those, in a whole update."""
 
@@ -26,20 +29,22 @@ KEPT_LOGITS = 3 << 30
 """Bytes that a micro-batch's logits may take where they are kept for the backward."""
 
 
-def micro_batch_tokens(model: Any, device: torch.device, *, group: int, checkpointed: bool) -> int:
+def micro_batch_tokens(
+    model: Any, device: torch.device, *, group: int, checkpointed: bool, in_float32: bool = False
+) -> int:
     """Tokens to a micro-batch: so many that the GPU takes longer to run a layer than the host to launch it; more would
     take memory and gain next to nothing.
 
     `group`: tokens of the largest group. Whole groups should fit, since a forward less is run then: what is left beside
     them would be of no use. `checkpointed`: whether activations are made again in the backward. If not, they take
-    several times the memory for each token.
+    several times the memory for each token. `in_float32`: whether products are, which keeps a GPU busy for longer.
     """
     if device.type != "cuda":
         return TOKENS_ON_CPU
     layers = max(1, model.config.get_text_config().num_hidden_layers)
     # Of a token in a layer, forward twice and backward.
     operations = 8 * model.num_parameters(exclude_embeddings=True) / layers
-    tokens = _power_above(HOST_SECONDS * _operations_per_second(device) / operations)
+    tokens = _power_above(HOST_SECONDS * _operations_per_second(device, in_float32) / operations)
     tokens = min(max(tokens, LEAST_TOKENS), MOST_TOKENS)
     if not checkpointed:
         tokens = max(tokens // 4, LEAST_TOKENS)
@@ -48,12 +53,15 @@ def micro_batch_tokens(model: Any, device: torch.device, *, group: int, checkpoi
     return group if group <= max(2 * tokens, MOST_TOKENS) else tokens
 
 
-def keeps_logits(model: Any, device: torch.device, *, tokens: int, trained_share: float) -> bool:
+def keeps_logits(
+    model: Any, device: torch.device, *, tokens: int, trained_share: float, in_float32: bool = False
+) -> bool:
     """Whether logits are kept for the backward: where they take little memory, and no more than float32 weights.
     `trained_share`: of a micro-batch's tokens, that have logits."""
     vocabulary = model.config.get_text_config().vocab_size
+    each = 4 if in_float32 else 2
     room = min(KEPT_LOGITS, 4 * model.num_parameters(exclude_embeddings=True))
-    return device.type == "cuda" and tokens * trained_share * vocabulary * 2 <= room
+    return device.type == "cuda" and tokens * trained_share * vocabulary * each <= room
 
 
 def _power_above(count: float) -> int:
@@ -65,7 +73,8 @@ def _power_above(count: float) -> int:
 
 
 @functools.cache
-def _operations_per_second(device: torch.device) -> float:
+def _operations_per_second(device: torch.device, in_float32: bool) -> float:
     major, minor = torch.cuda.get_device_capability(device)
-    each = 2048 if (major, minor) == (8, 0) else PER_PROCESSOR.get(major, 4096)
+    half = 2048 if (major, minor) == (8, 0) else PER_PROCESSOR.get(major, 4096)
+    each = IN_FLOAT32 if in_float32 else half
     return torch.cuda.get_device_properties(device).multi_processor_count * each * CLOCK * REACHED
