@@ -146,7 +146,7 @@ def test_compiled_layers(name, rollout):
 def test_small_chunks_of_the_head(rollout, monkeypatch):
     model = make("gemma2")
     expected = plain(model, rollout)
-    monkeypatch.setattr(head, "rows_at_a_time", lambda num_logits: 3)
+    monkeypatch.setattr(head, "rows_at_a_time", lambda *_: 3)
     assert_same(ours(model, rollout, packed=True), expected)
 
 

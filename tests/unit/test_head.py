@@ -35,7 +35,7 @@ def reference(hidden, weight, bias, targets, t: LogitTransform):
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("name", TRANSFORMS)
 def test_linear_head(name, bias, chunk, monkeypatch):
-    monkeypatch.setattr(module, "rows_at_a_time", lambda num_logits: 3 if chunk == "kept" else chunk)
+    monkeypatch.setattr(module, "rows_at_a_time", lambda *_: 3 if chunk == "kept" else chunk)
     torch.manual_seed(0)
     head = nn.Linear(16, 50, bias=bias)
     hidden, targets = torch.randn(11, 16, requires_grad=True), torch.randint(50, (11,))
@@ -76,7 +76,7 @@ def test_kept_logits_serve_one_backward_and_are_made_again_for_the_next():
 
 def test_nothing_is_kept_where_no_backward_follows(monkeypatch):
     sizes = []
-    monkeypatch.setattr(module, "rows_at_a_time", lambda num_logits: 4)
+    monkeypatch.setattr(module, "rows_at_a_time", lambda *_: 4)
     monkeypatch.setattr(module, "row_stats", lambda z, *args: sizes.append(len(z)) or [torch.zeros(len(z))] * 3)
     head = nn.Linear(16, 50)
     with torch.no_grad():
@@ -86,7 +86,7 @@ def test_nothing_is_kept_where_no_backward_follows(monkeypatch):
 
 @pytest.mark.parametrize("keep", [False, True])
 def test_any_other_head_goes_through_its_module(keep, monkeypatch):
-    monkeypatch.setattr(module, "rows_at_a_time", lambda num_logits: 4)
+    monkeypatch.setattr(module, "rows_at_a_time", lambda *_: 4)
     torch.manual_seed(0)
     head, hidden, targets = Wrapped(), torch.randn(9, 16, requires_grad=True), torch.randint(50, (9,))
     out = run_head(head, head.forward, hidden, targets, LogitTransform(temperature=0.8), keep=keep)
@@ -101,7 +101,7 @@ def test_any_other_head_goes_through_its_module(keep, monkeypatch):
 
 
 def test_exact_kl_in_chunks(monkeypatch):
-    monkeypatch.setattr(module, "rows_at_a_time", lambda num_logits: 4)
+    monkeypatch.setattr(module, "rows_at_a_time", lambda *_: 4)
     torch.manual_seed(0)
     policy, other = nn.Linear(16, 50), nn.Linear(16, 50)
     h, g = torch.randn(9, 16, requires_grad=True), torch.randn(9, 16)

@@ -27,7 +27,7 @@ from torch.utils.checkpoint import checkpoint
 from rloom.models.fused import forwards_replaced
 from rloom.models.gpu import runs_kernels
 
-CHUNK_BYTES = 1 << 30  # of logits at a time, counted as float32
+CHUNK_BYTES = 1 << 29  # of logits at a time
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -113,9 +113,9 @@ def _num_logits(head: nn.Module) -> int:
     return int(size if size else head.weight.shape[0])  # type: ignore[index]
 
 
-def rows_at_a_time(num_logits: int) -> int:
-    """Rows whose float32 logits take about CHUNK_BYTES."""
-    return max(16, CHUNK_BYTES // (4 * num_logits))
+def rows_at_a_time(num_logits: int, dtype: torch.dtype = torch.float32) -> int:
+    """Rows whose logits take about CHUNK_BYTES."""
+    return max(16, CHUNK_BYTES // (dtype.itemsize * num_logits))
 
 
 def exact_kl_chunks(
@@ -169,14 +169,15 @@ class _LinearHead(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor]:
         logprobs = torch.empty(len(hidden), dtype=torch.float32, device=hidden.device)
         entropy, normalizer = torch.empty_like(logprobs), torch.empty_like(logprobs)
-        size = max(1, len(hidden)) if keep else rows_at_a_time(weight.shape[0])
+        size = max(1, len(hidden)) if keep else rows_at_a_time(weight.shape[0], weight.dtype)
+        logits = None
         for start in range(0, len(hidden), size):
-            part = slice(start, start + size)
+            part, logits = slice(start, start + size), None  # before the next chunk is there
             logits = F.linear(hidden[part], weight, bias)
             logprobs[part], entropy[part], normalizer[part] = row_stats(logits, targets[part], transform)
         ctx.save_for_backward(hidden, weight, bias, targets, normalizer)
         ctx.transform, ctx.grad_dtype = transform, _gradient_dtype(weight)
-        ctx.logits = logits if keep and len(hidden) else None
+        ctx.logits = logits if keep else None
         ctx.mark_non_differentiable(entropy)
         return logprobs, entropy
 
@@ -188,7 +189,7 @@ class _LinearHead(torch.autograd.Function):
         grad_weight = torch.zeros_like(weight, dtype=torch.float32) if need_weight else None
         grad_bias = torch.zeros_like(bias, dtype=torch.float32) if need_bias else None
         kept, ctx.logits = ctx.logits, None  # their gradient is written over them: they serve once
-        size = rows_at_a_time(weight.shape[0]) if kept is None else len(hidden)
+        size = rows_at_a_time(weight.shape[0], weight.dtype) if kept is None else len(hidden)
         for start in range(0, len(hidden), size):
             part = slice(start, start + size)
             logits = F.linear(hidden[part], weight, bias) if kept is None else kept
@@ -199,6 +200,7 @@ class _LinearHead(torch.autograd.Function):
                 _add_product(grad_weight, dz, hidden[part])
             if grad_bias is not None:
                 grad_bias += dz.float().sum(0)
+            del logits, dz  # before the next chunk is there
         return grad_hidden, _as(grad_weight, ctx.grad_dtype), _as(grad_bias, ctx.grad_dtype), None, None, None
 
 
