@@ -96,7 +96,7 @@ def compare(name: str, count: int, repeats: int) -> None:
     reward = FunctionReward(function)
     rewards = RewardSet([reward], None)
     warm = make(64, 0)  # so that workers and imports are there
-    assert rewards.score(warm)[:, 0].tolist() == [reward.score(warm.take([row]))[0] for row in range(64)]
+    assert rewards.score(warm).scores[:, 0].tolist() == [reward.score(warm.take([row]))[0] for row in range(64)]
     loop, ours, both, once = [], [], [], []
     for turn in range(1, repeats + 1):  # in turns, so that whatever else runs here disturbs both alike
         batch = make(count, turn * 100_000)
@@ -206,9 +206,10 @@ def overlap(repeats: int, *, groups: int = 16, total: float = 2.0) -> None:
 
 def step(rewards: RewardSet, prompts: list[Prompt], total: float) -> None:
     """What the collector does: add each group as it comes, then ask for all scores."""
+    scoring = rewards.begin()
     for position, group in enumerate(SleepingEngine(total).generate(prompts, 8, seed=0)):
-        rewards.add(position, batch_of([c.text for c in group.completions], {}, position))
-    rewards.score(batch_of(["x"] * (8 * len(prompts)), {}))
+        scoring.add(position, batch_of([c.text for c in group.completions], {}, position))
+    scoring.score(batch_of(["x"] * (8 * len(prompts)), {}))
 
 
 def seconds(call: Callable[[], Any]) -> float:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch import Tensor
 
 EOS, LENGTH, STOP_STRING, ABORTED = "eos", "length", "stop_string", "aborted"
@@ -54,6 +56,21 @@ class Group:
 
 
 @dataclass(slots=True, kw_only=True)
+class Record:
+    """What is written down about one completion, in the table and in the store, once its advantage is known."""
+
+    group: int  # counted in the order in which groups were drawn
+    prompt: Prompt
+    completion: Completion
+    reply: Any  # the completion as rewards see it: a text or a message
+    scores: dict[str, float]
+    failures: dict[str, str]  # why a reward has no value of its own, by its name
+    reward: float
+    extra: dict[str, Any]  # what reward functions added, by column
+    advantage: float | None = None
+
+
+@dataclass(slots=True, kw_only=True)
 class Rollout:
     """One step's scored groups as flat rows: row i is a completion, `groups[i]` its prompt's number.
 
@@ -75,8 +92,9 @@ class Rollout:
     reference_logprobs: list[Tensor | None] = field(default_factory=list)  # (T_i,) each
     kl: list[Tensor | None] = field(default_factory=list)  # (T_i,) each
     advantages: list[Tensor | None] = field(default_factory=list)  # () or (T_i,) each
-    logged: bool = False  # whether the advantages are in the table of completions
-    records: list[int] = field(default_factory=list)  # until then: its rows' numbers, in store and table
+    total: Tensor | None = None  # (N,) weighted sum of scores, as it is logged; until the first use
+    records: list[Record] = field(default_factory=list)  # one per row, until the first use
+    drawn: list[Record] = field(default_factory=list)  # those, and those of groups that were replaced
 
     def __post_init__(self) -> None:
         if not self.prompt_inputs:
@@ -84,6 +102,26 @@ class Rollout:
         for name in ("policy_logprobs", "reference_logprobs", "kl", "advantages"):
             if not getattr(self, name):
                 setattr(self, name, [None] * len(self))
+
+    @classmethod
+    def of(cls, groups: Sequence[Group], truncation: str) -> Rollout:
+        """Completions of some prompts, whose scores are not known yet. `truncation`: whether those that were cut off
+        are trained on ("keep") or not."""
+        flat = [(number, group.prompt, c) for number, group in enumerate(groups) for c in group.completions]
+        unknown = torch.full((len(flat),), torch.nan)
+        logprobs = [c.logprobs for _, _, c in flat]
+        return cls(
+            prompt_ids=[prompt.token_ids for _, prompt, _ in flat],
+            completion_ids=[c.token_ids for _, _, c in flat],
+            groups=torch.tensor([number for number, _, _ in flat]),
+            scores=unknown.unsqueeze(-1),
+            score=unknown,
+            trained=[bool(c.token_ids) and (truncation == "keep" or not c.truncated) for _, _, c in flat],
+            num_groups=len(groups),
+            sampling_logprobs=None if any(p is None for p in logprobs) else logprobs,  # type: ignore[arg-type]
+            ended=[c.stop_reason == EOS for _, _, c in flat],
+            prompt_inputs=[prompt.inputs for _, prompt, _ in flat],
+        )
 
     def __len__(self) -> int:
         return len(self.completion_ids)

@@ -251,7 +251,7 @@ def test_a_reward_that_draws_while_graphs_are_recorded(caplog):
 
     def go_on():
         while not over.is_set():
-            scored.append(rewards.score(batch))
+            scored.append(rewards.score(batch).scores)
 
     model, thread = make("qwen2"), threading.Thread(target=go_on)
     engine = engine_for(model)

@@ -36,6 +36,6 @@ def scored(function, completions, **columns):
     count = len(completions)
     batch = RewardBatch(prompts=["p"] * count, completions=completions, completion_ids=[[1]] * count, columns=columns)
     try:
-        return rewards.score(batch).tolist()
+        return rewards.score(batch).scores.tolist()
     finally:
         rewards.close()

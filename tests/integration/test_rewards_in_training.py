@@ -166,7 +166,7 @@ def test_an_engine_that_fails_leaves_nothing_behind(config):
     with pytest.raises(EngineError, match="out of tokens"):
         trainer.train()
     release.set()
-    assert trainer.rewards._parts == []
+    assert trainer.collector._scoring is None
 
 
 def test_a_trainer_that_scores_in_its_own_way(config):
@@ -188,7 +188,7 @@ def test_a_trainer_that_scores_in_its_own_way(config):
     )
     trainer.train()
     assert trainer.state.log_history[0]["reward"] == pytest.approx(3.5)
-    assert trainer.rewards._parts == []
+    assert trainer.collector._scoring is None
 
 
 # -- composition

@@ -116,15 +116,15 @@ def run_rloom(options, rewards, lora):
         engine=engine,
     )
     kept = []
-    log = trainer._note_first_use
+    first_used = trainer._first_used
 
     def wrapped(rollouts):
         for rollout in {id(r): r for r in rollouts}.values():
-            if not rollout.logged:
+            if rollout.records:
                 kept.append(torch.stack([a.float() for a in rollout.advantages]))
-        log(rollouts)
+        return first_used(rollouts)
 
-    trainer._note_first_use = wrapped
+    trainer._first_used = wrapped
     trainer.train()
     return trainer, grads, kept
 

@@ -61,10 +61,12 @@ def made(value: str, way: str):
 def scored(function, on_error, *, streamed: bool):
     rewards = RewardSet([FunctionReward(function)], None, on_error=on_error, workers=1)
     try:
+        scoring = rewards.begin()
         if streamed:
             for position in (1, 0):
-                rewards.add(position, data().take(range(3 * position, 3 * position + 3)))
-        return rewards.score(data())[:, 0], dict(rewards.report), rewards
+                scoring.add(position, data().take(range(3 * position, 3 * position + 3)))
+        found = scoring.score(data())
+        return found.scores[:, 0], dict(found.costs), found, rewards.names[0]
     finally:
         rewards.close()
 
@@ -78,12 +80,11 @@ def test_a_bad_answer(bad, way, caplog):
     with pytest.raises((RewardError, ZeroDivisionError), match=message) as caught:
         scored(function, "raise", streamed=streamed)
     assert "in the reward '" in caught.value.__notes__[-1]
-    scores, report, rewards = scored(function, "none", streamed=streamed)
+    scores, report, found, name = scored(function, "none", streamed=streamed)
     lost = scores.isnan()
-    name = rewards.names[0]
     assert lost[BAD]
     assert report[f"rewards/{name}/errors"] == lost.sum()
-    assert set(rewards.reasons) == {row for row in range(COUNT) if lost[row]}
+    assert set(found.reasons) == {row for row in range(COUNT) if lost[row]}
     assert f"'{name}' failed" in caplog.text
     assert scores[~lost].tolist() == [float(row + 1) for row in range(COUNT) if not lost[row]]
     alone = bad in ("NaN", "infinity", "a text") or (bad == "an exception" and "sample" in str(WAYS[way]))
@@ -97,10 +98,10 @@ def test_a_service_that_misbehaves_costs_scores_and_not_the_run(how, caplog):
     script, _ = BROKEN[how]
     with serving(script) as (url, _):
         options = {"retries": 1, "backoff": 0.01, "timeout": 0.3 if how == "slow" else 5.0}
-        scores, report, rewards = scored(http_reward(url + "/score", **options), "none", streamed=True)
+        scores, report, found, _ = scored(http_reward(url + "/score", **options), "none", streamed=True)
     assert scores.isnan().all()
     assert report["rewards/score/errors"] == COUNT
-    assert url in rewards.reasons[0]["score"]
+    assert url in found.reasons[0]["score"]
     assert "'score' failed" in caplog.text
 
 
@@ -141,9 +142,9 @@ def test_what_else_a_service_may_answer(how, kind):
         with pytest.raises(RewardError, match=message):
             reward(prompts=["p"], completions=["c"])
         assert time.monotonic() - began < 30
-        scores, report, rewards = scored(reward, "none", streamed=True)
+        scores, report, _, name = scored(reward, "none", streamed=True)
         assert scores.isnan().all()
-        assert report[f"rewards/{rewards.names[0]}/errors"] == COUNT
+        assert report[f"rewards/{name}/errors"] == COUNT
 
 
 def test_strange_completions_reach_a_judge():
@@ -179,10 +180,10 @@ def test_a_key_that_a_service_echoes_is_not_told(what, how, caplog):
     with serving(lambda call: ECHOES[how](call, secret)) as (url, _):
         reward = http_reward(url + "/score" + query, retries=0, **options)
         rewards = RewardSet([FunctionReward(reward)], None, on_error="none")
-        rewards.score(data().take([0]))
+        reasons = rewards.score(data().take([0])).reasons
         rewards.close()
-    told = caplog.text + str(rewards.reasons)
-    assert rewards.reasons
+    told = caplog.text + str(reasons)
+    assert reasons
     assert all(part not in told for part in (secret, secret[: len(secret) // 2 + 1], secret[-len(secret) // 2 :]))
 
 

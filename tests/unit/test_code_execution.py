@@ -1855,7 +1855,7 @@ def test_what_forks_sandboxes_ends_with_the_call_or_with_its_threads(home):
     batch = RewardBatch(
         prompts=["p"] * 8, completions=[RIGHT] * 8, completion_ids=[[1]] * 8, columns={"tests": [SIMPLE] * 8}
     )
-    assert rewards.score(batch)[:, 0].tolist() == [1.0] * 8
+    assert rewards.score(batch).scores[:, 0].tolist() == [1.0] * 8
     assert len(children() - before) == 2  # of two threads
     rewards.close()
     for _ in range(100):

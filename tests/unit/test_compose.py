@@ -86,7 +86,7 @@ def test_routes_call_a_function_on_its_rows_alone():
         columns={"task": ["math", "code", "math"]}, log_extra=extra.__setitem__,
     )  # fmt: skip
     rewards = RewardSet([FunctionReward(t.function) for t in terms], None, when=[t.when for t in terms])
-    scores = rewards.score(batch)
+    scores = rewards.score(batch).scores
     assert scores.nan_to_num(-1).tolist() == [[2.0, -1.0, -1.0], [-1.0, 0.5, 0.5], [2.0, -1.0, -1.0]]
     assert seen == [["a", "c"]]
     assert extra == {"note": ["A", None, "C"]}
@@ -94,7 +94,7 @@ def test_routes_call_a_function_on_its_rows_alone():
     with pytest.raises(RewardError, match=r"column 'task'.*did you mean 'tsk'"):
         rewards.score(batch)
     batch.columns = {"task": ["other"] * 3}
-    assert rewards.score(batch).isnan().all()
+    assert rewards.score(batch).scores.isnan().all()
     assert len(seen) == 1
 
 
@@ -107,8 +107,8 @@ def test_a_gate_whose_function_failed_is_shut():
     parts = composition(term(accuracy, only_if=form, otherwise=-1.0), form)
     scores = torch.tensor([[1.0, nan], [1.0, nan], [1.0, 1.0]])
     assert parts.gated(scores)[:, 0].tolist() == [1.0, 1.0, 1.0]  # it gave None: the gate is open
-    parts.note_failures(torch.tensor([[False, True], [False, False], [False, False]]))
-    assert parts.gated(scores)[:, 0].tolist() == [-1.0, 1.0, 1.0]
+    failed = torch.tensor([[False, True], [False, False], [False, False]])
+    assert parts.gated(scores, failed)[:, 0].tolist() == [-1.0, 1.0, 1.0]
 
 
 def test_a_routed_term_with_rows_of_its_own():
@@ -138,10 +138,9 @@ def test_a_gate_that_failed_is_shut_whatever_number_failures_get():
 
     terms = as_terms([term(good, only_if=gate), gate], None)
     rewards = RewardSet([FunctionReward(one.function) for one in terms], None, on_error=1.0)
-    scores = rewards.score(RewardBatch(prompts=["p"] * 2, completions=["a", "b"], completion_ids=[[1]] * 2, columns={}))
+    scored = rewards.score(RewardBatch(prompts=["p"] * 2, completions=["a", "b"], completion_ids=[[1]] * 2, columns={}))
     composition = Composition(terms, rewards.names)
-    composition.note_failures(rewards.failed)
-    assert composition.gated(scores).tolist() == [[0.0, 1.0], [0.0, 1.0]]
+    assert composition.gated(scored.scores, scored.failed).tolist() == [[0.0, 1.0], [0.0, 1.0]]
 
 
 @pytest.mark.parametrize(

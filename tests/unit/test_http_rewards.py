@@ -222,8 +222,9 @@ def test_values_that_are_no_scores_are_counted():
     batch = RewardBatch(prompts=["p"] * 4, completions=["a"] * 4, completion_ids=[[1]] * 4)
     with serving(mixed) as (url, _):
         rewards = RewardSet([FunctionReward(http_reward(url + "/score"))], None, on_error="none")
-        assert rewards.score(batch).isnan().flatten().tolist() == [False, True, True, True]
-        assert dict(rewards.report)["rewards/score/errors"] == 2
+        scored = rewards.score(batch)
+        assert scored.scores.isnan().flatten().tolist() == [False, True, True, True]
+        assert dict(scored.costs)["rewards/score/errors"] == 2
         rewards.close()
 
 

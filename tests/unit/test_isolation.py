@@ -38,7 +38,8 @@ def batch(count=4, **changes) -> RewardBatch:
 def score(*functions, data=None, **options):
     rewards = RewardSet([FunctionReward(f) for f in functions], None, **({"workers": 2} | options))
     try:
-        return rewards.score(data or batch()), dict(rewards.report)
+        scored = rewards.score(data or batch())
+        return scored.scores, dict(scored.costs)
     finally:
         rewards.close()
 
@@ -82,7 +83,7 @@ def mine(completions, **kwargs):
 
 rewards = RewardSet([FunctionReward(mine)], None, workers=1)
 batch = RewardBatch(prompts=["p"], completions=["four"], completion_ids=[[1]])
-print("score", rewards.score(batch).tolist())
+print("score", rewards.score(batch).scores.tolist())
 rewards.close()
 """
 
@@ -183,8 +184,6 @@ def test_nonsense_from_a_worker(value, message):
 
 
 def test_what_a_worker_gets_and_logs():
-    seen = {}
-    metrics = []
     state = type("State", (), {})()
     state.global_step, state.log_history = 7, [object()]
 
@@ -194,20 +193,20 @@ def test_what_a_worker_gets_and_logs():
         log_metric("mine", answer[0])
         return [trainer_state.global_step + completion_ids[0][0]]
 
-    data = batch(trainer_state=state, log_extra=seen.__setitem__, log_metric=lambda n, v: metrics.append((n, v)))
-    result, _ = score(full, data=data)
-    assert same(result, [[7], [8], [9], [10]])
-    assert seen == {"twice": [0, 2, 4, 6]}
-    assert metrics == [("mine", i) for i in range(4)]
+    rewards = RewardSet([FunctionReward(full)], None, workers=2)
+    scored = rewards.score(batch(trainer_state=state))
+    rewards.close()
+    assert same(scored.scores, [[7], [8], [9], [10]])
+    assert scored.extra == {"twice": [0, 2, 4, 6]}
+    assert scored.logged == [("mine", i) for i in range(4)]
 
 
 def test_what_a_worker_must_not_log():
     def refuse(name, value):
         raise RewardError(f"not {name}")
 
-    data = batch(check_metric=refuse, log_metric=lambda name, value: None)
     with pytest.raises(RewardError, match="not reward"):
-        score(rloom.reward(lambda log_metric: log_metric("reward", 1.0) or [0.0], isolated=True), data=data)
+        score(rloom.reward(lambda log_metric: log_metric("reward", 1.0) or [0.0], isolated=True), check_metric=refuse)
     with pytest.raises(RewardError, match="2 values for 1 completions"):
         score(rloom.reward(lambda log_extra: log_extra("x", [1, 2]) or [0.0], isolated=True))
 
@@ -428,9 +427,10 @@ def test_a_plain_streaming_function_is_never_called_twice_at_a_time():
         return [1.0] * len(completions)
 
     rewards = RewardSet([FunctionReward(alone)], None, workers=4)
+    scoring = rewards.begin()
     for position in range(6):
-        rewards.add(position, batch(2))
-    assert same(rewards.score(batch(12)), [[1]] * 12)
+        scoring.add(position, batch(2))
+    assert same(scoring.score(batch(12)).scores, [[1]] * 12)
     rewards.close()
 
 
@@ -450,10 +450,12 @@ def test_groups_in_any_order_give_the_same_columns():
             lambda answer: answer,
         ]
         rewards = RewardSet([FunctionReward(f) for f in functions], None, workers=2)
+        scoring = rewards.begin()
         for position in order:
-            rewards.add(position, rows.take(range(position * 4, position * 4 + 4)))
-        rows.log_extra = log.__setitem__
-        results.append(rewards.score(rows))
+            scoring.add(position, rows.take(range(position * 4, position * 4 + 4)))
+        scored = scoring.score(rows)
+        log |= scored.extra
+        results.append(scored.scores)
         rewards.close()
     assert torch.equal(*results)
     assert results[0][:, 0].tolist() == [10.0 * i for i in range(12)]
@@ -462,11 +464,12 @@ def test_groups_in_any_order_give_the_same_columns():
 
 def test_groups_that_were_added_and_not_asked_for_are_forgotten():
     rewards = RewardSet([FunctionReward(rloom.reward(lambda answer: answer, streaming=True))], None)
-    rewards.add(0, batch(2))
-    rewards.forget()
-    assert rewards.score(batch(4)).shape == (4, 1)
-    rewards.add(0, batch(3))  # not what is asked for next: scored anew
-    assert rewards.score(batch(4))[:, 0].tolist() == [0, 1, 2, 3]
+    scoring = rewards.begin()
+    scoring.add(0, batch(2))
+    scoring.cancel()
+    assert scoring.score(batch(4)).scores.shape == (4, 1)
+    scoring.add(0, batch(3))  # not what is asked for next: scored anew
+    assert scoring.score(batch(4)).scores[:, 0].tolist() == [0, 1, 2, 3]
     rewards.close()
 
 
@@ -507,8 +510,9 @@ def test_an_answer_that_cannot_be_sent_costs_its_own_sample():
     )
     try:
         for _ in range(2):  # from the second time on, several samples are handed over at once
-            assert same(rewards.score(batch(40))[:, 0], [nan, 1.0, nan, 2.0] * 10)
-            report = dict(rewards.report)
+            scored = rewards.score(batch(40))
+            assert same(scored.scores[:, 0], [nan, 1.0, nan, 2.0] * 10)
+            report = dict(scored.costs)
             assert report["rewards/answers/errors"] == 20
             assert "rewards/answers/timeouts" not in report
     finally:
@@ -537,8 +541,9 @@ def test_trouble_among_quick_samples_costs_its_own_sample(what):
         for bad in [], [17, 23]:  # in the second round it is known to be quick
             data = batch(64, columns={"answer": list(range(64)), "bad": [bad] * 64})
             expected = [nan if i in bad else float(i) for i in range(64)]
-            assert same(rewards.score(data)[:, 0], expected)
-            assert dict(rewards.report).get(f"rewards/quick/{kind}", 0) == len(bad)
+            scored = rewards.score(data)
+            assert same(scored.scores[:, 0], expected)
+            assert dict(scored.costs).get(f"rewards/quick/{kind}", 0) == len(bad)
     finally:
         rewards.close()
 
@@ -554,7 +559,7 @@ def test_the_time_limit_is_each_samples_own():
     try:
         for seconds in 0.0, 0.2:
             result = rewards.score(batch(32, columns={"seconds": [seconds] * 8 + [0.0] * 24}))
-            assert result.flatten().tolist() == [1.0] * 32
+            assert result.scores.flatten().tolist() == [1.0] * 32
     finally:
         rewards.close()
 
@@ -576,7 +581,7 @@ def test_what_a_crashed_worker_started_ends_with_it(tmp_path, when):
     try:
         rewards.score(batch(1))
         time.sleep(1.0)
-        assert rewards.score(batch(1)).tolist() == [[1.0]]
+        assert rewards.score(batch(1)).scores.tolist() == [[1.0]]
         for _ in range(50):
             state = subprocess.run(["ps", "-o", "stat=", "-p", note.read_text()], capture_output=True, text=True).stdout
             if not state.strip() or state.startswith("Z"):

@@ -117,8 +117,9 @@ def test_other_bad_answers():
     batch = RewardBatch(prompts=["q"], completions=["a"], completion_ids=[[1]])
     with serving(lambda call: call.answer(b"", 500)) as (url, _):
         rewards = RewardSet([FunctionReward(made(url))], None, on_error="none")
-        assert rewards.score(batch).isnan().all()
-        assert dict(rewards.report)["rewards/judge/errors"] == 1
+        scored = rewards.score(batch)
+        assert scored.scores.isnan().all()
+        assert dict(scored.costs)["rewards/judge/errors"] == 1
         rewards.close()
 
 

@@ -29,7 +29,7 @@ def test_every_mutant_has_a_test_that_is_there():
 
 def test_there_are_enough_of_each_part():
     parts = [mutant.file.partition("/")[0] for mutant in MUTANTS]
-    assert set(parts) == {"algo", "training", "data", "generation", "models"}
+    assert set(parts) >= {"algo", "training", "data", "generation", "models"}
     assert len(set(MUTANTS)) == len(MUTANTS) >= 60
 
 

@@ -27,15 +27,15 @@ from rloom.observe.completions import sendable
 from rloom.rewards.collection import RewardSet
 from rloom.rewards.compose import Composition
 from rloom.rewards.functions import FunctionReward
+from rloom.rewards.scored import Scored
 from rloom.training import checkpoint
 from rloom.training.credit import Credit, Shaper
 from rloom.training.launch import check_same_everywhere
-from rloom.training.noted import Noted
 from rloom.training.outcome import Outcome
 from rloom.training.processes import ALONE, Processes, fingerprint
 from rloom.training.rollouts import Collector, replace_degenerate
 from rloom.training.tally import Tally
-from rloom.types import Completion, Group, Prompt, Rollout
+from rloom.types import Completion, Group, Prompt, Record, Rollout
 
 
 class Threads(Processes):
@@ -167,16 +167,14 @@ def test_scores_are_shaped_by_the_statistics_of_all(normalize):
     failed = torch.zeros_like(SCORES, dtype=torch.bool)
     failed[1, 1] = True
     whole = shaper_of(normalize_rewards=normalize)
-    whole.composition.note_failures(failed)
-    expected = [whole(SCORES * factor, LENGTHS, ENDED, update=True) for factor in (1.0, 2.0)]
+    expected = [whole(SCORES * factor, LENGTHS, ENDED, failed, update=True) for factor in (1.0, 2.0)]
 
     def shape(processes):
         own, cut = shaper_of(normalize_rewards=normalize), CUTS[processes.rank]
-        own.composition.note_failures(failed[cut])
-        parts = [own.together(processes, SCORES[cut] * factor, LENGTHS[cut], ENDED[cut]) for factor in (1.0, 2.0)]
+        rest = LENGTHS[cut], ENDED[cut], failed[cut]
+        parts = [own.together(processes, SCORES[cut] * factor, *rest) for factor in (1.0, 2.0)]
         assert own.moments == whole.moments
         assert own.composition.state_dict() == whole.composition.state_dict()
-        assert torch.equal(own.composition.failed, failed[cut])
         return parts
 
     found = [torch.cat(parts) for parts in zip(*together(shape), strict=True)]
@@ -231,14 +229,15 @@ def test_groups_are_nobody_elses_business():
 # -- metrics
 
 
-def outcome_of(lengths, scores, sizes, report=(), asked=2) -> Outcome:
+def outcome_of(lengths, scores, sizes, costs=(), logged=()) -> Outcome:
     groups = []
     left = iter(lengths)
     for size in sizes:
         completions = [Completion(token_ids=[1] * next(left), stop_reason="eos") for _ in range(size)]
         groups.append(Group(prompt=Prompt(content="p", token_ids=[1, 2]), completions=completions))
     columns = torch.tensor(scores).unsqueeze(-1)
-    return Outcome.of(groups, columns, columns[:, 0], asked, list(report))
+    scored = Scored(scores=columns, failed=torch.zeros_like(columns).bool(), costs=list(costs), logged=list(logged))
+    return Outcome.of(groups, scored, columns[:, 0], 2)
 
 
 def test_metrics_of_rollouts_are_those_of_all_completions():
@@ -254,7 +253,7 @@ def test_metrics_of_rollouts_are_those_of_all_completions():
 
 
 def test_who_sits_out_changes_nothing():
-    some = outcome_of([3, 5], [1.0, 2.0], [2], report=[("rewards/r/time", 1.0), ("rewards/r/none_ratio", 0.5)])
+    some = outcome_of([3, 5], [1.0, 2.0], [2], costs=[("rewards/r/time", 1.0), ("rewards/r/none_ratio", 0.5)])
     found, expected = {}, {}
     Outcome.joined([Outcome.nothing(1), some]).record(["r"], found.__setitem__)
     some.record(["r"], expected.__setitem__)
@@ -263,10 +262,11 @@ def test_who_sits_out_changes_nothing():
 
 
 def test_totals_of_processes_are_summed_and_other_numbers_averaged():
-    parts = [outcome_of([1], [0.0], [1]) for _ in range(2)]
-    parts[0].take_logged([("share", 0.5), ("judge/calls", 3.0), ("judge/calls", 2.0)])
-    parts[1].take_logged([("share", 1.0), ("judge/calls", 4.0)])
-    joined = Outcome.joined(parts)
+    logged = [
+        [("share", 0.5), ("judge/calls", 3.0), ("judge/calls", 2.0)],
+        [("share", 1.0), ("judge/calls", 4.0)],
+    ]
+    joined = Outcome.joined([outcome_of([1], [0.0], [1], logged=entries) for entries in logged])
     assert joined.logged == [("share", 0.5), ("share", 1.0)]
     assert joined.totals == {"judge/calls": 7.0}
 
@@ -372,10 +372,10 @@ def test_what_a_reward_function_shows_never_keeps_rows_from_travelling():
 def test_what_an_evaluation_has_measured_travels_whatever_rows_hold():
     columns = {"check": lambda text: True, "summary": "a text."}
     prompt = Prompt(content="a", token_ids=[1], columns=columns, images=[lambda: 1])
-    noted = Noted(shown=[], stored=[], measured=Measured(reward_names=["r"], prompts=[prompt], firsts=["b"]))
-    sent = pickle.loads(pickle.dumps(noted.sendable(table=False)))
-    assert sent.measured.firsts == ["b"]
-    assert sent.measured.prompts[0].columns["summary"] == "a text."
+    measured = Measured(reward_names=["r"], prompts=[prompt], firsts=["b"])
+    sent = pickle.loads(pickle.dumps(measured.sendable()))
+    assert sent.firsts == ["b"]
+    assert sent.prompts[0].columns["summary"] == "a text."
     assert prompt.columns is columns
 
 
@@ -394,6 +394,9 @@ def test_all_take_part_in_rounds_of_replacement():
 
     def rollout(*scores):
         score, count = torch.tensor(scores), len(scores)
+        prompt, completion = Prompt(content="p", token_ids=[1]), Completion(token_ids=[1], stop_reason="eos")
+        rest = {"prompt": prompt, "completion": completion, "reply": "", "failures": {}, "extra": {}}
+        records = [Record(group=row // 2, scores={}, reward=value, **rest) for row, value in enumerate(scores)]
         return Rollout(
             prompt_ids=[[1]] * count,
             completion_ids=[[1]] * count,
@@ -402,7 +405,9 @@ def test_all_take_part_in_rounds_of_replacement():
             scores=score.unsqueeze(-1),
             score=score,
             trained=[True] * count,
-            records=[0] * count,
+            total=score,
+            records=records,
+            drawn=records,
         )
 
     def replace(processes):
@@ -416,11 +421,12 @@ def test_all_take_part_in_rounds_of_replacement():
             return rollout(1.0, 1.0) if number == 0 else rollout(2.0, 3.0)
 
         changed, replaced = replace_degenerate(own, draw, 3, processes)
-        return replaced, counts, changed.score.tolist()
+        assert [record.reward for record in changed.records] == changed.score.tolist()
+        return replaced, counts, changed.score.tolist(), [record.group for record in changed.drawn]
 
     assert together(replace) == [
-        (0, [[0, 1], [0, 1]], [0.0, 1.0, 1.0, 0.0]),
-        (1, [[0, 1], [0, 1]], [2.0, 3.0, 0.0, 1.0]),
+        (0, [[0, 1], [0, 1]], [0.0, 1.0, 1.0, 0.0], [0, 0, 1, 1]),
+        (1, [[0, 1], [0, 1]], [2.0, 3.0, 0.0, 1.0], [0, 0, 1, 1, 2, 2, 3, 3]),  # all that was drawn is written down
     ]
 
 

@@ -30,7 +30,7 @@ def batch(**changes) -> RewardBatch:
 
 
 def score(*functions, weights=None) -> torch.Tensor:
-    return RewardSet([FunctionReward(f) for f in functions], weights).score(batch())
+    return RewardSet([FunctionReward(f) for f in functions], weights).score(batch()).scores
 
 
 def lengths(completions):
@@ -83,7 +83,7 @@ def test_objects_with_get_rewards():
 
     reward = ObjectReward(Scorer())
     assert reward.name == "Scorer"
-    assert RewardSet([reward], None).score(batch()).tolist() == [[4.0], [6.0]]
+    assert RewardSet([reward], None).score(batch()).scores.tolist() == [[4.0], [6.0]]
 
 
 @pytest.mark.parametrize(
@@ -196,12 +196,12 @@ BAD = {
 def test_whatever_a_function_does_costs_its_samples_alone(bad):
     rewards = RewardSet([FunctionReward(BAD[bad])], None, on_error="none", workers=1)
     try:
-        scores = rewards.score(batch())[:, 0]
-        assert scores[0].isnan()
-        assert dict(rewards.report)[f"rewards/{rewards.names[0]}/errors"] >= 1
-        assert rewards.failed[0, 0]
+        scored = rewards.score(batch())
+        assert scored.scores[0, 0].isnan()
+        assert dict(scored.costs)[f"rewards/{rewards.names[0]}/errors"] >= 1
+        assert scored.failed[0, 0]
         rewards.on_error = -1.0
-        assert rewards.score(batch())[0, 0] == -1.0
+        assert rewards.score(batch()).scores[0, 0] == -1.0
         rewards.on_error = "raise"
         with pytest.raises((RewardError, UnspeakableError, concurrent.futures.CancelledError)) as caught:
             rewards.score(batch())
@@ -209,7 +209,7 @@ def test_whatever_a_function_does_costs_its_samples_alone(bad):
     finally:
         rewards.close()
     assert score(lengths).tolist() == [[3.0], [5.0]]  # the loop and all else go on
-    assert RewardSet([FunctionReward(later)], None).score(batch()).tolist() == [[3.0], [5.0]]
+    assert RewardSet([FunctionReward(later)], None).score(batch()).scores.tolist() == [[3.0], [5.0]]
 
 
 async def later(completions):
@@ -241,7 +241,7 @@ def test_a_function_may_do_to_its_arguments_what_it_likes():
     before = copy.deepcopy(data)
     for marks in ({}, {"streaming": True}):
         functions = [FunctionReward(rloom.reward(greedy, **marks)), FunctionReward(looks)]
-        assert RewardSet(functions, None).score(data).tolist() == [[3.0, 0.0], [5.0, 0.0]]
+        assert RewardSet(functions, None).score(data).scores.tolist() == [[3.0, 0.0], [5.0, 0.0]]
         assert seen.pop() == (before.prompts, before.completions, before.columns["answer"])
         assert data == before
 
@@ -263,9 +263,10 @@ def test_what_was_streamed_is_used_only_for_what_it_was():
     ):
         calls.clear()
         whole = batch()
+        scoring = rewards.begin()
         for position in (1, 0):
-            rewards.add(position, whole.take([position]))
-        assert rewards.score(batch(**changes)).tolist() == expected
+            scoring.add(position, whole.take([position]))
+        assert scoring.score(batch(**changes)).scores.tolist() == expected
         assert (["", ""] in calls) == ("completions" in changes)
     rewards.close()
 
@@ -276,16 +277,18 @@ def test_a_streaming_failure_is_seen_before_all_is_generated():
         raise KeyError("x")
 
     rewards = RewardSet([FunctionReward(fails)], None)
+    scoring = rewards.begin()
     with pytest.raises(KeyError) as caught:  # noqa: PT012
         for position in range(100):
-            rewards.add(position, batch())
+            scoring.add(position, batch())
             time.sleep(0.05)
     assert position < 50
     assert "in the reward 'fails'" in caught.value.__notes__[-1]
     rewards.close()
     patient = RewardSet([FunctionReward(fails)], None, on_error="none")
+    scoring = patient.begin()
     for position in range(3):
-        patient.add(position, batch())
+        scoring.add(position, batch())
         time.sleep(0.05)
     patient.close()
 
@@ -321,5 +324,5 @@ def test_a_call_that_meets_with_a_graph_being_recorded_is_made_again(failing):
             rewards.score(batch())
         assert len(calls) == 5
         return
-    assert rewards.score(batch()).tolist() == [[3.0], [5.0]]
+    assert rewards.score(batch()).scores.tolist() == [[3.0], [5.0]]
     assert len(calls) == failing + 1

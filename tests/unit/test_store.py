@@ -19,9 +19,7 @@ def row(number: int, **changes):
 
 def written(store: RunStore, *steps: int, mode: str = "train") -> None:
     for step in steps:
-        numbers = store.add([row(10 * step), row(10 * step + 1)])
-        store.settle(numbers, [0.5, -0.5])
-        store.write(step, mode)
+        store.write([row(10 * step, advantage=0.5), row(10 * step + 1, advantage=-0.5)], step, mode)
 
 
 def steps(folder: Path) -> list[int]:
@@ -36,9 +34,7 @@ def only_part(folder: Path) -> Path:
 def test_what_is_written_is_read(tmp_path):
     store = RunStore(tmp_path)
     store.begin()
-    numbers = store.add([row(1, failures={"g": "timeouts: TimeoutError: "}), row(2)])
-    store.settle(numbers[1:], [0.25])
-    store.write(3)
+    store.write([row(1, failures={"g": "timeouts: TimeoutError: "}), row(2, advantage=0.25)], 3)
     first, second = read_store(tmp_path)
     assert first == {"step": 3, "mode": "train", **row(1, failures={"g": "timeouts: TimeoutError: "})}
     assert second["advantage"] == 0.25
@@ -47,8 +43,7 @@ def test_what_is_written_is_read(tmp_path):
 
 def test_scores_stay_and_texts_go(tmp_path):
     store = RunStore(tmp_path, texts=False)
-    store.add([row(1, extra={"why": "because"})])
-    store.write(1)
+    store.write([row(1, extra={"why": "because"})], 1)
     assert read_store(tmp_path) == [{"step": 1, "mode": "train", "scores": {"f": 1.0}, "advantage": None}]
 
 
@@ -187,34 +182,28 @@ def groups(folder: Path) -> list[tuple[int, str, int]]:
 
 @pytest.mark.parametrize("part_bytes", [1, 10**6])
 def test_a_group_has_a_number_of_its_own_in_its_step(tmp_path, part_bytes):
-    def collected(store, *numbers):
-        store.add([row(n, group=n) for n in numbers])
+    def rows(*numbers):
+        return [row(n, group=n) for n in numbers]
 
     store = RunStore(tmp_path, part_bytes=part_bytes)
     store.begin()
-    collected(store, 0, 0, 1, 1)
-    collected(store, 0, 0)  # another rollout of the same update
-    store.write(1)
+    store.write(rows(0, 0, 1, 1), 1)
+    store.write(rows(0, 0), 1)  # of another process
     for mode in ("eval", "eval", "test", "eval"):
-        collected(store, 0, 1)
-        store.write(1, mode)
+        store.write(rows(0, 1), 1, mode)
     expected = [(1, "train", n) for n in (0, 0, 1, 1, 2, 2)]
     expected += [(1, "eval", n) for n in range(4)] + [(1, "test", n) for n in range(2)]
     expected += [(1, "eval", n) for n in (4, 5)]
     assert groups(tmp_path) == expected
-    collected(store, 0)
-    store.write(2)
+    store.write(rows(0), 2)
     assert groups(tmp_path) == [*expected, (2, "train", 0)]
     again = RunStore(tmp_path, part_bytes=part_bytes)
     again.resume(1)
-    collected(again, 0)
-    again.write(1, "eval")  # once more, as of the step that was resumed from
-    collected(again, 0)
-    again.write(2)
+    again.write(rows(0), 1, "eval")  # once more, as of the step that was resumed from
+    again.write(rows(0), 2)
     assert groups(tmp_path) == [*expected, (1, "eval", 6), (2, "train", 0)]
     again.begin()
-    collected(again, 0)
-    again.write(1)
+    again.write(rows(0), 1)
     assert groups(tmp_path) == [(1, "train", 0)]
 
 
@@ -228,8 +217,7 @@ def test_anything_can_be_kept(tmp_path):
 
     store = RunStore(tmp_path)
     values = [endless, {(1, 2): 3}, object, Silent(), float("nan"), "half a pair: \ud800", "two\nlines\u2028here"]
-    store.add([row(n, extra={"value": value}, completion="\ud800\n\u2028") for n, value in enumerate(values)])
-    store.write(1)
+    store.write([row(n, extra={"value": value}, completion="\ud800\n\u2028") for n, value in enumerate(values)], 1)
     rows = read_store(tmp_path)
     assert [r["completion"] for r in rows] == ["\ud800\n\u2028"] * len(values)
     assert rows[5]["extra"]["value"] == values[5]
@@ -237,8 +225,7 @@ def test_anything_can_be_kept(tmp_path):
 
 def test_ten_megabytes_are_kept_whole(tmp_path):
     store = RunStore(tmp_path)
-    store.add([row(1, completion="é" * 10_000_000)])
-    store.write(1)
+    store.write([row(1, completion="é" * 10_000_000)], 1)
     assert read_store(tmp_path)[0]["completion"] == "é" * 10_000_000
 
 
@@ -275,8 +262,7 @@ def test_every_line_is_json_for_others_too(tmp_path):
     nan, inf = float("nan"), float("inf")
     store = RunStore(tmp_path)
     changes = {"prompt": [{"content": inf}], "extra": {"x": nan, "y": (1.0, [-inf]), "z": 1e300, "o": Path("a")}}
-    store.add([row(1, scores={"f": nan, "g": 1e300, "h": -inf, "i": 0.5}, **changes), row(2, extra={nan: 1})])
-    store.write(1)
+    store.write([row(1, scores={"f": nan, "g": 1e300, "h": -inf, "i": 0.5}, **changes), row(2, extra={nan: 1})], 1)
 
     def refuse(name):
         raise AssertionError(name)

@@ -83,11 +83,9 @@ def score(functions: list[Any], rows: list[dict[str, Any]], written: Written) ->
         completions=[group.replies[i] for _, group, i in flat],
         completion_ids=[group.token_ids[i] for _, group, i in flat],
         columns={name: [row.get(name) for row, _, _ in flat] for name in column_names(rows)},
-        log_extra=lambda column, values: None,
-        log_metric=lambda name, value: None,
     )
     try:
-        scores = rewards.score(batch)
+        scores = rewards.score(batch).scores
     finally:
         rewards.close()
     sizes = [len(group.texts) for group in written.groups]

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
-from torch import Tensor
-
 from rloom.evaluation.statistics import Estimate, estimate, over_prompts, pass_at, per_token
+from rloom.observe.completions import sendable_values
 from rloom.printable import get_logger
-from rloom.types import Group, Prompt, Rollout
+from rloom.types import Prompt, Rollout
 
 logger = get_logger(__name__)
 
@@ -45,26 +44,29 @@ class Measured:
     kl: list[list[float]] = field(default_factory=list)  # of whole completions, per prompt
     tokens: int = 0  # of the completions that have a KL
 
-    def add(self, groups: Sequence[Group], scores: Tensor, total: Tensor, replies: Sequence[Any]) -> None:
-        """A batch: scores (N, F), their weighted sum (N,) and the completions as rewards see them."""
-        sizes = [len(group.completions) for group in groups]
-        named = {f"rewards/{name}/mean": scores[:, i] for i, name in enumerate(self.reward_names)} | {"reward": total}
+    def add(self, rollout: Rollout) -> None:
+        """A batch, of which nothing was written down yet; with its KL, where there is a reference."""
+        scores, records = rollout.scores, rollout.records
+        named = {f"rewards/{name}/mean": scores[:, i].tolist() for i, name in enumerate(self.reward_names)}
+        assert rollout.total is not None
+        named["reward"] = rollout.total.tolist()
+        named["completions/mean_length"] = [float(len(ids)) for ids in rollout.completion_ids]
+        named["completions/clipped_ratio"] = [float(record.completion.truncated) for record in records]
+        groups: list[list[int]] = [[] for _ in range(rollout.num_groups)]
+        for row, group in enumerate(rollout.groups.tolist()):
+            groups[group].append(row)
         for name, column in named.items():
-            self._extend(name, [part.tolist() for part in column.split(sizes)])
-        completions = [group.completions for group in groups]
-        self._extend("completions/mean_length", [[float(len(c.token_ids)) for c in each] for each in completions])
-        self._extend("completions/clipped_ratio", [[float(c.truncated) for c in each] for each in completions])
+            self._extend(name, [[column[row] for row in rows] for rows in groups])
+        self._add_kl(rollout)
         if self.contest is not None:
-            first = [sum(sizes[:i]) for i in range(len(sizes))]
-            there = [i for i, size in enumerate(sizes) if size]
-            self.prompts += [groups[i].prompt for i in there]
-            self.firsts += [replies[first[i]] for i in there]
+            firsts = [records[rows[0]] for rows in groups if rows]
+            self.prompts += [record.prompt for record in firsts]
+            self.firsts += [record.reply for record in firsts]
 
     def _extend(self, name: str, groups: list[list[float]]) -> None:
         self.values.setdefault(name, []).extend(groups)
 
-    def add_kl(self, rollout: Rollout) -> None:
-        """The KL of the same batch, where there is a reference."""
+    def _add_kl(self, rollout: Rollout) -> None:
         per_group: dict[int, list[float]] = {}
         for group, kl in zip(rollout.groups.tolist(), rollout.kl, strict=True):
             if kl is not None:
@@ -81,6 +83,11 @@ class Measured:
                 self._extend(name, groups)
             self.kl += one.kl
             self.tokens += one.tokens
+
+    def sendable(self) -> Measured:
+        """As another process can be sent it: a contest's judge may be anything, and so may columns."""
+        prompts = [replace(p, columns=sendable_values(p.columns), images=[]) for p in self.prompts]
+        return replace(self, contest=None, prompts=prompts)
 
     def estimates(self) -> dict[str, Estimate]:
         """All numbers by name, but the win rate."""

@@ -24,16 +24,11 @@ TABLE_COLUMNS = ("step", "prompt", "completion", "advantage", "images")
 
 
 class CompletionLog:
-    """Prompts, completions, scores and advantages of the latest rollout, one entry per completion.
-
-    Completions wait until their advantages are known. Those that are trained on join the table then, and the others
-    (of groups that were replaced) never do.
-    """
+    """Prompts, completions, scores and advantages of the latest completions that were trained on, one entry each."""
 
     def __init__(self, size: int) -> None:
         self.size = size
         self.count = self.shown = self.sent = 0  # completions taken in, and how many when they were last shown and sent
-        self._waiting: dict[int, dict[str, Any]] = {}  # by their numbers in the run's store
         self.columns: dict[str, Any] = {
             "images": self._column(),
             "prompt": self._column(),
@@ -46,18 +41,8 @@ class CompletionLog:
     def _column(self) -> deque[Any]:
         return deque(maxlen=self.size)
 
-    def add(self, numbers: Sequence[int], rows: Sequence[dict[str, Any]]) -> None:
-        """Take in completions whose advantages are not known yet, each by its number: entries by the columns' names,
-        those of `rewards` and `extra` by name once more."""
-        self._waiting.update(zip(numbers, rows, strict=True))
-
-    def take(self, numbers: Sequence[int], advantages: Sequence[float]) -> list[dict[str, Any]]:
-        """Completions with their advantages, which then wait no more."""
-        pairs = zip(numbers, advantages, strict=True)
-        return [{**self._waiting.pop(number), "advantages": advantage} for number, advantage in pairs]
-
     def extend(self, rows: Sequence[dict[str, Any]]) -> None:
-        """Completions that were taken, here or in another process, are the table's latest."""
+        """Add completions: entries by the columns' names, those of `rewards` and `extra` by name once more."""
         for row in rows:
             self._append(row)
         self.count += len(rows)
@@ -77,10 +62,6 @@ class CompletionLog:
         columns = self.columns["extra"]
         grown = [name for name, column in columns.items() if len(column) == before.get(name, 0) + count > 0]
         return {name: [columns[name].pop() for _ in range(count)][::-1] for name in grown}
-
-    def forget(self) -> None:
-        """Let go of what still waits: it was not trained on."""
-        self._waiting = {}
 
     def _append(self, row: dict[str, Any]) -> None:
         before = len(self.columns["prompt"])

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from rloom.errors import RewardError
 from rloom.observe.older import NAMES
 
 BUILT_IN = {
@@ -82,3 +83,11 @@ def scalar_mean(total: Tensor, count: Tensor | float) -> Tensor:
     """total / count as a tensor, NaN when there is nothing to count."""
     count = torch.as_tensor(count, dtype=total.dtype, device=total.device)
     return torch.where(count > 0, total / count.clamp(min=1), torch.full_like(total, math.nan))
+
+
+def check_loggable(name: str, value: Any) -> None:
+    """Refuse a metric that a reward function may not log: a name of the trainer's own, or a value that is no number."""
+    if name in BUILT_IN or name.startswith(BUILT_IN_PREFIXES):
+        raise RewardError(f"log_metric({name!r}, …): that name is the trainer's own; choose another")
+    if not isinstance(value, (int, float, Tensor)) and not hasattr(value, "__float__"):
+        raise RewardError(f"log_metric({name!r}, …): the value must be a number, not {value!r}")

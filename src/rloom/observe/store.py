@@ -11,7 +11,7 @@ import itertools
 import json
 import math
 import os
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -38,8 +38,6 @@ class RunStore:
 
     def __init__(self, output_dir: str | Path, *, texts: bool = True, part_bytes: int = PART_BYTES) -> None:
         self.folder, self.texts, self.part_bytes = Path(output_dir) / FOLDER, texts, part_bytes
-        self._waiting: dict[int, dict[str, Any]] = {}  # by their numbers
-        self._added = 0  # completions so far, which numbers them
         self._step = -1  # the step whose groups are counted
         self._groups: dict[str, int] = {}  # how many groups of it are written down already, by mode
         self._off = False  # whether it could not be opened, so that nothing is written
@@ -56,7 +54,6 @@ class RunStore:
 
     def begin(self) -> None:
         """A run starts from nothing: an earlier one's rows are set aside, under another name."""
-        self.forget()
         self._off = False
         if self._trained or not self._own:
             self._set_aside()
@@ -64,7 +61,6 @@ class RunStore:
 
     def resume(self, step: int) -> None:
         """A run goes on after `step`: rows of later steps are dropped, since they will come again."""
-        self.forget()
         self._own, self._trained, self._checked, self._off = True, True, None, False
         try:
             dropped = self._drop_after(step)
@@ -106,35 +102,12 @@ class RunStore:
 
     # -- rows
 
-    def add(self, rows: Sequence[dict[str, Any]]) -> list[int]:
-        """Take in completions whose advantages are not known yet; returns their numbers. Their groups are counted on
-        from those that wait already: an update can take several rollouts."""
-        before = _count_groups(self._waiting.values())
-        numbers = list(range(self._added, self._added + len(rows)))
-        self._waiting |= zip(numbers, (_renumbered(row, before) for row in rows), strict=True)
-        self._added += len(rows)
-        return numbers
+    def plain(self, rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+        """Rows as JSON has them, to be sent to another process."""
+        return [json.loads(_line(self._kept(row))) for row in rows]
 
-    def settle(self, numbers: Sequence[int], advantages: Sequence[float]) -> None:
-        """Say the advantages of completions."""
-        for number, advantage in zip(numbers, advantages, strict=False):
-            self._waiting[number]["advantage"] = advantage
-
-    def forget(self, *, but: Collection[int] = ()) -> None:
-        """Let go of what waits, but for some: its update failed, and will be made again or not at all."""
-        self._waiting = {number: row for number, row in self._waiting.items() if number in but}
-
-    def take(self, *, plain: bool = False) -> list[dict[str, Any]]:
-        """All that waits, which then waits no more. `plain`: as JSON has it, to be sent to another process."""
-        rows, self._waiting = list(self._waiting.values()), {}
-        return [json.loads(_line(self._kept(row))) for row in rows] if plain else rows
-
-    def write(self, step: int, mode: str = "train") -> None:
-        """Write all that waits, as of a step, of training or of an evaluation's name."""
-        self.write_rows(self.take(), step, mode)
-
-    def write_rows(self, rows: Sequence[dict[str, Any]], step: int, mode: str = "train") -> None:
-        """The same for rows that were taken, here or in another process; their groups are counted on from those that
+    def write(self, rows: Sequence[dict[str, Any]], step: int, mode: str = "train") -> None:
+        """Write rows, as of a step, of training or of an evaluation's name. Their groups are counted on from those that
         the step has already. A full disk costs these rows and not the run."""
         if not rows or self._off:
             return
@@ -351,9 +324,7 @@ def read_store(output_dir: str | Path, *, first: int = 0, last: int | None = Non
     >>> import tempfile
     >>> with tempfile.TemporaryDirectory() as folder:
     ...     store = RunStore(folder)
-    ...     numbers = store.add([{"prompt": "1+1=", "completion": "2", "scores": {"right": 1.0}}])
-    ...     store.settle(numbers, [0.5])
-    ...     store.write(step=1)
+    ...     store.write([{"prompt": "1+1=", "completion": "2", "scores": {"right": 1.0}, "advantage": 0.5}], step=1)
     ...     read_store(folder)
     [{'step': 1, 'mode': 'train', 'prompt': '1+1=', 'completion': '2', 'scores': {'right': 1.0}, 'advantage': 0.5}]
     """

@@ -27,7 +27,6 @@ class RewardBatch:
     trainer_state: Any = None
     log_extra: Callable[[str, list[Any]], None] | None = None
     log_metric: Callable[[str, float], None] | None = None
-    check_metric: Callable[[str, Any], None] | None = None  # raises where `log_metric` would
 
     def __len__(self) -> int:
         return len(self.completions)

@@ -22,6 +22,9 @@ from rloom.rewards.marks import is_coroutine_function
 TRIES = 4
 """Of a call, beside the last, that meets with CUDA graphs: at the beginning several are recorded in a row."""
 
+CheckMetric = Callable[[str, Any], None] | None
+"""Raises for a metric that a function may not log."""
+
 
 @dataclass(slots=True, kw_only=True)
 class Answer:
@@ -70,8 +73,10 @@ class Caller:
         options: Options,
         pool: WorkerPool,
         when: tuple[str, tuple[Any, ...]] | None = None,
+        check_metric: CheckMetric = None,
     ) -> None:
         self.reward, self.name, self.options, self.pool, self.when = reward, name, options, pool, when
+        self.check_metric = check_metric
         self.marks = reward.marks
         self.function = getattr(reward, "function", None)
         self.is_async = self.function is not None and is_coroutine_function(self.function)
@@ -156,7 +161,7 @@ class Caller:
         """Again, if a model of its own met with a CUDA graph that the engine recorded meanwhile."""
         for _ in range(TRIES):
             try:
-                return self.reward.score(_recorded(batch, answer))
+                return self.reward.score(_recorded(batch, answer, self.check_metric))
             except RuntimeError as error:
                 from rloom.models.capture import is_in_the_way, wait_for_others  # torch is there, after such an error
 
@@ -165,7 +170,7 @@ class Caller:
                 answer.extra.clear()
                 answer.metrics.clear()
                 wait_for_others()
-        return self.reward.score(_recorded(batch, answer))
+        return self.reward.score(_recorded(batch, answer, self.check_metric))
 
     async def _on_loop(self, batch: RewardBatch) -> Answer:
         if self._gate is None:
@@ -174,7 +179,7 @@ class Caller:
         async with self._gate:
             began = time.perf_counter()
             try:
-                call = self.reward.score(_recorded(batch, answer))
+                call = self.reward.score(_recorded(batch, answer, self.check_metric))
                 answer.values = await asyncio.wait_for(_awaited(call), self.marks.time_limit)
             except TimeoutError as error:
                 late = self.marks.time_limit is not None and time.perf_counter() - began >= self.marks.time_limit
@@ -248,7 +253,7 @@ def _as_error(error: BaseException) -> BaseException:
     return RewardError(f"it called sys.exit({error.code!r})") if isinstance(error, SystemExit) else error
 
 
-def _recorded(batch: RewardBatch, answer: Answer) -> RewardBatch:
+def _recorded(batch: RewardBatch, answer: Answer, check_metric: CheckMetric) -> RewardBatch:
     """A copy for the function, with logging that is kept for later: calls may come from other threads, in any order."""
     count = len(batch)
 
@@ -258,8 +263,8 @@ def _recorded(batch: RewardBatch, answer: Answer) -> RewardBatch:
         answer.extra[column] = list(values)
 
     def log_metric(name: str, value: float) -> None:
-        if batch.check_metric is not None:
-            batch.check_metric(name, value)
+        if check_metric is not None:
+            check_metric(name, value)
         answer.metrics.append((name, value))
 
     return replace(batch.own(), log_extra=log_extra, log_metric=log_metric)

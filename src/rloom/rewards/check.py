@@ -59,14 +59,14 @@ class Report:
 def check_rewards(rewards: RewardSet, samples: Sequence[Sample]) -> list[Report]:
     """Score the completions, then the degenerate ones, and say for each reward what came of it."""
     batch = _batch(samples)
-    scores = rewards.score(batch)
-    report = dict(rewards.report)
+    scored = rewards.score(batch)
+    costs = dict(scored.costs)
     groups = torch.tensor([index for index, sample in enumerate(samples) for _ in sample.completions])
     lengths = torch.tensor([float(len(ids)) for ids in batch.completion_ids])
     odd, failures = _degenerate_scores(rewards, samples)
     reports = []
     for i, name in enumerate(rewards.names):
-        measured = _measured(name, scores[:, i], groups, lengths, report, {k: v[i] for k, v in odd.items()})
+        measured = _measured(name, scored.scores[:, i], groups, lengths, costs, {k: v[i] for k, v in odd.items()})
         measured.degenerate_errors = {kind: n for kind, by_name in failures.items() if (n := by_name[name])}
         reports.append(_judged(measured))
     return reports
@@ -80,8 +80,6 @@ def _batch(samples: Sequence[Sample]) -> RewardBatch:
         completions=[s.completions[i] for s, i in rows],
         completion_ids=[_ids(s, i) for s, i in rows],
         columns={name: [s.columns.get(name) for s, _ in rows] for name in names},
-        log_extra=lambda column, values: None,
-        log_metric=lambda name, value: None,
     )
 
 
@@ -184,9 +182,9 @@ def _degenerate_scores(
             Sample(prompt=s.prompt, columns=s.columns, completions=[_like(s, degenerate_completions(s)[kind])])
             for s in samples
         ]
-        means = rewards.score(_batch(odd)).nanmean(0)
-        result[kind] = [None if math.isnan(v) else v for v in means.tolist()]
-        failures[kind] = {name: _errors(dict(rewards.report), name) for name in rewards.names}
+        scored = rewards.score(_batch(odd))
+        result[kind] = [None if math.isnan(v) else v for v in scored.scores.nanmean(0).tolist()]
+        failures[kind] = {name: _errors(dict(scored.costs), name) for name in rewards.names}
     return result, failures
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import wait
 from dataclasses import replace
 from typing import Any
@@ -18,6 +18,7 @@ from rloom.printable import get_logger
 from rloom.rewards.base import Reward, RewardBatch, as_score, one_per_completion, unique_names
 from rloom.rewards.calling import Answer, Caller, Options, Piece
 from rloom.rewards.isolation import WorkerPool
+from rloom.rewards.scored import Scored
 
 logger = get_logger(__name__)
 
@@ -30,8 +31,7 @@ Part = tuple[int, RewardBatch, list[list[Piece]]]
 class RewardSet:
     """All rewards of a run.
 
-    Those that are marked for it are called per group while generation goes on: `add` each group as it comes, then
-    `score` the whole. Others are called by `score`, once, with all completions.
+    `score` scores completions that are all there; `begin` begins with a rollout whose groups are still to come.
 
     Args:
         rewards: what scores.
@@ -42,6 +42,8 @@ class RewardSet:
         workers: worker processes, and threads for functions that take them; None: one per core, at most 8.
         time_limit: seconds per sample for isolated functions that do not say.
         concurrency: calls of an async function at a time, where it does not say.
+        table_columns: names that functions may not give to columns of their own.
+        check_metric: raises [`RewardError`] for a metric that functions may not log, by name and value.
     """
 
     def __init__(
@@ -54,6 +56,8 @@ class RewardSet:
         workers: int | None = None,
         time_limit: float = 60.0,
         concurrency: int = 64,
+        table_columns: Collection[str] = (),
+        check_metric: Callable[[str, Any], None] | None = None,
     ) -> None:
         if not rewards:
             raise RewardError("no reward function: pass at least one as `reward_funcs`")
@@ -64,26 +68,49 @@ class RewardSet:
         self.rewards = list(rewards)
         self.names = unique_names([reward.name for reward in rewards])
         self.weights = torch.tensor(weights if weights is not None else [1.0] * len(rewards), dtype=torch.float32)
-        self.on_error = on_error
+        self.on_error, self.table_columns, self.check_metric = on_error, table_columns, check_metric
         options = Options(workers=workers or min(_cores(), 8), time_limit=time_limit, concurrency=concurrency)
         self.pool = WorkerPool(options.workers)
         routes = list(when) if when is not None else [None] * len(self.rewards)
         self.callers = [
-            Caller(reward, name, options, self.pool, route)
+            Caller(reward, name, options, self.pool, route, check_metric)
             for reward, name, route in zip(self.rewards, self.names, routes, strict=True)
         ]
-        self.report: list[tuple[str, float]] = []  # metrics of the latest `score`
-        self.failed: Tensor | None = None  # (N, F), of the latest `score`: where a call failed
-        self.reasons: dict[int, dict[str, str]] = {}  # of the latest `score`: row → reward → why it has no own value
-        self._parts: list[Part] = []
-        self._unseen: list[tuple[int, Piece, RewardBatch]] = []  # calls under way, whose failure should be seen early
-
-    # -- while groups come in
 
     @property
     def streaming(self) -> bool:
         """Whether any reward can begin before all completions are there."""
         return any(caller.streaming for caller in self.callers)
+
+    def begin(self) -> Scoring:
+        """The scoring of one rollout, whose groups can be added as they come."""
+        return Scoring(self)
+
+    def score(self, batch: RewardBatch) -> Scored:
+        """What all rewards say about a batch of completions that is there as a whole."""
+        return self.begin().score(batch)
+
+    def close(self) -> None:
+        """End worker processes and threads. They start again when needed."""
+        self.pool.close()
+        for caller in self.callers:
+            caller.close()
+
+
+class Scoring:
+    """The scoring of one rollout: `add` each group as it comes, then `score` all of them.
+
+    Rewards that are marked for it are called per group, while generation goes on; others by `score`, once, with all
+    completions.
+    """
+
+    def __init__(self, rewards: RewardSet) -> None:
+        self.rewards, self.callers, self.names = rewards, rewards.callers, rewards.names
+        self.scored: Scored | None = None  # what the last call of `score` returned
+        self._parts: list[Part] = []
+        self._unseen: list[tuple[int, Piece, RewardBatch]] = []  # calls under way, whose failure should be seen early
+
+    # -- while groups come in
 
     def add(self, position: int, group: RewardBatch) -> None:
         """Start scoring a group with the rewards that are marked for it. `position` is its place in the batch.
@@ -94,7 +121,7 @@ class RewardSet:
         pieces = [caller.begin(group) if caller.streaming else [] for caller in self.callers]
         self._parts.append((position, group, pieces))
         self._unseen += [(index, piece, group) for index, several in enumerate(pieces) for piece in several]
-        if self.on_error == "raise":
+        if self.rewards.on_error == "raise":
             self._raise_early()
 
     def _raise_early(self) -> None:
@@ -105,28 +132,27 @@ class RewardSet:
             if answer.error is not None and answer.failure == "errors":
                 self._failed(index, answer.error, answer.failure, piece.rows, group, {})
 
-    def forget(self) -> None:
+    def cancel(self) -> None:
         """Let go of groups that will not be asked for: generation failed, or somebody else scored them."""
         _cancel(self._parts)
         self._parts, self._unseen = [], []
 
     # -- when all are there
 
-    def score(self, batch: RewardBatch) -> Tensor:
-        """Scores (N, F) in float32, NaN for None."""
+    def score(self, batch: RewardBatch) -> Scored:
+        """What all rewards say about the batch. Calls that `add` has begun for the same completions are taken over."""
         parts, self._parts, self._unseen = sorted(self._parts, key=lambda part: part[0]), [], []
         if not _are_of(parts, batch):  # nothing, or something else, was added before
             _cancel(parts)
             parts = []
-        self.report, self.reasons = [], {}
-        self.failed = torch.zeros(len(batch), len(self.callers), dtype=torch.bool)
+        self.scored = scored = Scored.nothing(len(batch), len(self.callers))
         # What runs elsewhere is started first, so that it goes on while plain functions run here.
         order = sorted(range(len(self.callers)), key=lambda index: self._runs_here(self.callers[index]))
         begun = {index: self._pieces(index, batch, parts) for index in order}
-        columns = [self._settled(index, begun[index], batch) for index in range(len(self.callers))]
-        scores = torch.tensor(columns, dtype=torch.float32).T.contiguous()
-        _warn_unscored(scores, batch)
-        return scores
+        columns = [self._settled(index, begun[index], batch, scored) for index in range(len(self.callers))]
+        scored.scores = torch.tensor(columns, dtype=torch.float32).T.contiguous()
+        _warn_unscored(scored.scores, batch)
+        return scored
 
     @staticmethod
     def _runs_here(caller: Caller) -> bool:
@@ -141,9 +167,9 @@ class RewardSet:
             first += len(group)
         return pieces
 
-    def _settled(self, index: int, pieces: list[Piece], batch: RewardBatch) -> list[float]:
-        """One reward's column, from the answers of its calls; what it logged is handed on in the batch's order."""
-        name = self.names[index]
+    def _settled(self, index: int, pieces: list[Piece], batch: RewardBatch, scored: Scored) -> list[float]:
+        """One reward's column of scores, from the answers of its calls; the rest goes into the record, in the batch's
+        order."""
         column: list[float] = [math.nan] * len(batch)
         failures: dict[str, int] = {}
         extra: dict[str, list[Any]] = {}
@@ -157,25 +183,29 @@ class RewardSet:
             for title, values in answer.extra.items():
                 for row, value in zip(piece.rows, values, strict=True):
                     extra.setdefault(title, [None] * len(batch))[row] = value
-            self._log(index, batch, answer.metrics, batch.check_metric)  # what a worker sent was not checked yet
-            self._log(index, batch, answer.metrics, batch.log_metric)
-        self._log(index, batch, list(extra.items()), batch.log_extra)
-        self._note(name, column, failures, seconds)
+            self._take_logged(index, answer.metrics, batch, scored)
+        self._take_columns(index, extra, batch, scored)
+        scored.note_cost(self.names[index], column, failures, seconds)
         return column
 
-    def _log(self, index: int, batch: RewardBatch, entries: list[tuple[str, Any]], log: Any) -> None:
-        for name, value in entries if log is not None else []:
-            try:
-                log(name, value)
-            except RewardError as error:
-                raise _noted(error, self.names[index], batch) from None
+    def _take_logged(self, index: int, metrics: list[tuple[str, Any]], batch: RewardBatch, scored: Scored) -> None:
+        check = self.rewards.check_metric
+        try:
+            for name, value in metrics:
+                if check is not None:  # what a worker sent was not checked yet
+                    check(name, value)
+                scored.logged.append((name, float(value)))
+        except RewardError as error:
+            raise _noted(error, self.names[index], batch) from None
 
-    def _note(self, name: str, column: list[float], failures: dict[str, int], seconds: float) -> None:
-        self.report.append((f"rewards/{name}/time", seconds))
-        none = sum(math.isnan(value) for value in column)
-        if none:
-            self.report.append((f"rewards/{name}/none_ratio", none / len(column)))
-        self.report += [(f"rewards/{name}/{kind}", float(count)) for kind, count in failures.items()]
+    def _take_columns(self, index: int, extra: dict[str, list[Any]], batch: RewardBatch, scored: Scored) -> None:
+        for column, values in extra.items():
+            if column in self.rewards.table_columns or column in self.names:
+                error = RewardError(
+                    f"log_extra({column!r}, …): that column of the table is the trainer's own; choose another"
+                )
+                raise _noted(error, self.names[index], batch)
+            scored.add_column(column, values)
 
     def _values(
         self, index: int, answer: Answer, rows: list[int], batch: RewardBatch, failures: dict[str, int]
@@ -201,7 +231,8 @@ class RewardSet:
 
     @property
     def _instead(self) -> float | None:
-        return None if isinstance(self.on_error, str) else float(self.on_error)
+        on_error = self.rewards.on_error
+        return None if isinstance(on_error, str) else float(on_error)
 
     def _failed(
         self,
@@ -214,11 +245,10 @@ class RewardSet:
     ) -> None:
         """Raise, or count and say so: once per rollout and kind, with the first sample's prompt."""
         name = self.names[index]
-        if self.failed is not None and len(self.failed) == len(batch):
-            self.failed[rows, index] = True
-            for row in rows:
-                self.reasons.setdefault(row, {})[name] = f"{kind}: {type(error).__name__}: {_message(error):.{REASON}}"
-        if kind == "errors" and self.on_error == "raise":
+        if self.scored is not None:
+            reason = f"{kind}: {type(error).__name__}: {_message(error):.{REASON}}"
+            self.scored.note_failure(index, name, rows, reason)
+        if kind == "errors" and self.rewards.on_error == "raise":
             if len(rows) < len(batch):
                 error.add_note(f"sample {rows[0]}: its prompt begins {str(batch.prompts[rows[0]])[:100]!r}")
             raise _noted(error, name, batch)
@@ -237,13 +267,6 @@ class RewardSet:
             name, what, _samples(rows), cost, why, name, kind, str(batch.prompts[rows[0]]),
             str(batch.completions[rows[0]]),
         )  # fmt: skip
-
-    def close(self) -> None:
-        """End worker processes and threads. They start again when needed."""
-        self.forget()
-        self.pool.close()
-        for caller in self.callers:
-            caller.close()
 
 
 def _samples(rows: list[int]) -> str:

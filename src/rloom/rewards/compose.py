@@ -125,7 +125,6 @@ class Composition:
 
     def __init__(self, terms: Sequence[Term], names: Sequence[str]) -> None:
         self.terms, self.names = list(terms), list(names)
-        self.failed: Tensor | None = None
         self.gates = [self._gate(t) for t in self.terms]
         self.moments = {n: RunningMoments() for t, n in zip(self.terms, self.names, strict=True) if t.normalize}
 
@@ -150,18 +149,12 @@ class Composition:
             return None
         return [1.0 if t.weight is None else t.weight for t in self.terms]
 
-    def note_failures(self, failed: Tensor | None) -> None:
-        """Where the scores that come next have none because the function failed (N, F), not because it gave None."""
-        self.failed = failed
+    def gated(self, scores: Tensor, failed: Tensor | None = None) -> Tensor:
+        """Scores with every gate applied. Gates look at raw values, so that their order does not matter.
 
-    def gated(self, scores: Tensor) -> Tensor:
-        """Scores with every gate applied. Gates look at raw values, so that their order does not matter."""
-        failed = (
-            self.failed
-            if self.failed is not None and self.failed.shape == scores.shape
-            else torch.zeros_like(scores, dtype=torch.bool)
-        )
-        failed = failed.to(scores.device)
+        `failed` (N, F) says where a score is missing because the function failed, not because it gave None.
+        """
+        failed = torch.zeros_like(scores, dtype=torch.bool) if failed is None else failed.to(scores.device)
         columns = list(scores.unbind(-1))
         for index, gate in enumerate(self.gates):
             if gate is not None:

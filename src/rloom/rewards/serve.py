@@ -71,9 +71,9 @@ class RewardServer(ThreadingHTTPServer):
             return []
         if self.one_by_one:
             with self.lock:
-                scores = self.rewards.score(batch)
+                scores = self.rewards.score(batch).scores
         else:
-            scores = self.rewards.score(batch)
+            scores = self.rewards.score(batch).scores
         return [None if math.isnan(value) else value for value in scores[:, 0].tolist()]
 
 

@@ -28,8 +28,9 @@ from rloom.models.fused import FusedLayers
 from rloom.models.gpu import runs_kernels
 from rloom.models.proof import check_head, proves_packed_images, proves_packing
 from rloom.models.reference import Reference, make_reference
-from rloom.observe.completions import CompletionLog
-from rloom.observe.metrics import Metrics
+from rloom.observe.completions import TABLE_COLUMNS, CompletionLog
+from rloom.observe.journal import Journal
+from rloom.observe.metrics import Metrics, check_loggable
 from rloom.observe.store import RunStore
 from rloom.older_names import note_once
 from rloom.printable import get_logger
@@ -74,8 +75,7 @@ class Parts:
     credit: Credit
     shaper: Shaper
     metrics: Metrics
-    completion_log: CompletionLog
-    store: RunStore
+    journal: Journal
     collector: Collector
     appraiser: Appraiser
     learner: Learner
@@ -244,8 +244,12 @@ def build(
     compile_kernels(trainer.model, args)
     rewards, classes, composition = _rewards(trainer, functions, terms, reward_classes, args)
     reference = _reference(trainer, policy, reference_path, args) if args.beta != 0.0 else None
-    metrics, log, processes = Metrics(), CompletionLog(args.generation_batch_size), trainer.processes
-    store = RunStore(args.output_dir, texts=args.store_completions)
+    metrics, processes = Metrics(), trainer.processes
+    journal = Journal(
+        CompletionLog(args.generation_batch_size),
+        RunStore(args.output_dir, texts=args.store_completions),
+        images=policy.vision and args.log_multimodal,
+    )
     credit, shaper = Credit(args, processes), Shaper(args, rewards.weights, composition)
     encoder = _encoder(policy, args)
     if not datasets.is_iterable(trainer.train_dataset):
@@ -265,16 +269,14 @@ def build(
         encoder=encoder,
         engine=engine or _engine(trainer, policy, encoder, args),
         score=lambda *inputs: trainer._calculate_rewards(*inputs),
-        batch=trainer._reward_batch,
+        state=lambda: trainer.state,
         rewards=rewards,
         shaper=shaper,
         decode=lambda ids: policy.processing_class.batch_decode(ids, skip_special_tokens=True),
-        truncated=args.truncation,
+        truncation=args.truncation,
         metrics=metrics,
-        log=log,
-        store=store,
+        table=journal.table,
         count_tokens=trainer._count_tokens,
-        log_images=policy.vision and args.log_multimodal,
         # Of groups that may be replaced, it would be work for nothing.
         meanwhile=appraiser.begin if reference is not None and not args.dynamic_sampling else None,
         processes=processes,
@@ -287,8 +289,7 @@ def build(
         credit=credit,
         shaper=shaper,
         metrics=metrics,
-        completion_log=log,
-        store=store,
+        journal=journal,
         collector=collector,
         appraiser=appraiser,
         learner=learner,
@@ -394,6 +395,8 @@ def _rewards(
         workers=args.reward_workers,
         time_limit=args.reward_time_limit,
         concurrency=args.reward_concurrency,
+        table_columns=TABLE_COLUMNS,
+        check_metric=check_loggable,
     )
     return rewards, classes, composition
 

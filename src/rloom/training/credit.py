@@ -49,10 +49,15 @@ class Shaper:
         self.limits = config.choices.reward_clip_range
         self.moments = RunningMoments()
 
-    def __call__(self, scores: Tensor, lengths: Tensor, ended: Tensor, *, update: bool) -> Tensor:
-        """(N, F) → (N,), NaN where nothing could score. `update=False` leaves the moments alone (evaluation)."""
+    def __call__(
+        self, scores: Tensor, lengths: Tensor, ended: Tensor, failed: Tensor | None = None, *, update: bool
+    ) -> Tensor:
+        """(N, F) → (N,), NaN where nothing could score. `update=False` leaves the moments alone (evaluation).
+
+        `failed` (N, F): where a reward's call failed, which shuts the gates that look at it.
+        """
         if self.composition is not None:
-            scores = self.composition.scaled(self.composition.gated(scores), update=update)
+            scores = self.composition.scaled(self.composition.gated(scores, failed), update=update)
         score = missing_eos(weighted_sum(scores, self.weights), ended, self.penalty)
         score = score - length_penalty(lengths, self.length_kind, **self.length_options)
         if self.normalization == "batch":
@@ -63,26 +68,23 @@ class Shaper:
             score = self.moments.normalize(score)
         return clip(score, self.limits)
 
-    def together(self, processes: Processes, scores: Tensor, lengths: Tensor, ended: Tensor) -> Tensor:
-        """The same for a rollout that several processes have parts of, and each for its own: what is normalised by, and
-        the running moments, are those of all."""
+    def together(
+        self, processes: Processes, scores: Tensor, lengths: Tensor, ended: Tensor, failed: Tensor | None = None
+    ) -> Tensor:
+        """The same for a rollout that several processes have parts of: normalisation statistics and running moments
+        cover all processes. Returns this process' part."""
         if processes.alone:
-            return self(scores, lengths, ended, update=True)
-        own = self.composition.failed if self.composition is not None else None
-        failed = own if own is not None and own.shape == scores.shape else torch.zeros_like(scores, dtype=torch.bool)
-        several = processes.gather((scores, lengths, ended, failed))
+            return self(scores, lengths, ended, failed, update=True)
+        own = torch.zeros_like(scores, dtype=torch.bool) if failed is None else failed
+        several = processes.gather((scores, lengths, ended, own))
         counts = [len(lengths) for _, lengths, _, _ in several]
-        *whole, failed = (torch.cat(column) for column in zip(*several, strict=True))
-        if self.composition is not None:  # whose gates are shut where a call has failed
-            self.composition.note_failures(failed)
-        shaped = self(*whole, update=True)
-        if self.composition is not None:
-            self.composition.note_failures(own)
+        shaped = self(*(torch.cat(column) for column in zip(*several, strict=True)), update=True)
         return shaped.split(counts)[processes.rank]
 
-    def total(self, scores: Tensor) -> Tensor:
+    def total(self, scores: Tensor, failed: Tensor | None = None) -> Tensor:
         """The weighted sum of gated scores, as they came otherwise: what `reward` in the log is. (N, F) → (N,)"""
-        return weighted_sum(scores if self.composition is None else self.composition.gated(scores), self.weights)
+        gated = scores if self.composition is None else self.composition.gated(scores, failed)
+        return weighted_sum(gated, self.weights)
 
 
 class Credit:

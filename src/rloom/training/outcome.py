@@ -11,6 +11,7 @@ from torch import Tensor
 
 from rloom.algo import masked_std
 from rloom.rewards.judging import TOTALS
+from rloom.rewards.scored import Scored
 from rloom.types import Group
 
 Report = list[tuple[str, float]]
@@ -33,18 +34,20 @@ class Outcome:
     totals: dict[str, float] = field(default_factory=dict)  # of what they logged: totals of the run so far
 
     @classmethod
-    def of(cls, groups: Sequence[Group], scores: Tensor, total: Tensor, asked: int, report: Report) -> Outcome:
+    def of(cls, groups: Sequence[Group], scored: Scored, total: Tensor, asked: int) -> Outcome:
         """Of some groups; `asked` is for each."""
         completions = [c for group in groups for c in group.completions]
         return cls(
             lengths=torch.tensor([float(len(c.token_ids)) for c in completions]),
             ended=torch.tensor([not c.truncated for c in completions]),
-            scores=scores,
+            scores=scored.scores,
             total=total,
             sizes=[len(group.completions) for group in groups],
             asked=asked * len(groups),
             prompt_tokens=sum(len(group.prompt.token_ids) * len(group.completions) for group in groups),
-            report=list(report),
+            report=list(scored.costs),
+            logged=[(name, value) for name, value in scored.logged if not name.startswith(TOTALS)],
+            totals=_largest([(name, value) for name, value in scored.logged if name.startswith(TOTALS)]),
         )
 
     @classmethod
@@ -69,13 +72,6 @@ class Outcome:
             logged=[entry for one in several for entry in one.logged],
             totals=_summed([one.totals for one in several]),
         )
-
-    def take_logged(self, entries: Report) -> None:
-        """What reward functions logged by `log_metric`."""
-        self.logged = [(name, value) for name, value in entries if not name.startswith(TOTALS)]
-        for name, value in entries:
-            if name.startswith(TOTALS):
-                self.totals[name] = max(value, self.totals.get(name, value))
 
     @property
     def num_tokens(self) -> int:
@@ -111,6 +107,15 @@ class Outcome:
         unscored = int(self.total.isnan().sum())
         if missing or unscored:
             add("completions/unscored_ratio", (missing + unscored) / self.asked)
+
+
+def _largest(entries: Report) -> dict[str, float]:
+    """The largest value of each name.
+
+    >>> _largest([("a", 1.0), ("a", 3.0), ("b", 2.0)])
+    {'a': 3.0, 'b': 2.0}
+    """
+    return dict(sorted(entries, key=lambda entry: entry[1]))
 
 
 def _summed(several: Sequence[dict[str, float]]) -> dict[str, float]:

@@ -2,38 +2,38 @@
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import fields, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from rloom.data.images import without_images
 from rloom.data.plan import UpdatePlan
 from rloom.data.prompts import PromptEncoder
 from rloom.errors import EngineError, NoCompletionError
-from rloom.evaluation.measured import Measured
 from rloom.generation.base import Engine
 from rloom.observe.completions import CompletionLog
 from rloom.observe.metrics import Metrics
-from rloom.observe.store import RunStore
-from rloom.printable import get_logger
 from rloom.rewards.base import RewardBatch
-from rloom.rewards.collection import RewardSet
+from rloom.rewards.collection import RewardSet, Scoring
+from rloom.rewards.scored import Scored
 from rloom.seeds import derive_seed
 from rloom.training.credit import Shaper
 from rloom.training.outcome import Outcome
 from rloom.training.processes import ALONE, Processes
-from rloom.types import EOS, Group, Prompt, Rollout, Share
-
-logger = get_logger(__name__)
+from rloom.types import Group, Prompt, Record, Rollout, Share
 
 ScoreFunction = Callable[[list[dict[str, Any]], list[Any], list[Any], list[list[int]]], Tensor]
 
 
 class Collector:
-    """Runs the engine and the rewards for a batch of rows, and writes down what came out."""
+    """Runs the engine and the rewards for a batch of rows.
+
+    `score` is TRL's override point, the trainer's `_calculate_rewards`; `state` gives the trainer's state, which reward
+    functions may ask for. `meanwhile` computes what needs no scores, while scores are awaited.
+    """
 
     def __init__(
         self,
@@ -41,29 +41,22 @@ class Collector:
         encoder: PromptEncoder,
         engine: Engine,
         score: ScoreFunction,
-        batch: Callable[..., RewardBatch],
+        state: Callable[[], Any],
         rewards: RewardSet,
         shaper: Shaper,
         decode: Callable[[list[list[int]]], list[str]],
-        truncated: str,
+        truncation: str,
         metrics: Metrics,
-        log: CompletionLog,
-        store: RunStore,
+        table: CompletionLog,
         count_tokens: Callable[[int], int],
-        log_images: bool = False,
         meanwhile: Callable[[Rollout], None] | None = None,
         processes: Processes = ALONE,
     ) -> None:
-        self.processes = processes
-        self.encoder, self.engine, self.score, self.shaper = encoder, engine, score, shaper
-        self.batch, self.rewards, self.reward_names = batch, rewards, rewards.names
-        self.decode, self.truncated = decode, truncated
-        self.metrics, self.log, self.count_tokens, self.log_images = metrics, log, count_tokens, log_images
-        self.store = store
-        self.meanwhile = meanwhile  # what can be computed of a rollout without its scores, while they are awaited
-        self.extra: dict[str, list[Any]] = {}  # what reward functions add to each completion of a rollout
-        self.logged: list[tuple[str, float]] = []  # what they log beside
-        self.measured: Measured | None = None  # while evaluating
+        self.encoder, self.engine, self.score, self.state = encoder, engine, score, state
+        self.rewards, self.shaper, self.decode, self.truncation = rewards, shaper, decode, truncation
+        self.metrics, self.table, self.count_tokens = metrics, table, count_tokens
+        self.meanwhile, self.processes = meanwhile, processes
+        self._scoring: Scoring | None = None  # of the rollout under way: TRL's override point has no place for it
 
     def collect(
         self,
@@ -82,35 +75,40 @@ class Collector:
         prompts = self.encoder.encode(rows)
         if mode == "train":
             seed = self._share_noise(prompts, seed, places)
-        self.logged = []
-        try:
-            groups = self._in_order(prompts, self._generate(prompts, num_generations, seed))
-            if not any(group.completions for group in groups):
-                raise NoCompletionError("the engine returned no completion at all; see its messages above")
-            rollout = self._without_scores(groups)
+        with self._begun() as scoring:
+            groups = self._generate(prompts, num_generations, seed, scoring)
+            rollout = Rollout.of(groups, self.truncation)
             if self.meanwhile is not None:
                 self.meanwhile(rollout)
             if not self._decodes_early:
                 self._decode(groups)
-            scores, texts = self._scored(groups)
-        finally:
-            self.rewards.forget()
-        self._set_scores(rollout, groups, scores, mode)
-        total = self.shaper.total(scores)
-        outcome = Outcome.of(groups, scores, total, num_generations, self.rewards.report)
-        self._record(outcome, mode, self.processes if mode == "train" else ALONE)
-        if self.measured is not None:
-            self.measured.add(groups, scores, total, texts)
-        stored = self._stored(groups, rollout)
-        rollout.records = self.store.add(stored)
-        self.log.add(rollout.records, self._shown(groups, texts, stored))
+            scored = self._score(groups, scoring)
+        self._set_scores(rollout, groups, scored, mode)
+        rollout.total = self.shaper.total(scored.scores, scored.failed)
+        rollout.records = rollout.drawn = self._records(groups, rollout, scored)
+        outcome = Outcome.of(groups, scored, rollout.total, num_generations)
+        self._log(outcome, mode, self.processes if mode == "train" else ALONE)
         return rollout
+
+    def score_rows(self, inputs: list[dict[str, Any]], prompts: list[Any], completions: list[Any], ids: Any) -> Tensor:
+        """Scores (N, F) by all rewards, NaN for None: what TRL's override point does where nobody overrides it."""
+        scoring = self._scoring or self.rewards.begin()
+        return scoring.score(self._batch(inputs, prompts, completions, ids)).scores
 
     def sit_out(self) -> None:
         """Take part in what processes find out together about a rollout, with no completions of one's own."""
-        nothing, self.logged = Outcome.nothing(len(self.reward_names)), []
+        nothing = Outcome.nothing(len(self.rewards.names))
         self.shaper.together(self.processes, nothing.scores, nothing.lengths, nothing.ended)
-        self._record(nothing, "train", self.processes)
+        self._log(nothing, "train", self.processes)
+
+    @contextmanager
+    def _begun(self) -> Iterator[Scoring]:
+        self._scoring = self.rewards.begin()
+        try:
+            yield self._scoring
+        finally:
+            self._scoring.cancel()
+            self._scoring = None
 
     def _share_noise(self, prompts: list[Prompt], seed: int, places: Sequence[int] | None) -> int:
         """Say which prompts these are among those of all processes, so that each draws what it would in one process.
@@ -123,8 +121,9 @@ class Collector:
             prompt.number = place
         return seed
 
-    def _generate(self, prompts: list[Prompt], num_generations: int, seed: int) -> list[Group]:
-        """All groups, as they come; rewards that are marked for it begin with each, while the next is generated."""
+    def _generate(self, prompts: list[Prompt], num_generations: int, seed: int, scoring: Scoring) -> list[Group]:
+        """All groups, in the order of the prompts. Rewards that are marked for it begin with each as it comes, while
+        the next is generated."""
         position = {id(prompt): index for index, prompt in enumerate(prompts)}
         names = column_names([prompt.columns for prompt in prompts])
         if any(prompt.inputs for prompt in prompts) and not getattr(self.engine, "takes_images", False):
@@ -140,113 +139,96 @@ class Collector:
             if self._decodes_early:
                 self._decode([group])
             if self.rewards.streaming:
-                self.rewards.add(position[id(group.prompt)], self.batch(*_flat([group]), names=names))
-        return groups
+                scoring.add(position[id(group.prompt)], self._batch(*_flat([group]), names=names))
+        if len(groups) != len(prompts):
+            raise EngineError(f"the engine returned {len(groups)} groups for {len(prompts)} prompts")
+        if not any(group.completions for group in groups):
+            raise NoCompletionError("the engine returned no completion at all; see its messages above")
+        return sorted(groups, key=lambda group: position[id(group.prompt)])
 
     @property
     def _decodes_early(self) -> bool:
         """Whether texts are made group by group; else while the device is busy with what is done meanwhile."""
         return self.rewards.streaming or self.meanwhile is None
 
-    def _in_order(self, prompts: list[Prompt], groups: list[Group]) -> list[Group]:
-        """Groups in the order of the prompts, whatever order they finished in; none may be lost."""
-        position = {id(prompt): index for index, prompt in enumerate(prompts)}
-        groups.sort(key=lambda group: position[id(group.prompt)])
-        if len(groups) != len(prompts):
-            raise EngineError(f"the engine returned {len(groups)} groups for {len(prompts)} prompts")
-        return groups
-
     def _decode(self, groups: list[Group]) -> None:
         completions = [c for group in groups for c in group.completions]
         for completion, text in zip(completions, self.decode([c.token_ids for c in completions]), strict=True):
             completion.text = text
 
-    def _scored(self, groups: list[Group]) -> tuple[Tensor, list[Any]]:
-        """Scores (N, F), and the completions as the functions saw them."""
-        inputs, contents, texts, ids = _flat(groups)
-        self.rewards.failed, self.rewards.reasons, self.extra = None, {}, {}
-        before = self.log.extra_lengths()
-        scores = self.score(inputs, contents, texts, ids).cpu().float()
-        self.extra |= self.log.extra_added_since(before, len(ids))
-        if self.shaper.composition is not None:
-            self.shaper.composition.note_failures(self.rewards.failed)
-        return scores, texts
-
-    def _without_scores(self, groups: list[Group]) -> Rollout:
-        completions = [c for group in groups for c in group.completions]
-        unknown = torch.full((len(completions),), torch.nan)
-        logprobs = [c.logprobs for c in completions]
-        return Rollout(
-            prompt_ids=[group.prompt.token_ids for group in groups for _ in group.completions],
-            completion_ids=[c.token_ids for c in completions],
-            groups=torch.tensor([index for index, group in enumerate(groups) for _ in group.completions]),
-            scores=unknown.unsqueeze(-1),
-            score=unknown,
-            trained=[bool(c.token_ids) and (self.truncated == "keep" or not c.truncated) for c in completions],
-            num_groups=len(groups),
-            sampling_logprobs=None if any(p is None for p in logprobs) else logprobs,  # type: ignore[arg-type]
-            ended=[c.stop_reason == EOS for c in completions],
-            prompt_inputs=[group.prompt.inputs for group in groups for _ in group.completions],
+    def _batch(
+        self,
+        inputs: list[dict[str, Any]],
+        prompts: list[Any],
+        completions: list[Any],
+        completion_ids: Any,
+        names: list[str] | None = None,
+    ) -> RewardBatch:
+        """Completions as rewards see them. `names` are the columns, where the rows at hand may not have them all."""
+        if names is None:
+            names = column_names(inputs)
+        return RewardBatch(
+            prompts=prompts,
+            completions=completions,
+            completion_ids=completion_ids,
+            columns={name: [row.get(name) for row in inputs] for name in names},
+            trainer_state=self.state(),
         )
 
-    def _set_scores(self, rollout: Rollout, groups: list[Group], scores: Tensor, mode: str) -> None:
-        completions = [c for group in groups for c in group.completions]
-        truncated = torch.tensor([c.truncated for c in completions])
-        lengths = torch.tensor([len(c.token_ids) for c in completions])
-        counted = scores
-        if self.truncated == "exclude":  # neither in a baseline nor in a normaliser
-            counted = torch.where(truncated.unsqueeze(-1), torch.full_like(scores, torch.nan), scores)
-        rollout.scores = scores
+    def _score(self, groups: list[Group], scoring: Scoring) -> Scored:
+        """What the rewards say, or whoever overrides them."""
+        inputs, contents, replies, ids = _flat(groups)
+        before = self.table.extra_lengths()
+        scores = self.score(inputs, contents, replies, ids).cpu().float()
+        scored = scoring.scored
+        if scored is None or len(scored.scores) != len(ids):  # somebody else scored, or some of them only
+            logged = scored.logged if scored is not None else []
+            scored = replace(Scored.nothing(*scores.shape), logged=logged)
+        scored.scores = scores
+        scored.extra |= self.table.extra_added_since(before, len(ids))
+        return scored
+
+    def _set_scores(self, rollout: Rollout, groups: list[Group], scored: Scored, mode: str) -> None:
+        truncated = torch.tensor([c.truncated for group in groups for c in group.completions])
+        lengths = torch.tensor([len(ids) for ids in rollout.completion_ids])
+        counted = scored.scores
+        if self.truncation == "exclude":  # neither in a baseline nor in a normaliser
+            counted = torch.where(truncated.unsqueeze(-1), torch.full_like(counted, torch.nan), counted)
+        rollout.scores = scored.scores
         if mode == "train":
-            rollout.score = self.shaper.together(self.processes, counted, lengths, ~truncated)
+            rollout.score = self.shaper.together(self.processes, counted, lengths, ~truncated, scored.failed)
         else:
-            rollout.score = self.shaper(counted, lengths, ~truncated, update=False)
+            rollout.score = self.shaper(counted, lengths, ~truncated, scored.failed, update=False)
 
     # -- what is written down
 
-    def _record(self, outcome: Outcome, mode: str, processes: Processes) -> None:
-        outcome.take_logged(self.logged)
+    def _log(self, outcome: Outcome, mode: str, processes: Processes) -> None:
+        """Metrics of a rollout; in training, of all processes' parts of it."""
         whole = Outcome.joined(processes.gather(outcome))
         for name, value in whole.logged:
             self.metrics.add(mode, name, value)
         for name, value in whole.totals.items():  # calls come in the order of prompts, not of time: the largest counts
             self.metrics.set(mode, name, max([value, *map(float, self.metrics.values[mode].get(name, []))]))
         self.metrics.set(mode, "num_tokens", self.count_tokens(whole.num_tokens if mode == "train" else 0))
-        whole.record(self.reward_names, lambda name, value: self.metrics.add(mode, name, value))
+        whole.record(self.rewards.names, lambda name, value: self.metrics.add(mode, name, value))
 
-    def _stored(self, groups: list[Group], rollout: Rollout) -> list[dict[str, Any]]:
-        """The rollout as the run's store keeps it; the advantages follow when they are known."""
+    def _records(self, groups: list[Group], rollout: Rollout, scored: Scored) -> list[Record]:
+        """What table and store will say about each completion."""
         flat = [(number, g.prompt, c) for number, g in enumerate(groups) for c in g.completions]
         scores, reward = rollout.scores.tolist(), rollout.score.tolist()
-        extra = {name: values for name, values in self.extra.items() if len(values) == len(flat)}
+        extra = {name: values for name, values in scored.extra.items() if len(values) == len(flat)}
         return [
-            {
-                "group": number,
-                "prompt": without_images(prompt.content),
-                "completion": completion.text,
-                "scores": dict(zip(self.reward_names, scores[row], strict=True)),
-                "failures": self.rewards.reasons.get(row, {}),
-                "reward": reward[row],
-                "advantage": None,
-                "stop_reason": completion.stop_reason,
-                "num_tokens": len(completion.token_ids),
-                "extra": {name: values[row] for name, values in extra.items()},
-            }
+            Record(
+                group=number,
+                prompt=prompt,
+                completion=completion,
+                reply=_as_reply(prompt.conversational, completion.text),
+                scores=dict(zip(self.rewards.names, scores[row], strict=True)),
+                failures=scored.reasons.get(row, {}),
+                reward=reward[row],
+                extra={name: values[row] for name, values in extra.items()},
+            )
             for row, (number, prompt, completion) in enumerate(flat)
-        ]
-
-    def _shown(self, groups: list[Group], texts: list[Any], stored: list[dict[str, Any]]) -> list[dict[str, Any]]:
-        """The rollout as the table of completions shows it; the advantages follow when they are known."""
-        prompts = [group.prompt for group in groups for _ in group.completions]
-        return [
-            {
-                "prompt": prompt.content,
-                "completion": text,
-                "rewards": row["scores"],
-                "extra": row["extra"],
-                **({"images": prompt.images} if self.log_images else {}),
-            }
-            for prompt, text, row in zip(prompts, texts, stored, strict=True)
         ]
 
 
@@ -295,8 +277,18 @@ def replace_degenerate(
         found = [group for group, without in enumerate(other.degenerate()) if not without]
         swaps = dict(zip(missing, found, strict=False))
         replaced += len(swaps)
+        drawn = _drawn_together(rollout, other)
         rollout = _assembled([(other, swaps[g]) if g in swaps else (rollout, g) for g in range(len(equal))])
+        rollout.drawn = drawn
     return rollout, replaced
+
+
+def _drawn_together(rollout: Rollout, other: Rollout) -> list[Record]:
+    """Records of both, with groups counted on."""
+    before = 1 + max(record.group for record in rollout.drawn)
+    for record in other.drawn:
+        record.group += before
+    return [*rollout.drawn, *other.drawn]
 
 
 def _assembled(sources: list[tuple[Rollout, int]]) -> Rollout:
@@ -318,8 +310,12 @@ def _assembled(sources: list[tuple[Rollout, int]]) -> Rollout:
         sampling_logprobs=None if any(s is None for s in sampled) else sampled,  # type: ignore[arg-type]
         ended=[bool(r.ended and r.ended[row]) for r, row, _ in rows],
         prompt_inputs=[r.prompt_inputs[row] for r, row, _ in rows],
+        total=torch.stack([r.total[row] for r, row, _ in rows]),  # type: ignore[index]
         records=[r.records[row] for r, row, _ in rows],
     )
+
+
+FIELDS = {field.name for field in fields(Rollout)}
 
 
 class RolloutBuffer:
@@ -342,18 +338,18 @@ class RolloutBuffer:
         self.rollouts = {key: entry for key, entry in self.rollouts.items() if entry[1] > 0}
         return shares
 
-    def records(self) -> set[int]:
-        """Numbers, in store and table, of rows that wait for their first update."""
-        return {number for rollout, _ in self.rollouts.values() for number in rollout.records}
-
     def state_dict(self) -> list[dict[str, Any]]:
-        """The rollouts that later updates need, as plain data."""
-        names = [field.name for field in dataclasses.fields(Rollout)]
+        """The rollouts that later updates need, as plain data. What is written down about them was, at their first
+        use."""
+        names = FIELDS - {"records", "drawn", "total"}
         return [
             {"key": list(key), "left": left, "rollout": {name: getattr(rollout, name) for name in names}}
             for key, (rollout, left) in self.rollouts.items()
         ]
 
     def load_state_dict(self, state: list[dict[str, Any]]) -> None:
-        """Go on where a checkpoint stopped."""
-        self.rollouts = {tuple(e["key"]): (Rollout(**e["rollout"]), e["left"]) for e in state}
+        """Go on where a checkpoint stopped; older ones have fields that are no more."""
+        self.rollouts = {}
+        for entry in state:
+            known = {name: value for name, value in entry["rollout"].items() if name in FIELDS - {"records"}}
+            self.rollouts[tuple(entry["key"])] = (Rollout(**known), entry["left"])

@@ -6,7 +6,6 @@ How its loop and its checkpoints are fitted to that is in `loop.py`, how it is p
 from __future__ import annotations
 
 import functools
-import itertools
 import sys
 import time
 from collections.abc import Iterator
@@ -26,17 +25,15 @@ from rloom.data.datasets import check_dataset, image_column, is_chat
 from rloom.data.images import without_images
 from rloom.data.loader import DealtStream, as_is
 from rloom.data.plan import UpdatePlan
-from rloom.errors import NoCompletionError, RewardError
+from rloom.errors import NoCompletionError
 from rloom.evaluation.measured import Measured
 from rloom.evaluation.statistics import Estimate
 from rloom.generation.base import Engine
 from rloom.models.load import is_peft_model
 from rloom.models.precision import warn_of_lost_bits
-from rloom.observe.completions import TABLE_COLUMNS
-from rloom.observe.metrics import BUILT_IN, BUILT_IN_PREFIXES
+from rloom.observe.journal import Page, in_turns
 from rloom.observe.trackers import tensorboard_writer
 from rloom.printable import get_logger
-from rloom.rewards.base import RewardBatch
 from rloom.rewards.judging import TOTALS
 from rloom.seeds import derive_seed
 from rloom.training import assemble, contest, launch, loaders
@@ -46,10 +43,9 @@ from rloom.training.finite import FiniteUpdates
 from rloom.training.folder import OutputFolder
 from rloom.training.interrupts import Interrupts
 from rloom.training.loop import UpdateLoop
-from rloom.training.noted import Noted, in_turns
 from rloom.training.precision import choose_precision
 from rloom.training.processes import Processes
-from rloom.training.rollouts import RolloutBuffer, column_names, replace_degenerate
+from rloom.training.rollouts import RolloutBuffer, replace_degenerate
 from rloom.types import MicroBatch, Rollout
 
 logger = get_logger(__name__)
@@ -154,13 +150,14 @@ class RLOOTrainer(UpdateLoop):
         self.rewards, self.collector, self.learner = parts.rewards, parts.collector, parts.learner
         self.appraiser, self.credit, self.shaper = parts.appraiser, parts.credit, parts.shaper
         self.reference = parts.reference
-        self.metrics, self.completion_log, self.store = parts.metrics, parts.completion_log, parts.store
+        self.metrics, self.journal = parts.metrics, parts.journal
+        self.completion_log, self.store = parts.journal.table, parts.journal.store
         self.finite, self.interrupts = FiniteUpdates(self.metrics), Interrupts()
         self.folder = OutputFolder(args.output_dir, main=self.processes.is_main)
         self.schedule = loaders.schedule(args)
         self.buffer = RolloutBuffer(self._make_rollout, self.schedule.parts * self.schedule.passes)
         self._eval_prefix: str | None = None  # while evaluating: what metric names begin with
-        self._noted: list[Noted] = []  # batches of an evaluation, until all processes are through with theirs
+        self._batches: list[tuple[Page, Measured]] = []  # of an evaluation: what is to be written, and was measured
         self._publish(policy, functions, parts)
         if self.processes.is_main:
             print(f"rloom: {self.chosen()}", file=sys.stderr, flush=True)
@@ -213,14 +210,13 @@ class RLOOTrainer(UpdateLoop):
         model.train()
         if hasattr(self.optimizer, "train") and callable(self.optimizer.train):
             self.optimizer.train()  # schedule-free optimizers have modes
-        self.store.forget(but=self.buffer.records())  # what an update left that failed
         shares = self.buffer.take(inputs)
         self.finite.begin(shares, self.state.global_step + 1)  # after generation, which has waited for the device
         own = getattr(self.compute_loss, "__func__", None) is not RLOOTrainer.compute_loss  # it may add to ours
         loss = self.learner.accumulate(
             model, shares, compute_loss=self.compute_loss, backward=self._backward, skip=not own
         )
-        self._note_first_use([share.rollout for share in shares])
+        self._write_down([self._first_used([share.rollout for share in shares])])
         if self.args.torch_empty_cache_steps and self.state.global_step % self.args.torch_empty_cache_steps == 0:
             clear_device_cache()
         self.metrics.add("train", "step_time", time.perf_counter() - began)
@@ -286,48 +282,7 @@ class RLOOTrainer(UpdateLoop):
         completion_ids_list: list[Any],
     ) -> Tensor:
         """Scores (N, F), NaN for None. TRL's hook: override it to score in a way of your own."""
-        return self.rewards.score(self._reward_batch(inputs, prompts, completions, completion_ids_list))
-
-    def _reward_batch(
-        self,
-        inputs: list[dict[str, Any]],
-        prompts: list[Any],
-        completions: list[Any],
-        completion_ids: list[Any],
-        names: list[str] | None = None,
-    ) -> RewardBatch:
-        """Completions as rewards see them. `names` are the columns, where the rows at hand may not have them all."""
-        if names is None:
-            names = column_names(inputs)
-        return RewardBatch(
-            prompts=prompts,
-            completions=completions,
-            completion_ids=completion_ids,
-            columns={name: [row.get(name) for row in inputs] for name in names},
-            trainer_state=self.state,
-            log_extra=self._log_extra,
-            log_metric=self._log_metric,
-            check_metric=self._check_metric,
-        )
-
-    def _log_extra(self, column: str, values: list[Any]) -> None:
-        if column in TABLE_COLUMNS or column in self.rewards.names:
-            raise RewardError(
-                f"log_extra({column!r}, …): that column of the table is the trainer's own; choose another"
-            )
-        taken = self.collector.extra  # of this rollout: two functions may choose the same name, and both are kept
-        names = itertools.chain([column], (f"{column} ({n})" for n in itertools.count(2)))
-        column = next(name for name in names if name not in taken)
-        taken[column] = list(values)
-
-    def _log_metric(self, name: str, value: float) -> None:
-        self.collector.logged.append((name, float(value)))
-
-    def _check_metric(self, name: str, value: float) -> None:
-        if name in BUILT_IN or name.startswith(BUILT_IN_PREFIXES):
-            raise RewardError(f"log_metric({name!r}, …): that name is the trainer's own; choose another")
-        if not isinstance(value, (int, float, torch.Tensor)) and not hasattr(value, "__float__"):
-            raise RewardError(f"log_metric({name!r}, …): the value must be a number, not {value!r}")
+        return self.collector.score_rows(inputs, prompts, completions, completion_ids_list)
 
     @property
     def _mode(self) -> str:
@@ -374,54 +329,56 @@ class RLOOTrainer(UpdateLoop):
     @contextmanager
     def _evaluating(self, prefix: str) -> Iterator[None]:
         """One of several sets may be evaluated inside of an evaluation of them all: what was before comes back."""
-        before = self._eval_prefix, self.collector.measured
-        self._eval_prefix = prefix
-        self.collector.measured = self._nothing_measured()
+        before = self._eval_prefix, self._batches
+        self._eval_prefix, self._batches = prefix, []
         try:
             with self._rewards_open():
                 yield
         finally:
-            self._eval_prefix, self.collector.measured = before
-
-    def _nothing_measured(self) -> Measured:
-        return Measured(reward_names=self.rewards.names, contest=self.contest)
+            self._eval_prefix, self._batches = before
 
     def evaluation_loop(self, *args: Any, **kwargs: Any) -> EvalLoopOutput:
         """All batches, and then what they come to: means over prompts, with their intervals."""
-        self._noted = []
+        self._batches = []
         if not self.processes.alone:  # which have batches of their own, some perhaps one less: each keeps its losses
             self.gather_function = as_is
         output = super().evaluation_loop(*args, **kwargs)
+        batches, self._batches = self._batches, []
         if not self.processes.alone:
-            output = self._join_evaluation(output)
-        found = self.processes.from_main(self._estimates() if self.processes.is_main else None)
+            output, batches = self._join_evaluation(output, batches)
+        found = self.processes.from_main(self._estimates(batches) if self.processes.is_main else None)
         for name, value in found.items():
             for end, number in (("", value.value), ("_low", value.low), ("_high", value.high)):
                 self.metrics.set("eval", f"{name}{end}", number)
         return output
 
-    def _estimates(self) -> dict[str, Estimate]:
-        measured = self.collector.measured
-        assert measured is not None
+    def _estimates(self, batches: list[tuple[Page, Measured]]) -> dict[str, Estimate]:
+        measured = self._nothing_measured()
+        measured.join([one for _, one in batches])
         found = measured.estimates()
         if (rate := self._win_rate(measured)) is not None:
             found["win_rate"] = rate
         return found
 
-    def _join_evaluation(self, output: EvalLoopOutput) -> EvalLoopOutput:
+    def _nothing_measured(self) -> Measured:
+        return Measured(reward_names=self.rewards.names, contest=self.contest)
+
+    def _join_evaluation(
+        self, output: EvalLoopOutput, batches: list[tuple[Page, Measured]]
+    ) -> tuple[EvalLoopOutput, list[tuple[Page, Measured]]]:
         """One evaluation of what several processes have evaluated: as if one had run all batches."""
-        batches, self._noted = self._noted, []
         self.metrics.join("eval", self.processes.gather(self.metrics.state_dict()["eval"]), summed=TOTALS)
-        noted = in_turns(self._write_down(batches))
-        if self.processes.is_main and self.collector.measured is not None:
-            self.collector.measured.join([batch.measured for batch in noted if batch.measured is not None])
+        pages = self._write_down([page for page, _ in batches])
+        own = [one if self.processes.is_main else one.sendable() for _, one in batches]
+        measured = self.processes.to_main(own)
         name = f"{self._eval_prefix}_loss"
         loss = float(output.metrics.get(name, 0.0)) * len(batches)
         total, count, seen = self.processes.total(loss, len(batches), output.num_samples)
         if count:
             output.metrics[name] = total / count
         dealt = isinstance(self.callback_handler.eval_dataloader.dataset, DealtStream)  # which knows no length
-        return output._replace(num_samples=seen) if dealt else output
+        joined = list(zip(pages, in_turns(measured), strict=True))
+        return output._replace(num_samples=seen) if dealt else output, joined
 
     def _win_rate(self, measured: Measured) -> Estimate | None:
         """A judge that cannot be reached costs a run its win rate, and ends it only where a failed reward would."""
@@ -440,12 +397,15 @@ class RLOOTrainer(UpdateLoop):
         count = self.args.num_generations_eval or self.args.num_generations
         texts = [str(without_images(row["prompt"])) for row in inputs]
         seed = derive_seed(self.args.seed, "eval", 0, texts)
-        self.store.forget(but=self.buffer.records())
         rollout = self.collector.collect(inputs, count, seed=seed, mode="eval")
         loss = self.learner.evaluate(model, rollout)
-        if self.collector.measured is not None:
-            self.collector.measured.add_kl(rollout)
-        self._note_first_use([rollout])
+        measured = self._nothing_measured()
+        measured.add(rollout)
+        page = self._first_used([rollout])
+        if self._eval_prefix is None or self.processes.alone:
+            self._write_down([page])
+            page = Page()
+        self._batches.append((page, measured))  # several processes write when all are through with theirs
         return loss.detach(), None, None
 
     # -- logs
@@ -461,42 +421,30 @@ class RLOOTrainer(UpdateLoop):
             writer = tensorboard_writer(self.callback_handler.callbacks)
             self.completion_log.show(self.state.global_step, self.args, writer)
 
-    def _note_first_use(self, rollouts: list[Rollout]) -> None:
-        """KL and advantages are known with the first update of a rollout: they join log and store then."""
-        shown: list[dict[str, Any]] = []
-        for rollout in {id(r): r for r in rollouts}.values():
-            if not rollout.logged:
-                rollout.logged = True
-                known = [
-                    torch.zeros(()) if a is None or not a.numel() else a.mean().float() for a in rollout.advantages
-                ]
-                device = max((a.device for a in known), key=lambda device: device.type != "cpu")
-                advantages = torch.stack([a.to(device) for a in known]).tolist()
-                shown += self.completion_log.take(rollout.records, advantages)
-                self.store.settle(rollout.records, advantages)
-                rollout.records = []
-                self.appraiser.record(rollout, self._mode)
-        self.completion_log.forget()  # groups that were replaced
-        noted = Noted(shown=shown, stored=self.store.take(plain=not self.processes.is_main))
-        if self._mode == "eval" and not self.processes.alone:
-            noted.measured, self.collector.measured = self.collector.measured, self._nothing_measured()
-            self._noted.append(noted)
-        else:
-            self._write_down([noted])
+    def _first_used(self, rollouts: list[Rollout]) -> Page:
+        """KL and advantages are known with the first update of a rollout: it is logged and written down then."""
+        new = [rollout for rollout in {id(r): r for r in rollouts}.values() if rollout.records]
+        for rollout in new:
+            known = [torch.zeros(()) if a is None or not a.numel() else a.mean().float() for a in rollout.advantages]
+            device = max((a.device for a in known), key=lambda device: device.type != "cpu")
+            advantages = torch.stack([a.to(device) for a in known]).tolist()
+            for record, advantage in zip(rollout.records, advantages, strict=True):
+                record.advantage = advantage
+            self.appraiser.record(rollout, self._mode)
+        return self.journal.page(new)
 
-    def _write_down(self, batches: list[Noted]) -> list[list[Noted]]:
-        """What all processes have to say of an update, or of their batches of an evaluation: the main one writes it to
-        table and store, and is the one that it is returned to."""
+    def _write_down(self, pages: list[Page]) -> list[Page]:
+        """What all processes have to write down of an update, or of their batches of an evaluation: the main one does,
+        and is the one that it is returned to."""
         if not self.processes.is_main:
             wanted = self.args.log_completions or self.args.num_sample_generations
-            batches = [batch.sendable(table=bool(wanted)) for batch in batches]
+            pages = [self.journal.sendable(page, table=bool(wanted)) for page in pages]
         done = self.state.global_step  # the update under way is counted when it is over
         step = done + 1 if self._mode == "train" else done
-        several = self.processes.to_main(batches)
-        for batch in in_turns(several):
-            self.completion_log.extend(batch.shown)
-            self.store.write_rows(batch.stored, step, self._eval_prefix or "train")
-        return several
+        everybodys = list(in_turns(self.processes.to_main(pages)))
+        for page in everybodys:
+            self.journal.write(page, step, self._eval_prefix or "train")
+        return everybodys
 
     def _count_tokens(self, new: int) -> int:
         self.state.num_input_tokens_seen += new

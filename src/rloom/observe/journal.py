@@ -1,0 +1,85 @@
+"""Writing completions down, once an update or an evaluation has used them: in the table, and in the run's store."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+from rloom.data.images import without_images
+from rloom.observe.completions import CompletionLog, sendable
+from rloom.observe.store import RunStore
+from rloom.types import Record, Rollout
+
+T = TypeVar("T")
+
+
+@dataclass(slots=True, kw_only=True)
+class Page:
+    """Rows for the table of completions, and rows for the store. With several processes, pages go to the main one."""
+
+    shown: list[dict[str, Any]] = field(default_factory=list)
+    stored: list[dict[str, Any]] = field(default_factory=list)
+
+
+class Journal:
+    """Writes the records of rollouts to table and store. `images`: whether the table has those of prompts."""
+
+    def __init__(self, table: CompletionLog, store: RunStore, *, images: bool = False) -> None:
+        self.table, self.store, self.images = table, store, images
+
+    def page(self, rollouts: Sequence[Rollout]) -> Page:
+        """What is to be written down about rollouts whose advantages are known. Their records are let go."""
+        page = Page()
+        for rollout in rollouts:
+            groups_before = 1 + max((row["group"] for row in page.stored), default=-1)
+            page.shown += [self._shown(record) for record in rollout.records]
+            page.stored += [_stored(record, groups_before) for record in rollout.drawn]
+            rollout.records, rollout.drawn, rollout.total = [], [], None
+        return page
+
+    def sendable(self, page: Page, *, table: bool) -> Page:
+        """A page as the main process can be sent it; rows of the table where it shows one."""
+        return Page(shown=sendable(page.shown) if table else [], stored=self.store.plain(page.stored))
+
+    def write(self, page: Page, step: int, mode: str) -> None:
+        """Write a page, as of a step, of training or of an evaluation's name."""
+        self.table.extend(page.shown)
+        self.store.write(page.stored, step, mode)
+
+    def _shown(self, record: Record) -> dict[str, Any]:
+        row = {
+            "prompt": record.prompt.content,
+            "completion": record.reply,
+            "rewards": record.scores,
+            "extra": record.extra,
+            "advantages": record.advantage,
+        }
+        return row | {"images": record.prompt.images} if self.images else row
+
+
+def _stored(record: Record, groups_before: int) -> dict[str, Any]:
+    return {
+        "group": groups_before + record.group,
+        "prompt": without_images(record.prompt.content),
+        "completion": record.completion.text,
+        "scores": record.scores,
+        "failures": record.failures,
+        "reward": record.reward,
+        "advantage": record.advantage,
+        "stop_reason": record.completion.stop_reason,
+        "num_tokens": len(record.completion.token_ids),
+        "extra": record.extra,
+    }
+
+
+def in_turns(several: Sequence[Sequence[T]]) -> Iterator[T]:
+    """Everybody's first, then everybody's second, and so on: the order in which batches were given to processes.
+
+    >>> list(in_turns([["first", "third"], ["second"]]))
+    ['first', 'second', 'third']
+    """
+    missing = object()
+    for turn in itertools.zip_longest(*several, fillvalue=missing):
+        yield from (one for one in turn if one is not missing)  # type: ignore[misc]
