@@ -259,7 +259,7 @@ def test_nothing_waits_inside_an_update(tmp_path, tokenizer):
         engine=FakeEngine(lambda prompt, k, seed: [5 + k, 6, 7 + k] * (k + 1), eos_token_ids=[0]),
     )  # fmt: skip
     copies = []
-    for owner, name in ((trainer.appraiser, "prepare"), (trainer.learner, "accumulate")):
+    for owner, name in ((trainer.assigner, "begin"), (trainer.learner, "accumulate")):
         plain = getattr(owner, name)
 
         def strict(*args, plain=plain, **kwargs):

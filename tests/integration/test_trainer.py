@@ -243,8 +243,8 @@ def test_the_reference_is_asked_once_and_before_rewards_are(config, rows, option
 
     args = config(beta=0.1, max_steps=1, **options)
     trainer = RLOOTrainer(make_model(), noted, args, rows, processing_class=make_tokenizer())
-    run = trainer.appraiser._reference_pass
-    trainer.appraiser._reference_pass = lambda rollout: (order.append("reference"), run(rollout))
+    run = trainer.assigner._reference_pass
+    trainer.assigner._reference_pass = lambda rollout: (order.append("reference"), run(rollout))
     trainer.train()
     assert order == expected
 

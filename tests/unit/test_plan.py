@@ -58,7 +58,6 @@ def test_the_default_is_one_rollout_per_update():
     plans = list(plan_epoch(schedule(parts=3, parts_per_update=3), 5, list(range(6))))
     assert [refs(plan) for plan in plans] == [[(r, 0), (r, 1), (r, 2)] for r in range(3)]
     assert [plan.prompts for plan in plans] == [{0: [0, 1]}, {1: [2, 3]}, {2: [4, 5]}]
-    assert [plan.whole for plan in plans] == [{0: True}, {1: True}, {2: True}]
     assert [plan.key(r) for r, plan in enumerate(plans)] == [(5, 0), (5, 1), (5, 2)]
     assert all(ref.parts == 3 for plan in plans for ref in plan.parts)
 
@@ -66,35 +65,24 @@ def test_the_default_is_one_rollout_per_update():
 def test_several_updates_per_rollout():
     plans = list(plan_epoch(schedule(parts=4, parts_per_update=2), 0, list(range(4))))
     assert [refs(plan) for plan in plans] == [[(0, 0), (0, 1)], [(0, 2), (0, 3)], [(1, 0), (1, 1)], [(1, 2), (1, 3)]]
-    assert [plan.whole for plan in plans] == [{0: False}, {0: False}, {1: False}, {1: False}]
 
 
 def test_several_passes():
     plans = list(plan_epoch(schedule(parts=2, parts_per_update=2, passes=3), 0, list(range(2))))
     assert [refs(plan) for plan in plans] == [[(0, 0), (0, 1)]] * 3
-    assert [plan.whole for plan in plans] == [{0: True}, {0: False}, {0: False}]
 
 
 def test_an_update_may_hold_the_end_of_one_rollout_and_the_start_of_the_next():
     plans = list(plan_epoch(schedule(parts=2, parts_per_update=3), 0, list(range(6))))
     assert [refs(plan) for plan in plans] == [[(0, 0), (0, 1), (1, 0)], [(1, 1), (2, 0), (2, 1)]]
     assert [plan.prompts for plan in plans] == [{0: [0, 1], 1: [2, 3]}, {1: [2, 3], 2: [4, 5]}]
-    assert [plan.whole for plan in plans] == [{0: True, 1: False}, {1: False, 2: True}]
 
 
 def test_an_update_larger_than_a_rollout():
     plans = list(plan_epoch(schedule(parts=1, parts_per_update=2, passes=2), 0, list(range(4))))
     assert [refs(plan) for plan in plans] == [[(0, 0), (0, 0)], [(1, 0), (1, 0)]]
-    assert [plan.whole for plan in plans] == [{0: True}, {1: True}]
     plans = list(plan_epoch(schedule(parts=1, parts_per_update=4), 0, list(range(10))))
     assert [refs(plan) for plan in plans] == [[(0, 0), (1, 0), (2, 0), (3, 0)], [(4, 0)]]
-    assert [plan.whole for plan in plans] == [dict.fromkeys(range(4), True), {4: True}]
-
-
-def test_all_parts_seen_too_late_are_not_whole():
-    """The second pass covers all parts, but the weights have moved since the rollout."""
-    plans = list(plan_epoch(schedule(parts=2, parts_per_update=2, passes=2), 0, list(range(2))))
-    assert [plan.whole[0] for plan in plans] == [True, False]
 
 
 def test_the_last_update_of_an_epoch_may_be_short():
@@ -112,19 +100,8 @@ def test_every_part_of_every_rollout_is_used_once_per_pass(plan, num_prompts):
     assert len(plans) == plan.num_updates(rollouts)
     assert all(len(update.parts) == plan.parts_per_update for update in plans[:-1])
     assert all(0 < len(update.parts) <= plan.parts_per_update for update in plans)
-    assert all(set(update.prompts) == set(update.whole) == {r for r, _ in refs(update)} for update in plans)
+    assert all(set(update.prompts) == {r for r, _ in refs(update)} for update in plans)
     assert prompts_in_order(plans) == list(range(rollouts * plan.prompts))
-
-
-@settings(max_examples=100, deadline=None)
-@given(schedules, st.integers(1, 30))
-def test_whole_means_first_use_and_all_parts(plan, num_prompts):
-    seen: set[int] = set()
-    for update in plan_epoch(plan, 0, list(range(num_prompts))):
-        for rollout, whole in update.whole.items():
-            parts = [part for r, part in refs(update) if r == rollout]
-            assert whole == (rollout not in seen and all(part in parts for part in range(plan.parts)))
-        seen |= set(update.whole)
 
 
 # -- the order

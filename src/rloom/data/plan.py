@@ -11,7 +11,7 @@ and an *update* takes the next A of them (`gradient_accumulation_steps`), fewer 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -86,16 +86,11 @@ class PartRef:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UpdatePlan:
-    """One update: its parts, the rollouts they belong to, and each rollout's prompts (indices, later rows).
-
-    `whole[r]` says that this update is the first to use rollout r and trains on all of it, so that nothing of it
-    has to be computed beforehand at the rollout's weights.
-    """
+    """One update: its parts, the rollouts they belong to, and each rollout's prompts (indices, later rows)."""
 
     epoch: int
     parts: list[PartRef]
     prompts: dict[int, list[Any]]
-    whole: dict[int, bool]
 
     def key(self, rollout: int) -> tuple[int, int]:
         """The rollout's identity over the whole run."""
@@ -104,22 +99,13 @@ class UpdatePlan:
 
 def plan_epoch(schedule: Schedule, epoch: int, indices: list[int]) -> Iterator[UpdatePlan]:
     """The updates of one epoch, given the order of the prompts."""
-    seen: set[int] = set()
     for parts in schedule.updates(schedule.num_rollouts(len(indices))):
-        yield _plan(schedule, epoch, parts, seen, lambda rollout: schedule.local(indices, rollout))
+        yield _plan(epoch, parts, lambda rollout: schedule.local(indices, rollout))
 
 
-def _plan(schedule: Schedule, epoch: int, parts: list[PartRef], seen: set[int], prompts_of: Any) -> UpdatePlan:
-    used = list(dict.fromkeys(ref.rollout for ref in parts))
-    covered = {r: {ref.part for ref in parts if ref.rollout == r} for r in used}
-    plan = UpdatePlan(
-        epoch=epoch,
-        parts=parts,
-        prompts={rollout: prompts_of(rollout) for rollout in used},
-        whole={r: r not in seen and len(covered[r]) == schedule.parts for r in used},
-    )
-    seen.update(used)
-    return plan
+def _plan(epoch: int, parts: list[PartRef], prompts_of: Callable[[int], list[Any]]) -> UpdatePlan:
+    used = dict.fromkeys(ref.rollout for ref in parts)
+    return UpdatePlan(epoch=epoch, parts=parts, prompts={rollout: prompts_of(rollout) for rollout in used})
 
 
 class PlanSampler:
@@ -166,7 +152,6 @@ def plan_stream(schedule: Schedule, epoch: int, rows: Iterator[Any]) -> Iterator
     """The updates of a stream of rows whose length is not known; a rest that fills no rollout is left out."""
     per_rollout = schedule.prompts * schedule.world_size
     window: dict[int, list[Any]] = {}
-    seen: set[int] = set()
     pending: list[PartRef] = []
     rollout = 0
     chunk: list[Any] = []
@@ -180,7 +165,7 @@ def plan_stream(schedule: Schedule, epoch: int, rows: Iterator[Any]) -> Iterator
         rollout += 1
         while len(pending) >= schedule.parts_per_update:
             parts, pending = pending[: schedule.parts_per_update], pending[schedule.parts_per_update :]
-            yield _plan(schedule, epoch, parts, seen, window.__getitem__)
+            yield _plan(epoch, parts, window.__getitem__)
         window = {r: kept for r, kept in window.items() if any(ref.rollout == r for ref in pending)}
     if pending:
-        yield _plan(schedule, epoch, pending, seen, window.__getitem__)
+        yield _plan(epoch, pending, window.__getitem__)

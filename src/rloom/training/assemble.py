@@ -39,7 +39,7 @@ from rloom.rewards.build import as_list, build_reward, check_rewards, is_url, lo
 from rloom.rewards.collection import RewardSet
 from rloom.rewards.compose import Composition, Term, as_terms
 from rloom.training import contest, loaders, tuning
-from rloom.training.appraiser import Appraiser
+from rloom.training.assigner import CreditAssigner
 from rloom.training.budget import TokenBudget
 from rloom.training.credit import Credit, Shaper
 from rloom.training.learner import Learner
@@ -77,7 +77,7 @@ class Parts:
     metrics: Metrics
     journal: Journal
     collector: Collector
-    appraiser: Appraiser
+    assigner: CreditAssigner
     learner: Learner
 
 
@@ -255,11 +255,11 @@ def build(
     if not datasets.is_iterable(trainer.train_dataset):
         encoder.check_early(trainer.train_dataset)
     passes = _passes(trainer, policy, reference, encoder, args)
-    appraiser = Appraiser(args, passes=passes, credit=credit, metrics=metrics, processes=processes)
+    assigner = CreditAssigner(args, passes=passes, credit=credit, metrics=metrics, processes=processes)
     learner = Learner(
         args,
         passes=passes,
-        appraiser=appraiser,
+        assigner=assigner,
         metrics=metrics,
         aux_loss_weight=_aux_loss_weight(trainer.model, args.router_aux_loss_coef),
         keeps_gradients=not trainer.is_deepspeed_enabled,
@@ -278,7 +278,7 @@ def build(
         table=journal.table,
         count_tokens=trainer._count_tokens,
         # Of groups that may be replaced, it would be work for nothing.
-        meanwhile=appraiser.begin if reference is not None and not args.dynamic_sampling else None,
+        meanwhile=assigner.begin if reference is not None and not args.dynamic_sampling else None,
         processes=processes,
     )
     _hint_dropout(trainer.model, args)
@@ -291,7 +291,7 @@ def build(
         metrics=metrics,
         journal=journal,
         collector=collector,
-        appraiser=appraiser,
+        assigner=assigner,
         learner=learner,
     )
 

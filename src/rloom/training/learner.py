@@ -1,11 +1,11 @@
-"""Learning from a rollout: its micro-batches forward, their loss, backward. What its rows are worth is the appraiser's.
+"""Learning from a rollout: its micro-batches forward, their loss, backward. Advantages are the credit assigner's.
 
 One denominator covers the update: micro-batches change speed and memory, never the gradient.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -15,7 +15,7 @@ from rloom.algo import aggregate, policy_loss
 from rloom.errors import ConfigError
 from rloom.models.precision import added_as_they_come
 from rloom.observe.metrics import Metrics
-from rloom.training.appraiser import Appraiser
+from rloom.training.assigner import CreditAssigner
 from rloom.training.passes import Passes, gather, keep, laid_out, trained_rows
 from rloom.training.processes import ALONE, Processes
 from rloom.training.tally import Tally
@@ -30,14 +30,14 @@ class Learner:
         config: Any,
         *,
         passes: Passes,
-        appraiser: Appraiser,
+        assigner: CreditAssigner,
         metrics: Metrics,
         aux_loss_weight: float,
         keeps_gradients: bool = True,
         processes: Processes = ALONE,
     ) -> None:
         self.processes = processes
-        self.config, self.passes, self.appraiser = config, passes, appraiser
+        self.config, self.passes, self.assigner = config, passes, assigner
         self.policy, self.batcher, self.budget = passes.policy, passes.batcher, passes.budget
         self.metrics, self.aux_loss_weight = metrics, aux_loss_weight
         self.keeps_gradients = keeps_gradients  # else somebody else does (DeepSpeed), and nothing can be taken back
@@ -78,6 +78,7 @@ class Learner:
         for share in shares:  # of a checkpoint, it was not prepared here
             self.batcher.settle(share.rollout)
         self._count(shares, self.processes)
+        self._assign(model, shares, "train")  # not to be done again where the update is
         loss = self._in_pieces_that_fit(shares, lambda: self._accumulate(model, shares, compute_loss, backward, skip))
         # Processes meet here, when nothing of the update can fail and be done again any more.
         self.tally.record(self.metrics, "train", self.processes)
@@ -107,28 +108,14 @@ class Learner:
 
     def _accumulate(self, model: Any, shares: Sequence[Share], compute_loss: Any, backward: Any, skip: bool) -> Tensor:
         self.tally = Tally(older=self.config.log_older_metrics)
-        for share in shares:
-            self.appraiser.catch_up(model, share.rollout, share.rows)
-        plans = [
-            (share.rollout, rows, one_forward)
-            for share in shares
-            for one_forward in [self.appraiser.awaits_forward(share.rollout, share.rows)]
-            for rows in self.batcher.plan(
-                share.rollout, self._rows(share, skip), self.budget.tokens, whole_groups=one_forward
-            )
-        ]
-        total = torch.zeros((), device=self.passes.device)
+        total, last = torch.zeros((), device=self.passes.device), False
         with self.passes.attention(), added_as_they_come(self.policy) as widen:
-            for index, (rollout, rows, one_forward) in enumerate(plans):
-                batch = self.batcher.make(rollout, rows, self.passes.device)
-                batch.first = any(rollout.policy_logprobs[row] is None for row in rows)
-                batch.one_forward = one_forward and self.appraiser.awaits_forward(rollout, rows)
-                with laid_out(batch):
-                    loss = compute_loss(model, batch)
-                    backward(loss, index == len(plans) - 1)
+            for batch, last in self._micro_batches(model, shares, lambda share: self._rows(share, skip), "train"):
+                loss = compute_loss(model, batch)
+                backward(loss, last)
                 widen()
                 total += loss.detach()
-        if not plans:  # nothing to learn from; optimizer and scaler still want to see a backward
+        if not last:  # nothing to learn from; optimizer and scaler still want to see a backward
             backward(sum((p.sum() * 0.0 for p in self.policy.parameters() if p.requires_grad), total), True)
             if not self.processes.alone:  # whose gradients say which weights have one
                 self._undo()
@@ -136,17 +123,42 @@ class Learner:
             total += self._untrained_loss(share)
         return total
 
+    def _assign(self, model: Any, shares: Sequence[Share], mode: str) -> list[bool]:
+        """Advantages for all shares; for each whether they come from the training forward."""
+        whole = {id(share.rollout) for share in shares if len(share.rows) == len(share.rollout)}
+        return [
+            self.assigner.assign(model, share.rollout, share.rows, whole=id(share.rollout) in whole, mode=mode)
+            for share in shares
+        ]
+
+    def _micro_batches(
+        self, model: Any, shares: Sequence[Share], rows_of: Callable[[Share], list[int]], mode: str
+    ) -> Iterator[tuple[MicroBatch, bool]]:
+        """Micro-batches of the rows that `rows_of` names, and which is the last; attention fits each until the next."""
+        from_forward = self._assign(model, shares, mode)
+        plans = [
+            (share.rollout, rows, awaited)
+            for share, awaited in zip(shares, from_forward, strict=True)
+            for rows in self.batcher.plan(share.rollout, rows_of(share), self.budget.tokens, whole_groups=awaited)
+        ]
+        for number, (rollout, rows, awaited) in enumerate(plans, 1):
+            batch = self.batcher.make(rollout, rows, self.passes.device)
+            batch.first = any(rollout.policy_logprobs[row] is None for row in rows)
+            batch.one_forward = awaited and any(rollout.advantages[row] is None for row in rows)
+            with laid_out(batch):
+                yield batch, number == len(plans)
+
     def loss(self, model: Any, batch: MicroBatch) -> Tensor:
         """A micro-batch's share of the update's loss, ready for backward."""
         rollout, mask = batch.rollout, batch.completion_mask
         stats = self.passes.forward(model, batch, with_aux_loss=self.aux_loss_weight != 0.0)
-        self.appraiser.take_in(batch, stats)
+        self.assigner.take_in(batch, stats)
         old = stats.logprobs.detach() if batch.first else gather(rollout.policy_logprobs, batch)
-        terms = policy_loss(stats.logprobs, old, self.appraiser.advantages(batch), mask, **self.loss_options)
+        terms = policy_loss(stats.logprobs, old, self.assigner.advantages(batch), mask, **self.loss_options)
         loss = aggregate(terms.values, mask, self.aggregation) / self.denominator
         self.tally.policy_loss = self.tally.policy_loss + loss.detach()
         if self.kl_in_loss:
-            kl = self.appraiser.kl(batch, stats)
+            kl = self.assigner.kl(batch, stats)
             keep(rollout.kl, batch, kl.detach())
             loss = loss + self.config.beta * aggregate(kl, mask, self.aggregation) / self.denominator
         if stats.aux_loss is not None:
@@ -166,9 +178,9 @@ class Learner:
         Out of memory, it is done again in smaller micro-batches; they are as large as those of updates, so that those
         are smaller from then on too.
         """
-        self.appraiser.prepare(model, rollout, whole=True, mode="eval")
         share = Share(rollout=rollout, rows=range(len(rollout)))
         self._count([share], ALONE)
+        self._assign(model, [share], "eval")
         known = _known(rollout)
         total = self.budget.retrying(lambda: self._evaluated(model, share), undo=lambda: _put_back(known))
         total += self._untrained_loss(share)
@@ -176,19 +188,11 @@ class Learner:
         return total
 
     def _evaluated(self, model: Any, share: Share) -> Tensor:
-        rollout = share.rollout
         self.tally = Tally(older=self.config.log_older_metrics)
-        self.appraiser.catch_up(model, rollout, share.rows)
         total = torch.zeros((), device=self.passes.device)
-        one_forward = self.appraiser.awaits_forward(rollout, share.rows)
-        plans = self.batcher.plan(rollout, trained_rows(rollout), self.budget.tokens, whole_groups=one_forward)
         with self.passes.attention(), self.passes.reference_stays():
-            for rows in plans:
-                batch = self.batcher.make(rollout, rows, self.passes.device)
-                batch.first = any(rollout.policy_logprobs[row] is None for row in rows)
-                batch.one_forward = one_forward
-                with laid_out(batch):
-                    total += self.loss(model, batch)
+            for batch, _ in self._micro_batches(model, [share], lambda share: trained_rows(share.rollout), "eval"):
+                total += self.loss(model, batch)
         return total
 
     def try_worst_case(
@@ -232,7 +236,7 @@ class Learner:
         nor backward."""
         rollout = share.rollout
         rows = [row for row in share.rows if rollout.trained[row]]
-        if not skip or self.appraiser.credit.needs_kl or self.kl_in_loss or self.aux_loss_weight:
+        if not skip or self.assigner.credit.needs_kl or self.kl_in_loss or self.aux_loss_weight:
             return rows
         kept = [row for row in rows if bool((rollout.advantages[row] != 0).any())]  # type: ignore[union-attr]
         self.tally.skipped += len(rows) - len(kept)
@@ -255,7 +259,7 @@ class Learner:
 
     def _untrained_loss(self, share: Share) -> Tensor | float:
         """What rows without gradient add to the reported loss: their ratio is 1, so −A; of tokens they have none."""
-        self.appraiser.complete(share.rollout, share.rows)
+        self.assigner.complete(share.rollout, share.rows)
         choices = self.config.choices
         if self.aggregation == "token_mean" or choices.surrogate != "clip" or choices.ratio_level != "sequence":
             return 0.0

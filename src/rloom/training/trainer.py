@@ -148,7 +148,7 @@ class RLOOTrainer(UpdateLoop):
             warn_of_lost_bits(self.model)
         parts = assemble.build(self, policy, functions, terms, reward_classes, reference_path, engine)
         self.rewards, self.collector, self.learner = parts.rewards, parts.collector, parts.learner
-        self.appraiser, self.credit, self.shaper = parts.appraiser, parts.credit, parts.shaper
+        self.assigner, self.credit, self.shaper = parts.assigner, parts.credit, parts.shaper
         self.reference = parts.reference
         self.metrics, self.journal = parts.metrics, parts.journal
         self.completion_log, self.store = parts.journal.table, parts.journal.store
@@ -223,7 +223,7 @@ class RLOOTrainer(UpdateLoop):
         return loss
 
     def _make_rollout(self, plan: UpdatePlan, number: int) -> Rollout:
-        """Collect a rollout and compute what cannot wait for the training forward."""
+        """Collect a rollout; with `dynamic_sampling`, one in which groups differ."""
         seed = derive_seed(self.args.seed, "train", *plan.key(number), 0)  # of all processes
         rows, places = plan.prompts[number], self.schedule.places()
         self._episodes += self.args.generation_batch_size  # counted: an epoch's last update may have fewer parts
@@ -232,7 +232,6 @@ class RLOOTrainer(UpdateLoop):
             draw = functools.partial(self._draw_others, seed)
             rollout, replaced = replace_degenerate(rollout, draw, self.args.dynamic_sampling, self.processes)
             self.metrics.add("train", "completions/replaced_groups", float(*self.processes.total(replaced)))
-        self.appraiser.prepare(self.model_wrapped, rollout, whole=plan.whole[number])
         return rollout
 
     def _draw_others(self, seed: int, count: int, number: int) -> Rollout:
@@ -430,7 +429,7 @@ class RLOOTrainer(UpdateLoop):
             advantages = torch.stack([a.to(device) for a in known]).tolist()
             for record, advantage in zip(rollout.records, advantages, strict=True):
                 record.advantage = advantage
-            self.appraiser.record(rollout, self._mode)
+            self.assigner.record(rollout, self._mode)
         return self.journal.page(new)
 
     def _write_down(self, pages: list[Page]) -> list[Page]:

@@ -1,9 +1,11 @@
-"""What a rollout's rows are worth: the reference's and the old policy's log-probabilities, token KLs, advantages.
+"""Credit assignment: the reference's and the old policy's log-probabilities of a rollout, token KLs, advantages.
 
-Two forms. In the *one-forward* form the training forward's own detached log-probabilities give the KL, the reward and
-the advantages (`take_in`), and the same graph is then run backward. It needs the whole of each group in one micro-batch
-and one update that sees all of the rollout. Otherwise `prepare` makes a pass of its own first, at the rollout's weights
-(*two passes*).
+An update asks once for each share of a rollout (`assign`), and is told where its advantages come from:
+
+- *They are known*: the estimator looks at scores alone, or a pass before the update has computed the KL.
+- *From the training forward*: its own detached log-probabilities give the KL, the reward and the advantages
+  (`take_in`), and the same graph is then run backward. This saves a forward. It needs each group whole in one
+  micro-batch, and an update that sees all of the rollout at the weights that it was drawn with.
 """
 
 from __future__ import annotations
@@ -28,7 +30,7 @@ from rloom.training.processes import ALONE, Processes
 from rloom.types import MicroBatch, Rollout
 
 
-class Appraiser:
+class CreditAssigner:
     """Fills a rollout's `policy_logprobs`, `reference_logprobs`, `kl` and `advantages`."""
 
     def __init__(
@@ -42,7 +44,7 @@ class Appraiser:
     def _has_dropout(self) -> bool:
         return has_dropout(self.passes.policy)
 
-    # -- before the first update
+    # -- before a forward
 
     def begin(self, rollout: Rollout) -> None:
         """What needs no scores, while they are awaited: a GPU is given this work before the host waits for rewards."""
@@ -50,20 +52,29 @@ class Appraiser:
         if self.passes.reference is not None and self.estimator != "full":
             self._reference_pass(rollout)
 
-    def prepare(self, model: Any, rollout: Rollout, *, whole: bool, mode: str = "train") -> None:
-        """Fill in what cannot wait for the training forward.
+    def assign(self, model: Any, rollout: Rollout, rows: Sequence[int], *, whole: bool, mode: str = "train") -> bool:
+        """Make sure of the advantages of the rows that an update trains on. Returns whether they come from its forward.
 
-        `whole`: the update that follows is the first and trains on all of the rollout at its own weights.
+        `whole`: the update trains on all of the rollout. An update that is done again in smaller micro-batches asks
+        again: they may no longer hold whole groups.
         """
-        train = mode == "train"
-        if any(rollout.reference_logprobs[row] is None for row in trained_rows(rollout)):
-            self.begin(rollout)
-        if not self.credit.needs_kl:
-            self._set_advantages(rollout, range(len(rollout)), update=train)
-        if not whole or (self.credit.needs_kl and not self._fits_one_forward(model, rollout)):
-            self._first_pass(model, rollout, keep_logprobs=not whole)
-            if self.credit.needs_kl:
-                self._set_advantages(rollout, range(len(rollout)), update=train)
+        update = mode == "train"
+        if all(advantage is None for advantage in rollout.advantages):  # the rollout's first update
+            if any(rollout.reference_logprobs[row] is None for row in trained_rows(rollout)):
+                self.begin(rollout)
+            if not self.credit.needs_kl:
+                self._set_advantages(rollout, range(len(rollout)), update=update)
+            if not whole:  # later updates need log-probabilities at these weights, which this one changes
+                self._first_pass(model, rollout, keep_logprobs=True)
+                if self.credit.needs_kl:
+                    self._set_advantages(rollout, range(len(rollout)), update=update)
+        if all(rollout.advantages[row] is not None for row in rows):
+            return False
+        if self._fits_one_forward(model, rollout):
+            return True
+        self._first_pass(model, rollout, keep_logprobs=False)
+        self._set_advantages(rollout, range(len(rollout)), update=update)
+        return False
 
     def _fits_one_forward(self, model: Any, rollout: Rollout) -> bool:
         """Not with dropout: the KL is of the policy without it, whatever fits a micro-batch."""
@@ -97,17 +108,7 @@ class Appraiser:
 
         self.passes.without_gradient(rollout, run)
 
-    # -- during an update
-
-    def awaits_forward(self, rollout: Rollout, rows: Sequence[int]) -> bool:
-        """Whether the advantages of these rows are still to come from the training forward."""
-        return self.credit.needs_kl and any(rollout.advantages[row] is None for row in rows)
-
-    def catch_up(self, model: Any, rollout: Rollout, rows: Sequence[int]) -> None:
-        """A budget that has shrunk since `prepare` may no longer hold whole groups: two passes, then."""
-        if self.awaits_forward(rollout, rows) and not self._fits_one_forward(model, rollout):
-            self._first_pass(model, rollout, keep_logprobs=False)
-            self._set_advantages(rollout, range(len(rollout)))
+    # -- from a forward
 
     @torch.no_grad()
     def take_in(self, batch: MicroBatch, stats: TokenStats) -> None:
