@@ -22,7 +22,7 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 import torch
 
 from rloom import RLOOConfig, RLOOTrainer, term
-from rloom.training import heartbeat
+from rloom.training import checkpoint, heartbeat
 from tests import vision_models
 from tests.conftest import make_model, make_tokenizer
 
@@ -227,7 +227,7 @@ def run(output: Path, kind: str, *, resume: bool = False, **changes: Any) -> dic
         "drawn": trainer.drawn,
         "judged": JUDGED[judged:],
         "wrapped": type(trainer.model_wrapped).__name__,
-        "state": trainer._state(),
+        "state": checkpoint.state_of(trainer._components(), trainer._plan()),
     }  # fmt: skip
 
 

@@ -215,7 +215,7 @@ def test_rollouts_that_one_process_has_lost_are_sampled_anew_by_all(two):
     whole, found = results(two, "dropout"), results(two, "half resumed")
     assert found[0]["fingerprints"] == found[1]["fingerprints"]
     assert found[0]["history"][-1]["step"] == 6
-    scored = [result["state"]["moments"][0] for result in (*whole, *found)]
+    scored = [result["state"]["components"]["shaper"]["moments"][0] for result in (*whole, *found)]
     assert scored[2] == scored[3] == scored[0] + 16  # one rollout more than without a stop
 
 
@@ -235,7 +235,9 @@ def test_checkpoint_of_two_processes_in_one(two, tmp_path, caplog):
     assert "sampled anew" in caplog.text
     assert one["history"][-1]["step"] == 6
     main, _ = results(two, "dropout")
-    assert one["state"]["moments"][0] == main["state"]["moments"][0] + 16  # one rollout more was scored
+    assert (
+        one["state"]["components"]["shaper"]["moments"][0] == main["state"]["components"]["shaper"]["moments"][0] + 16
+    )  # one rollout more was scored
 
 
 # -- when something is wrong

@@ -97,6 +97,27 @@ def test_resuming_a_finished_run_changes_nothing(tmp_path):
     assert_same(last_checkpoint(tmp_path / "whole"), last_checkpoint(tmp_path / "again"))
 
 
+def test_a_checkpoint_of_the_first_format_goes_on_to_the_same_bits(tmp_path):
+    output = tmp_path / "run"
+    run("many updates", str(tmp_path / "whole"), f"{output}:kill=2")
+    folder = last_checkpoint(output)
+    state = torch.load(folder / "rloom_state.pt", weights_only=True)
+    torch.save(first_format(state), folder / "rloom_state.pt")
+    (folder / "rloom_manifest.json").unlink()
+    run("many updates", f"{output}:resume")
+    assert_same(last_checkpoint(tmp_path / "whole"), last_checkpoint(output))
+
+
+def first_format(state):
+    """As the first version wrote it: no number, and rollouts with fields that are no more."""
+    parts = state["components"]
+    rollouts = [{**e, "rollout": {**e["rollout"], "logged": True, "records": []}} for e in parts["buffer"]]
+    assert rollouts
+    renamed = {"metrics": parts["metrics"], "completions": parts["table"], "credit": parts["credit"]}
+    return {"plan": state["plan"], "rollouts": rollouts, "budget": parts["budget"], **renamed, **parts["shaper"],
+            **parts["loop"]}  # fmt: skip
+
+
 def test_an_unfinished_checkpoint_is_passed_over(tmp_path):
     output = tmp_path / "run"
     run("straddling", str(tmp_path / "whole"), f"{output}:kill=2")

@@ -428,7 +428,7 @@ def test_resumes_in_the_middle_of_a_rollout(config, tmp_path):
         assert torch.equal(value, resumed.model.get_parameter(name)), name
     state = torch.load(tmp_path / "whole" / "checkpoint-1" / "rloom_state.pt", weights_only=True)
     assert "pixel_values" in str(state)
-    assert "PIL" not in state["completions"]
+    assert "PIL" not in state["components"]["table"]
 
 
 @pytest.mark.parametrize("streamed", [False, True])

@@ -432,6 +432,7 @@ def test_all_take_part_in_rounds_of_replacement():
 
 def test_each_process_has_its_own_state_and_a_new_one_the_first_ones(tmp_path):
     for rank in range(2):
-        checkpoint.save(tmp_path, {"rank": rank}, {"w": torch.ones(1) * rank} if not rank else None, rank=rank)
-    assert [checkpoint.load(tmp_path, rank=rank)[0] for rank in range(3)] == [{"rank": 0}, {"rank": 1}, {"rank": 0}]
+        state = checkpoint.state_of({}, {"rank": rank})
+        checkpoint.save(tmp_path, state, {"w": torch.ones(1) * rank} if not rank else None, rank=rank)
+    assert [checkpoint.load(tmp_path, rank=rank)[0]["plan"]["rank"] for rank in range(3)] == [0, 1, 0]
     assert checkpoint.load(tmp_path, rank=2)[1] == {"w": torch.zeros(1)}

@@ -1,9 +1,10 @@
 """What rloom adds to a transformers checkpoint, and which checkpoints are whole.
 
 `rloom_state.pt` holds what the next update depends on and transformers does not keep: rollouts in use, running
-normalisers, metrics that were not logged yet, the running loss; of several processes, each but the first has a file of
-its own, with its number in the name. `reference.pt` holds a reference that has moved. `rloom_manifest.json`, which is
-written last, has the size and the checksum of every file: a checkpoint that was damaged since is passed over.
+normalisers, metrics that were not logged yet, the running loss. Each is a component with a `state_dict`; whoever adds
+one names it in the trainer's `_components`. Of several processes, each but the first has a file of its own, with its
+number in the name. `reference.pt` holds a reference that has moved. `rloom_manifest.json`, which is written last, has
+the size and the checksum of every file: a checkpoint that was damaged since is passed over.
 """
 
 from __future__ import annotations
@@ -14,10 +15,10 @@ import os
 import re
 import shutil
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
@@ -33,6 +34,52 @@ MANIFEST_FILE = "rloom_manifest.json"
 OURS = re.compile(r"rloom_state(_\d+)?\.pt")
 NUMBERS = (".safetensors", ".bin", ".pt", ".pth")
 CHUNK = 1 << 24
+
+FORMAT = 2
+"""Of `rloom_state.pt`. 1 had no number, and the states of components under other names."""
+
+
+class Component(Protocol):
+    """A part of a run that a checkpoint holds. What it returns is plain data and tensors."""
+
+    def state_dict(self) -> Any:
+        """What the next update depends on."""
+        ...
+
+    def load_state_dict(self, state: Any) -> None:
+        """Go on from there."""
+        ...
+
+
+def state_of(components: Mapping[str, Component], plan: dict[str, int]) -> dict[str, Any]:
+    """The state of a process. `plan` decides which prompts a rollout holds and which updates use it."""
+    states = {name: component.state_dict() for name, component in components.items()}
+    return {"format": FORMAT, "plan": plan, "components": states}
+
+
+def load_components(components: Mapping[str, Component], state: dict[str, Any]) -> None:
+    """Go on from a state. A component that it does not know, of an older version's run, begins anew."""
+    for name, component in components.items():
+        if name in state["components"]:
+            component.load_state_dict(state["components"][name])
+
+
+def _upgraded(state: dict[str, Any]) -> dict[str, Any]:
+    """The state of an older version's checkpoint in today's form."""
+    if state.get("format", 1) > FORMAT:
+        raise ValueError(f"the checkpoint was written by a newer rloom (its format is {state['format']}): update rloom")
+    if "format" in state:
+        return state
+    components = {
+        "buffer": state["rollouts"],
+        "metrics": state["metrics"],
+        "table": state["completions"],
+        "shaper": {"moments": state["moments"], "composition": state.get("composition", {})},
+        "credit": state["credit"],
+        "budget": state.get("budget", {}),
+        "loop": {name: state[name] for name in ("loss", "steps", "elapsed")} | {"episodes": state.get("episodes", 0)},
+    }
+    return {"format": FORMAT, "plan": state["plan"], "components": components}
 
 
 def save(folder: str | Path, state: dict[str, Any], reference: dict[str, Any] | None, *, rank: int = 0) -> None:
@@ -57,7 +104,8 @@ def load(folder: str | Path, *, rank: int = 0) -> tuple[dict[str, Any] | None, d
     own = path / _state_file(rank)
     for file in (own if own.exists() else path / STATE_FILE, path / REFERENCE_FILE):
         found.append(torch.load(file, map_location="cpu", weights_only=True) if file.exists() else None)
-    return found[0], found[1]
+    state, reference = found
+    return None if state is None else _upgraded(state), reference
 
 
 OF_DISKS = {

@@ -86,6 +86,18 @@ class Shaper:
         gated = scores if self.composition is None else self.composition.gated(scores, failed)
         return weighted_sum(gated, self.weights)
 
+    def state_dict(self) -> dict[str, Any]:
+        """The running moments, of the score and of terms."""
+        moments = self.moments
+        composed = self.composition.state_dict() if self.composition is not None else {}
+        return {"moments": [moments.count, moments.mean, moments.squares], "composition": composed}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on where a checkpoint stopped."""
+        self.moments.count, self.moments.mean, self.moments.squares = state["moments"]
+        if self.composition is not None:
+            self.composition.load_state_dict(state["composition"])
+
 
 class Credit:
     """Rewards and advantages from shaped scores and, when the KL is part of the reward, token KLs."""

@@ -42,6 +42,29 @@ from rloom.training.rollouts import RolloutBuffer
 logger = get_logger(__name__)
 
 
+class LoopState:
+    """What transformers' loop does not put into a checkpoint: its running loss, and counts of ours."""
+
+    def __init__(self, loop: UpdateLoop) -> None:
+        self.loop = loop
+
+    def state_dict(self) -> dict[str, Any]:
+        """As plain numbers."""
+        loop = self.loop
+        return {
+            "loss": [float(loop._tr_loss), loop._total_loss_scalar],
+            # a Trainer before 5.19 counts all steps, and has no first
+            "steps": [loop._globalstep_last_logged, getattr(loop, "_initial_global_step", 0)],
+            "episodes": loop._episodes,
+            "elapsed": loop._elapsed + time.time() - loop._train_began,
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """The running loss is put back when the first epoch begins, since the Trainer zeroes it until then."""
+        self.loop._episodes, self.loop._elapsed = state["episodes"], state["elapsed"]
+        self.loop._resumed = state
+
+
 class UpdateLoop(Trainer):
     """What of transformers' Trainer has to be told that a batch is a whole update, and what a checkpoint must hold.
 
@@ -299,7 +322,8 @@ class UpdateLoop(Trainer):
 
     def _save_own(self, folder: Path) -> None:
         moved = self.reference.state_dict() if self.reference and self.args.sync_ref_model else None
-        checkpoint.save(folder, self._state(), moved, rank=self.processes.rank)
+        state = checkpoint.state_of(self._components(), self._plan())
+        checkpoint.save(folder, state, moved, rank=self.processes.rank)
         if self.processes.is_main:
             write_facts(folder, self._facts or facts_of(self))
 
@@ -307,23 +331,16 @@ class UpdateLoop(Trainer):
         super()._save_rng_state(output_dir)
         self.processes.wait()  # the file that marks a checkpoint as whole comes next, and all have written theirs
 
-    def _state(self) -> dict[str, Any]:
+    def _components(self) -> dict[str, checkpoint.Component]:
         """What the next update depends on, and transformers does not keep."""
-        moments = self.shaper.moments
         return {
-            "plan": self._plan(),
-            "rollouts": self.buffer.state_dict(),
-            "metrics": self.metrics.state_dict(),
-            "completions": self.completion_log.state_dict(),
-            "moments": [moments.count, moments.mean, moments.squares],
-            "credit": self.credit.state_dict(),
-            "budget": self.learner.budget.state_dict(),
-            "composition": self.shaper.composition.state_dict() if self.shaper.composition else {},
-            "loss": [float(self._tr_loss), self._total_loss_scalar],
-            # a Trainer before 5.19 counts all steps, and has no first
-            "steps": [self._globalstep_last_logged, getattr(self, "_initial_global_step", 0)],
-            "episodes": self._episodes,
-            "elapsed": self._elapsed + time.time() - self._train_began,
+            "buffer": self.buffer,
+            "metrics": self.metrics,
+            "table": self.completion_log,
+            "shaper": self.shaper,
+            "credit": self.credit,
+            "budget": self.learner.budget,
+            "loop": LoopState(self),
         }
 
     def _plan(self) -> dict[str, int]:
@@ -362,26 +379,18 @@ class UpdateLoop(Trainer):
             if self.args.sync_ref_model and reference is None:
                 logger.warning("the reference, which had moved, starts anew as well")
             return
-        if all_have_theirs:
-            self.buffer.load_state_dict(state["rollouts"])
-        elif state["rollouts"]:
-            logger.warning(
-                "%d rollouts of the checkpoint are let go and sampled anew: the options that shape a rollout have "
-                "changed (%s, now %s), or the rloom_state of a process is not there",
-                len(state["rollouts"]),
-                state["plan"],
-                self._plan(),
-            )
-        self.metrics.load_state_dict(state["metrics"])
-        self.completion_log.load_state_dict(state["completions"])
-        moments = self.shaper.moments
-        moments.count, moments.mean, moments.squares = state["moments"]
-        self.credit.load_state_dict(state["credit"])
-        self.learner.budget.load_state_dict(state.get("budget", {}))
-        if self.shaper.composition:
-            self.shaper.composition.load_state_dict(state.get("composition", {}))
-        self._episodes, self._elapsed = state.get("episodes", 0), state["elapsed"]
-        self._resumed = state
+        components, rollouts = self._components(), state["components"]["buffer"]
+        if not all_have_theirs:
+            del components["buffer"]
+            if rollouts:
+                logger.warning(
+                    "%d rollouts of the checkpoint are let go and sampled anew: the options that shape a rollout have "
+                    "changed (%s, now %s), or the rloom_state of a process is not there",
+                    len(rollouts),
+                    state["plan"],
+                    self._plan(),
+                )
+        checkpoint.load_components(components, state)
 
     def _note_other_processes(self, state: dict[str, Any] | None) -> None:
         """A checkpoint of more or fewer processes has rollouts and random states that these cannot share out."""
