@@ -185,6 +185,18 @@ MUTANTS = [
         draw(253),
     ),
     Mutant("data/packing.py", "source[begins[lengths > 0] - num_prompt_tokens] = last[lengths > 0]", "pass", draw(253)),
+    Mutant("data/packing.py", "source = source[drawn]", "source = source[: int(drawn.sum())]", draw(7)),
+    Mutant("data/batching.py", "else places[drawn]", "else places[: int(drawn.sum())]", draw(397)),
+    Mutant(
+        "training/learner.py",
+        "trained * len(rollout.drawn_ids(row))",
+        "trained * len(rollout.completion_ids[row])",
+        draw(17),
+    ),
+    Mutant(
+        "training/rollouts.py", "[c.num_drawn for group in groups", "[len(c.token_ids) for group in groups", draw(47)
+    ),
+    Mutant("types.py", "drawn_of(c.logprobs, c.mask)", "c.logprobs[: c.num_drawn]", draw(127)),
     Mutant("data/packing.py", "if runs and groups[rows[runs[-1][-1]]] == groups[row]:", "if runs:", draw(335)),
     # models
     Mutant(
@@ -233,8 +245,8 @@ MUTANTS = [
     ),
     Mutant(
         "models/logprobs.py",
-        "where = starts + torch.arange(width, device=batch.input_ids.device)",
-        "where = starts + 1 + torch.arange(width, device=batch.input_ids.device)",
+        "(keep - width - 1) + batch.places % width",
+        "(keep - width) + batch.places % width",
         draw(14),
     ),
     Mutant(
@@ -277,8 +289,8 @@ MUTANTS = [
     ),
     Mutant(
         "training/learner.py",
-        "tokens += trained * len(rollout.completion_ids[row])",
-        "tokens += len(rollout.completion_ids[row])",
+        "tokens += trained * len(rollout.drawn_ids(row))",
+        "tokens += len(rollout.drawn_ids(row))",
         draw(21),
     ),
     Mutant(

@@ -50,6 +50,7 @@ class ScriptedEngine(FakeEngine):
         for group in reversed(list(super().generate(prompts, num_generations, seed=seed))):
             for place, completion in enumerate(group.completions):
                 completion.logprobs = self.run.sampled(completion.token_ids, place)
+                completion.mask = self.run.mask(completion.token_ids)
             yield group
 
 
@@ -76,10 +77,11 @@ class Tape:
     def _completions(self, prompt, count, seed):
         drawn = [self.run.script(prompt, sample, seed) for sample in range(count)]
         there = iter(range(count))
-        return [
-            None if tokens is None else (tokens, EOS in tokens, self.run.sampled(tokens, next(there)))
-            for tokens in drawn
-        ]
+        return [None if tokens is None else self._completion(tokens, next(there)) for tokens in drawn]
+
+    def _completion(self, tokens, place):
+        mask = self.run.mask(tokens)
+        return tokens, EOS in tokens, self.run.sampled(tokens, place), [True] * len(tokens) if mask is None else mask
 
 
 class Rows:

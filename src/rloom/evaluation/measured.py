@@ -50,7 +50,7 @@ class Measured:
         named = {f"rewards/{name}/mean": scores[:, i].tolist() for i, name in enumerate(self.reward_names)}
         assert rollout.total is not None
         named["reward"] = rollout.total.tolist()
-        named["completions/mean_length"] = [float(len(ids)) for ids in rollout.completion_ids]
+        named["completions/mean_length"] = [float(len(rollout.drawn_ids(row))) for row in range(len(rollout))]
         named["completions/clipped_ratio"] = [float(record.completion.truncated) for record in records]
         groups: list[list[int]] = [[] for _ in range(rollout.num_groups)]
         for row, group in enumerate(rollout.groups.tolist()):

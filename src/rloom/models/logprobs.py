@@ -9,7 +9,6 @@ import inspect
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from rloom.data.model_inputs import fitted_to
@@ -69,11 +68,10 @@ class Forward:
     def _padded(self, batch: MicroBatch) -> tuple[dict[str, Any], Tensor]:
         """The hidden states that predict completion tokens: those from the last prompt token on, but the last."""
         assert batch.input_ids is not None
-        rows, length = batch.input_ids.shape
-        width = batch.completion_mask.shape[1]
+        assert batch.places is not None
+        length, width = batch.input_ids.shape[1], batch.width
         keep = width + 1 if "logits_to_keep" in self.accepts else length
-        starts = torch.arange(rows, device=batch.input_ids.device).unsqueeze(1) * keep + (keep - width - 1)
-        where = starts + torch.arange(width, device=batch.input_ids.device)  # (B, C)
+        source = batch.places // width * keep + (keep - width - 1) + batch.places % width
         inputs: dict[str, Any] = {"input_ids": batch.input_ids, "attention_mask": batch.attention_mask}
         inputs |= fitted_to(self.base, batch.prompt_inputs)
         # Where images have positions in several dimensions, the model alone can count them.
@@ -81,4 +79,4 @@ class Forward:
             inputs["position_ids"] = batch.position_ids
         if "logits_to_keep" in self.accepts:
             inputs["logits_to_keep"] = keep
-        return inputs, where.flatten()[batch.flat]
+        return inputs, source

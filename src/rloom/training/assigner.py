@@ -161,7 +161,7 @@ class CreditAssigner:
             groups = upload(groups, kl.device)
         values = self.credit.advantages(score, groups, kl, mask, update=update)
         for row, value in zip(rows, values.unbind(0), strict=True):
-            rollout.advantages[row] = value if value.dim() == 0 else value[: len(rollout.completion_ids[row])]
+            rollout.advantages[row] = value if value.dim() == 0 else value[: len(rollout.drawn_ids(row))]
 
     # -- after the first update
 

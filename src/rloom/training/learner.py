@@ -249,7 +249,7 @@ class Learner:
             rollout = share.rollout
             for row in share.rows:
                 trained = rollout.trained[row]
-                tokens += trained * len(rollout.completion_ids[row])
+                tokens += trained * len(rollout.drawn_ids(row))
                 forward += trained * (len(rollout.prompt_ids[row]) + len(rollout.completion_ids[row]))
                 completions += trained or self.config.truncation != "exclude"
         self.tokens_forward = forward  # of this process: transformers sums them itself

@@ -190,7 +190,7 @@ class Collector:
 
     def _set_scores(self, rollout: Rollout, groups: list[Group], scored: Scored, mode: str) -> None:
         truncated = torch.tensor([c.truncated for group in groups for c in group.completions])
-        lengths = torch.tensor([len(ids) for ids in rollout.completion_ids])
+        lengths = torch.tensor([c.num_drawn for group in groups for c in group.completions])
         counted = scored.scores
         if self.truncation == "exclude":  # neither in a baseline nor in a normaliser
             counted = torch.where(truncated.unsqueeze(-1), torch.full_like(counted, torch.nan), counted)
@@ -309,6 +309,7 @@ def _assembled(sources: list[tuple[Rollout, int]]) -> Rollout:
         num_groups=len(sources),
         sampling_logprobs=None if any(s is None for s in sampled) else sampled,  # type: ignore[arg-type]
         ended=[bool(r.ended and r.ended[row]) for r, row, _ in rows],
+        masks=[r.masks[row] for r, row, _ in rows],
         prompt_inputs=[r.prompt_inputs[row] for r, row, _ in rows],
         total=torch.stack([r.total[row] for r, row, _ in rows]),  # type: ignore[index]
         records=[r.records[row] for r, row, _ in rows],
