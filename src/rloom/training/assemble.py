@@ -262,7 +262,6 @@ def build(
         assigner=assigner,
         metrics=metrics,
         aux_loss_weight=_aux_loss_weight(trainer.model, args.router_aux_loss_coef),
-        keeps_gradients=not trainer.is_deepspeed_enabled,
         processes=processes,
     )
     collector = Collector(

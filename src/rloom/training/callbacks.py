@@ -46,7 +46,7 @@ class FitBudget(TrainerCallback):
         """Once, on a GPU, where gradients can be taken back."""
         if (
             self.learner.budget.tried
-            or not self.learner.keeps_gradients
+            or self.learner.processes.external_optimizer
             or not torch.cuda.is_available()
             or next(kwargs["model"].parameters()).device.type != "cuda"
         ):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import os
 import shutil
 import sys
@@ -126,16 +125,8 @@ class UpdateLoop(Trainer):
         return result
 
     def _prepare_for_training(self, *args: Any, **kwargs: Any) -> Any:
-        """Without DistributedDataParallel around the model: gradients are added up by [`Processes`], once an update."""
-        accelerator = self.accelerator
-        if self.processes.alone:
+        with self.processes.preparing(self.accelerator):
             return super()._prepare_for_training(*args, **kwargs)
-        prepare = accelerator.prepare_model
-        accelerator.prepare_model = functools.partial(prepare, evaluation_mode=True)  # which wraps nothing
-        try:
-            return super()._prepare_for_training(*args, **kwargs)
-        finally:
-            del accelerator.prepare_model
 
     def _maybe_log_save_evaluate(self, *args: Any, **kwargs: Any) -> None:
         """What a callback asks for in one process, all do: they would wait for each other otherwise."""
@@ -166,7 +157,7 @@ class UpdateLoop(Trainer):
     def get_optimizer_cls_and_kwargs(self, args: Any, model: Any = None) -> tuple[Any, dict[str, Any]]:
         """The optimizer that the options name; for bfloat16 weights one that keeps the bits they drop."""
         cls, options = Trainer.get_optimizer_cls_and_kwargs(args, model)
-        if model is None or self.is_deepspeed_enabled:  # DeepSpeed keeps master weights of its own
+        if model is None or self.processes.external_optimizer:
             return cls, options
         split = self.precision.split
         return keeps_the_bits(cls, options, model, split.rests if split is not None else None)
@@ -175,7 +166,7 @@ class UpdateLoop(Trainer):
         """The norm of the gradient, by which it is decided whether the update is made. A loss scaler (fp16) and
         DeepSpeed decide for themselves."""
         norm = super()._get_grad_norm(model, grad_norm=grad_norm)
-        if getattr(self.accelerator, "scaler", None) is None and not self.is_deepspeed_enabled:
+        if getattr(self.accelerator, "scaler", None) is None and not self.processes.external_optimizer:
             self.finite.decide(norm, self.optimizer, model, self.state.global_step + 1)
         return norm
 

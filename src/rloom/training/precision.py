@@ -89,7 +89,7 @@ def _why_not_split(trainer: Any, asked_dtype: Any, own_optimizer: bool) -> str |
     args = trainer.args
     if not args.bf16:
         return "fp16=True" if args.fp16 else "bf16 is off"
-    if trainer.is_deepspeed_enabled:
+    if trainer.processes.external_optimizer:
         return "DeepSpeed keeps weights of its own"
     if own_optimizer:
         return "the optimizer that was passed in updates float32 weights"

@@ -9,7 +9,7 @@ import functools
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -139,7 +139,7 @@ class RLOOTrainer(UpdateLoop):
             # The Trainer turns it off for good, in what it saves too. The learner says so at each forward instead.
             self.model.config.use_cache = use_cache
         launch.check_devices(self)
-        self.processes = Processes.of(args)
+        self.processes = Processes.of(args, self.accelerator)
         launch.check_same_everywhere(self.processes, args, train_dataset, eval_dataset)
         self.processes.share_weights(self.model)  # before the reference is made of them
         asked = args.model_init_kwargs if isinstance(model, str) else None
@@ -265,13 +265,7 @@ class RLOOTrainer(UpdateLoop):
             return self.learner.loss(model, inputs)
 
     def _backward(self, loss: Tensor, last: bool) -> None:
-        """Gradients of one micro-batch. Of several processes each has its own, until the update is through."""
-        if self.is_deepspeed_enabled:  # it steps by itself, where it is told that the gradients are complete
-            self.accelerator.sync_gradients = last
-            self.accelerator.backward(loss, scale_wrt_gas=False)
-            return
-        with nullcontext() if last else self.accelerator.no_sync(self.model_wrapped):
-            self.accelerator.backward(loss)
+        self.processes.backward(self.accelerator, self.model_wrapped, loss, last=last)
 
     def _calculate_rewards(
         self,
