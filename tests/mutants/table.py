@@ -194,7 +194,7 @@ MUTANTS = [
         draw(17),
     ),
     Mutant(
-        "training/rollouts.py", "[c.num_drawn for group in groups", "[len(c.token_ids) for group in groups", draw(47)
+        "training/collector.py", "[c.num_drawn for group in groups", "[len(c.token_ids) for group in groups", draw(47)
     ),
     Mutant("types.py", "drawn_of(c.logprobs, c.mask)", "c.logprobs[: c.num_drawn]", draw(127)),
     Mutant("data/packing.py", "if runs and groups[rows[runs[-1][-1]]] == groups[row]:", "if runs:", draw(335)),
@@ -432,15 +432,15 @@ MUTANTS = [
         "        pass\n",
         "tests/unit/test_credit.py::test_the_moving_average_goes_from_batch_to_batch_and_through_a_checkpoint",
     ),
-    Mutant("training/rollouts.py", 'if self.truncation == "exclude":', "if False:", draw(139)),
+    Mutant("training/collector.py", 'if self.truncation == "exclude":', "if False:", draw(139)),
     Mutant(
-        "training/rollouts.py",
+        "training/collector.py",
         "rollout.score = self.shaper(counted, lengths, ~truncated, scored.failed, update=False)",
         "rollout.score = self.shaper(counted, lengths, ~truncated, scored.failed, update=True)",
         draw(11),
     ),
     Mutant(
-        "training/rollouts.py",
+        "training/collector.py",
         "rollout.score = self.shaper.together(self.processes, counted, lengths, ~truncated, scored.failed)",
         "rollout.score = self.shaper.together(self.processes, counted, lengths, truncated, scored.failed)",
         draw(311),
@@ -452,25 +452,25 @@ MUTANTS = [
         draw(11),
     ),
     Mutant(
-        "training/rollouts.py",
-        'self.count_tokens(whole.num_tokens if mode == "train" else 0)',
-        "self.count_tokens(whole.num_tokens)",
+        "training/collector.py",
+        'if mode == "train":\n            state.num_input_tokens_seen',
+        "if True:\n            state.num_input_tokens_seen",
         draw(11),
     ),
     Mutant(
-        "training/rollouts.py",
+        "training/collector.py",
         "return sorted(groups, key=lambda group: position[id(group.prompt)])",
         "return groups",
         draw(139),
     ),
     Mutant(
-        "training/rollouts.py",
+        "training/dynamic_sampling.py",
         "record.group += before",
         "pass",
         "tests/unit/test_processes.py::test_all_take_part_in_rounds_of_replacement",
     ),
     Mutant(
-        "training/rollouts.py",
+        "training/collector.py",
         'return derive_seed(seed, "process", self.processes.rank) if self.processes.rank else seed',
         "return seed",
         "tests/unit/test_processes.py::test_processes_never_draw_the_same_noise_for_different_prompts[False]",
@@ -527,7 +527,7 @@ MUTANTS = [
         draw(80),
     ),
     Mutant(
-        "training/loaders.py",
+        "data/loader.py",
         "seed = args.seed if args.data_seed is None else args.data_seed",
         "seed = args.seed",
         "tests/parity/test_oracle.py::test_seed_decides_prompts_and_noise",

@@ -219,7 +219,8 @@ def _kl(options: EvalOptions, written: Any) -> dict[str, Estimate]:
 
 def _win_rate(options: EvalOptions, rows: list[dict[str, Any]], written: Any) -> Estimate:
     from rloom.cli.written import write
-    from rloom.evaluation.opponents import as_reply, judge_of
+    from rloom.data.prompts import as_reply
+    from rloom.evaluation.opponents import judge_of
 
     prompts, ours = [group.prompt for group in written.groups], [group.replies[0] for group in written.groups]
     if options.against:

@@ -13,7 +13,7 @@ from rloom.rewards.base import RewardBatch
 from rloom.rewards.build import build_reward, load_reward_model, reward_tokenizer
 from rloom.rewards.build import check_rewards as check_kinds
 from rloom.rewards.collection import RewardSet
-from rloom.training.rollouts import column_names
+from rloom.training.collector import column_names
 
 
 @dataclass(slots=True, kw_only=True)

@@ -23,10 +23,11 @@ from transformers.trainer_utils import EvalLoopOutput, PredictionOutput
 from rloom.config import RLOOConfig
 from rloom.data.datasets import check_dataset, image_column, is_chat
 from rloom.data.images import without_images
-from rloom.data.loader import DealtStream, as_is
+from rloom.data.loader import RoundRobinStream, as_is, eval_loader, make_schedule, train_loader
 from rloom.data.plan import UpdatePlan
 from rloom.errors import NoCompletionError
 from rloom.evaluation.measured import Measured
+from rloom.evaluation.opponents import choose_win_rate
 from rloom.evaluation.statistics import Estimate
 from rloom.generation.base import Engine
 from rloom.models.load import is_peft_model
@@ -36,16 +37,17 @@ from rloom.observe.trackers import tensorboard_writer
 from rloom.printable import get_logger
 from rloom.rewards.judging import TOTALS
 from rloom.seeds import derive_seed
-from rloom.training import assemble, contest, launch, loaders
+from rloom.training import arguments, assemble, launch
 from rloom.training.advice import advise
+from rloom.training.buffer import RolloutBuffer
 from rloom.training.callbacks import Diagnose, FitBudget, SampleTable, SyncReference, one_progress
+from rloom.training.dynamic_sampling import replace_degenerate
 from rloom.training.finite import FiniteUpdates
 from rloom.training.folder import OutputFolder
 from rloom.training.interrupts import Interrupts
 from rloom.training.loop import UpdateLoop
 from rloom.training.precision import choose_precision
 from rloom.training.processes import Processes
-from rloom.training.rollouts import RolloutBuffer, replace_degenerate
 from rloom.types import MicroBatch, Rollout
 
 logger = get_logger(__name__)
@@ -111,14 +113,14 @@ class RLOOTrainer(UpdateLoop):
         eval_judge: Any = None,
         **unknown: Any,
     ) -> None:
-        assemble.refuse_arguments(args, unknown)
-        args = args or assemble.default_config(model)
-        model, reference_path = assemble.choose_model(model, args)
-        functions, terms, reward_classes = assemble.choose_rewards(
+        arguments.refuse_arguments(args, unknown)
+        args = args or arguments.default_config(model)
+        model, reference_path = arguments.choose_model(model, args)
+        functions, terms, reward_classes = arguments.choose_rewards(
             reward_funcs, reward_model, reward_processing_classes, args
         )
-        self.contest = contest.choose_contest(args, eval_judge)
-        train_dataset, eval_dataset = assemble.check_data(train_dataset, eval_dataset, args)
+        self.win_rate = choose_win_rate(args, eval_judge)
+        train_dataset, eval_dataset = arguments.check_data(train_dataset, eval_dataset, args)
         # Everything above is checked before any model is loaded; adapters draw random weights, hence the seed here.
         set_seed(args.seed)
         chat = is_chat(train_dataset)
@@ -154,7 +156,7 @@ class RLOOTrainer(UpdateLoop):
         self.completion_log, self.store = parts.journal.table, parts.journal.store
         self.finite, self.interrupts = FiniteUpdates(self.metrics), Interrupts()
         self.folder = OutputFolder(args.output_dir, main=self.processes.is_main)
-        self.schedule = loaders.schedule(args)
+        self.schedule = make_schedule(args)
         self.buffer = RolloutBuffer(self._make_rollout, self.schedule.parts * self.schedule.passes)
         self._eval_prefix: str | None = None  # while evaluating: what metric names begin with
         self._batches: list[tuple[Page, Measured]] = []  # of an evaluation: what is to be written, and was measured
@@ -285,7 +287,7 @@ class RLOOTrainer(UpdateLoop):
 
     def get_train_dataloader(self) -> DataLoader:
         """Batches are updates: the prompts of the rollouts that an update trains on, and which parts of them."""
-        return loaders.train_loader(self.train_dataset, self.args, self.schedule)
+        return train_loader(self.train_dataset, self.args, self.schedule)
 
     def get_eval_dataloader(self, eval_dataset: Any = None) -> DataLoader:
         """Batches of prompts, so many that their completions fill `per_device_eval_batch_size`."""
@@ -295,11 +297,11 @@ class RLOOTrainer(UpdateLoop):
             eval_dataset = self.eval_dataset[eval_dataset]
         if eval_dataset is None:
             eval_dataset = self.eval_dataset
-        return loaders.eval_loader(check_dataset(eval_dataset, "eval_dataset"), self.args)
+        return eval_loader(check_dataset(eval_dataset, "eval_dataset"), self.args)
 
     def get_test_dataloader(self, test_dataset: Any) -> DataLoader:
         """As for evaluation."""
-        return loaders.eval_loader(check_dataset(test_dataset, "test_dataset"), self.args)
+        return eval_loader(check_dataset(test_dataset, "test_dataset"), self.args)
 
     # -- evaluation
 
@@ -354,7 +356,7 @@ class RLOOTrainer(UpdateLoop):
         return found
 
     def _nothing_measured(self) -> Measured:
-        return Measured(reward_names=self.rewards.names, contest=self.contest)
+        return Measured(reward_names=self.rewards.names, win_rate_of=self.win_rate)
 
     def _join_evaluation(
         self, output: EvalLoopOutput, batches: list[tuple[Page, Measured]]
@@ -369,9 +371,10 @@ class RLOOTrainer(UpdateLoop):
         total, count, seen = self.processes.total(loss, len(batches), output.num_samples)
         if count:
             output.metrics[name] = total / count
-        dealt = isinstance(self.callback_handler.eval_dataloader.dataset, DealtStream)  # which knows no length
+        streamed = isinstance(self.callback_handler.eval_dataloader.dataset, RoundRobinStream)
         joined = list(zip(pages, in_turns(measured), strict=True))
-        return output._replace(num_samples=seen) if dealt else output, joined
+        # A stream does not know its length.
+        return output._replace(num_samples=seen) if streamed else output, joined
 
     def _win_rate(self, measured: Measured) -> Estimate | None:
         """A judge that cannot be reached costs a run its win rate, and ends it only where a failed reward would."""
@@ -438,7 +441,3 @@ class RLOOTrainer(UpdateLoop):
         for page in everybodys:
             self.journal.write(page, step, self._eval_prefix or "train")
         return everybodys
-
-    def _count_tokens(self, new: int) -> int:
-        self.state.num_input_tokens_seen += new
-        return self.state.num_input_tokens_seen
