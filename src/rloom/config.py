@@ -13,15 +13,13 @@ from typing import Any, ClassVar
 import torch
 from transformers import TrainingArguments
 
-from rloom.algo.objectives import (
-    AGGREGATIONS,
-    ESTIMATORS,
-    KL_PLACEMENTS,
-    OBJECTIVES,
-    RATIO_LEVELS,
-    SURROGATES,
-    Objective,
-)
+from rloom.algo.advantages import ADVANTAGE_ESTIMATORS
+from rloom.algo.kl import KL, KL_ESTIMATORS, KL_PLACEMENTS
+from rloom.algo.loss import AGGREGATIONS, RATIO_LEVELS, SURROGATES
+from rloom.algo.normalizers import NORMALIZERS, OFF
+from rloom.algo.objectives import OBJECTIVES, TABLES, Objective
+from rloom.algo.shaping import LENGTH_REGULARIZATIONS, TRUNCATIONS, Truncation
+from rloom.algo.tables import described, in_words, readers
 from rloom.errors import ConfigError, UnknownOptionError, check_choice, did_you_mean
 from rloom.models.cpu import make_bfloat16_safe
 from rloom.older_names import INIT_ONLY_NAMES, OlderNames
@@ -225,29 +223,29 @@ class RLOOConfig(OlderNames, TrainingArguments, metaclass=_Remembering):
     # The objective, beyond TRL
     objective: str = _option(
         "trl",
-        "Whose RLOO: trl, paper, openrlhf, verl or reinforce++. The options below override its choices.",
+        f"Whose RLOO: {in_words(OBJECTIVES)}. The options below override its choices.",
     )
-    advantage_estimator: str | None = _option(None, f"The baseline: {', '.join(ESTIMATORS)}.")
+    advantage_estimator: str | None = _option(None, f"The baseline: {', '.join(ADVANTAGE_ESTIMATORS)}.")
     baseline_momentum: float = _option(0.9, 'Memory of the "moving_average" baseline.')
-    kl_estimator: str | None = _option(None, "k1, k2, k3, or full (over the whole vocabulary).")
+    kl_estimator: str | None = _option(None, f"{described(KL_ESTIMATORS)}.")
     kl_placement: str | None = _option(None, f"Where the KL goes: {', '.join(KL_PLACEMENTS)}.")
-    ratio_level: str | None = _option(None, "One ratio per completion (sequence) or per token (token).")
-    surrogate: str | None = _option(None, "clip (PPO's clipped ratio) or reinforce (plain log-probabilities).")
+    ratio_level: str | None = _option(
+        None, f"One ratio {in_words(f'{level.note} ({name})' for name, level in RATIO_LEVELS.items())}."
+    )
+    surrogate: str | None = _option(None, f"{described(SURROGATES)}.")
     loss_aggregation: str | None = _option(None, f"How the loss is averaged: {', '.join(AGGREGATIONS)}.")
     dual_clip: float | None = _option(None, "Bound of the ratio where the advantage is negative; 0: off.")
     advantage_clip: float | None = _option(None, "Hold advantages within ± this; 0: off.")
-    normalize_rewards: str | None = _option(None, "Bring scores to a common scale: batch, running or off.")
+    normalize_rewards: str | None = _option(None, f"Bring scores to a common scale: {in_words([*NORMALIZERS, OFF])}.")
     missing_eos_penalty: float | None = _option(
         None, "Taken from the score of a completion that does not end by itself."
     )
-    length_regularization: str | None = _option(None, "Charge for length: linear or soft_overlong.")
+    length_regularization: str | None = _option(None, f"Charge for length: {described(LENGTH_REGULARIZATIONS)}.")
     length_coefficient: float = _option(1.0, "The most that the length of a completion can cost.")
     length_margin: int | None = _option(
         None, "soft_overlong: the last tokens over which the charge rises; unset: a fifth of the limit."
     )
-    truncated_completions: str | None = _option(
-        None, "Completions cut off at the limit: keep, mask (no loss) or exclude (no loss, no baseline)."
-    )
+    truncated_completions: str | None = _option(None, f"Completions cut off at the limit: {described(TRUNCATIONS)}.")
 
     # Speed and memory: how the same gradient is computed
     max_tokens_per_micro_batch: int | None = _option(
@@ -391,8 +389,7 @@ class RLOOConfig(OlderNames, TrainingArguments, metaclass=_Remembering):
         self._check_groups()
 
     def _check_groups(self) -> None:
-        in_groups = self.choices.advantage_estimator in ("leave_one_out", "group_mean", "group_mean_std")
-        if self.num_generations < (2 if in_groups else 1):
+        if self.num_generations < ADVANTAGE_ESTIMATORS[self.choices.advantage_estimator].min_generations:
             raise ConfigError(
                 "RLOO requires at least 2 generations per prompt: with one there is no other completion to compare "
                 f"with. You set num_generations={self.num_generations}."
@@ -428,38 +425,36 @@ class RLOOConfig(OlderNames, TrainingArguments, metaclass=_Remembering):
         chosen = {name: getattr(preset, name) if value is None else value for name, value in chosen.items()}
         for name in ("dual_clip", "advantage_clip"):
             chosen[name] = chosen[name] or None
-        chosen["normalize_rewards"] = None if chosen["normalize_rewards"] == "off" else chosen["normalize_rewards"]
+        chosen["normalize_rewards"] = None if chosen["normalize_rewards"] == OFF else chosen["normalize_rewards"]
         self.choices = Objective(**chosen)
-        check_choice("advantage_estimator", self.choices.advantage_estimator, ESTIMATORS)
-        check_choice("kl_estimator", self.choices.kl_estimator, ("k1", "k2", "k3", "full"))
-        check_choice("kl_placement", self.choices.kl_placement, KL_PLACEMENTS)
-        check_choice("ratio_level", self.choices.ratio_level, RATIO_LEVELS)
-        check_choice("surrogate", self.choices.surrogate, SURROGATES)
-        check_choice("loss_aggregation", self.choices.loss_aggregation, AGGREGATIONS)
+        for name, table in TABLES.items():
+            check_choice(name, chosen[name], table)
         if self.normalize_rewards is not None:
-            check_choice("normalize_rewards", self.normalize_rewards, ("batch", "running", "off"))
+            check_choice("normalize_rewards", self.normalize_rewards, [*NORMALIZERS, OFF])
         if self.length_regularization is not None:
-            check_choice("length_regularization", self.length_regularization, ("linear", "soft_overlong"))
+            check_choice("length_regularization", self.length_regularization, LENGTH_REGULARIZATIONS)
         self._check_truncation()
         self._check_objective()
 
     @property
-    def truncation(self) -> str:
-        """What happens to truncated completions: keep, mask or exclude."""
-        return self.truncated_completions or ("mask" if self.mask_truncated_completions else "keep")
+    def truncation(self) -> Truncation:
+        """What happens to truncated completions."""
+        return TRUNCATIONS[self.truncated_completions or ("mask" if self.mask_truncated_completions else "keep")]
 
     def _check_truncation(self) -> None:
-        check_choice("truncated_completions", self.truncation, ("keep", "mask", "exclude"))
-        if self.mask_truncated_completions and self.truncation == "keep":
+        if self.truncated_completions is not None:
+            check_choice("truncated_completions", self.truncated_completions, TRUNCATIONS)
+        if self.mask_truncated_completions and self.truncation.trained:
             raise ConfigError(
-                'mask_truncated_completions=True and truncated_completions="keep" contradict each other; '
-                "give one of them"
+                f'mask_truncated_completions=True and truncated_completions="{self.truncation.name}" contradict each '
+                "other; give one of them"
             )
 
     def _check_objective(self) -> None:
         if (self.epsilon_high is not None and self.epsilon_high < 0) or self.epsilon < 0:
             raise ConfigError("epsilon and epsilon_high must not be negative")
-        if self.choices.kl_placement.startswith("reward_tokens") and self.choices.ratio_level == "sequence":
+        per_token = KL_PLACEMENTS[self.choices.kl_placement].per_token
+        if per_token and not RATIO_LEVELS[self.choices.ratio_level].per_token:
             raise ConfigError(
                 f'kl_placement="{self.choices.kl_placement}" gives each token its own advantage, which a ratio per '
                 'completion cannot use; set ratio_level="token" or kl_placement="reward"'
@@ -497,36 +492,29 @@ class RLOOConfig(OlderNames, TrainingArguments, metaclass=_Remembering):
                 raise ConfigError(f"{name} must be {what}, not {getattr(self, name)}")
 
     def _check_without_effect(self) -> None:
-        """An option that the others leave without effect is refused rather than ignored."""
-        needs = {
-            "epsilon": (self.choices.surrogate == "clip", 'surrogate="clip"'),
-            "epsilon_high": (self.choices.surrogate == "clip", 'surrogate="clip"'),
-            "dual_clip": (self.choices.surrogate == "clip", 'surrogate="clip"'),
-            "baseline_momentum": (
-                self.choices.advantage_estimator == "moving_average",
-                'advantage_estimator="moving_average"',
-            ),
-            "length_coefficient": (self.length_regularization is not None, "length_regularization"),
-            "length_margin": (self.length_regularization == "soft_overlong", 'length_regularization="soft_overlong"'),
-        }
+        """An option that only other choices read is refused rather than ignored."""
+        chosen = {name: getattr(self.choices, name) for name in TABLES}
+        chosen["length_regularization"] = self.length_regularization
         defaults = {f.name: f.default for f in fields(self)}
-        for name, (holds, what) in needs.items():
-            if name in self._given and getattr(self, name) != defaults[name] and not holds:
-                raise ConfigError(f"`{name}` has no effect without {what}: leave it out, or set that too")
+        for choice, table in {**TABLES, "length_regularization": LENGTH_REGULARIZATIONS}.items():
+            for name in dict.fromkeys(option for entry in table.values() for option in entry.options):
+                known = readers(name, table)
+                if name in self._given and getattr(self, name) != defaults[name] and chosen[choice] not in known:
+                    what = choice if len(known) == len(table) else f'{choice}="{known[0]}"'
+                    raise ConfigError(f"`{name}` has no effect without {what}: leave it out, or set that too")
 
     def _hint_unsound_kl(self) -> None:
         if not self.beta and self._given & {"kl_estimator", "kl_placement"}:
             logger.warning("beta is 0: `kl_estimator` and `kl_placement` have no effect")
-        in_loss = self.choices.kl_placement == "loss"
-        if self.beta and in_loss == (self.choices.kl_estimator == "k1"):
-            where = "loss" if in_loss else "reward"
-            sound = '"k2" or "full"' if in_loss else '"k1"'
+        in_loss = KL_PLACEMENTS[self.choices.kl_placement].in_loss
+        gradients = {n: e.loss_gradient if in_loss else e.reward_gradient for n, e in KL_ESTIMATORS.items()}
+        if self.beta and gradients[self.choices.kl_estimator] is None:
             logger.warning(
                 'kl_estimator="%s" in the %s does not give the gradient of the KL (docs/algorithms.md says what it '
                 "gives); %s does",
                 self.choices.kl_estimator,
-                where,
-                sound,
+                "loss" if in_loss else "reward",
+                in_words(f'"{name}"' for name, gradient in gradients.items() if gradient == KL),
             )
 
     def to_dict(self) -> dict[str, Any]:
