@@ -220,7 +220,7 @@ def test_total_episodes_counts_completions_over_passes_and_mini_batches():
 
 
 def test_an_older_name_is_noted_once(caplog):
-    from rloom import older_names
+    from rloom.config import older_names
 
     older_names._noted.discard("rloo_k")
     make(rloo_k=4)

@@ -17,7 +17,7 @@ from rloom.cli.flags import Flags, split
 from rloom.cli.messages import show_messages
 from rloom.cli.options import DataOptions, LoraOptions, ModelOptions, init_kwargs, lora_config
 from rloom.cli.options import quantization as quantization_of
-from rloom.config import _bf16_is_fast
+from rloom.config.training import bf16_is_fast
 from rloom.data.sources import check_splits, load_rows
 from rloom.errors import ConfigError, DataError, needs_extra
 
@@ -99,7 +99,7 @@ def _make(
     if not 0 <= held_out.held_out < 1:
         raise ConfigError(f"--held_out is a share from 0 to 1, not {held_out.held_out}")
     if own.get("bf16") is None and not own.get("fp16"):
-        own["bf16"] = _bf16_is_fast(bool(own.get("use_cpu")))
+        own["bf16"] = bf16_is_fast(bool(own.get("use_cpu")))
     if not torch.accelerator.is_available():
         own["use_cpu"] = True
     args = config(**own)

@@ -14,10 +14,10 @@ from rloom.cli.options import DataOptions, LoraOptions, ModelOptions, RewardOpti
 from rloom.cli.options import quantization as quantization_of
 from rloom.cli.spec import find_reward
 from rloom.config import RLOOConfig
+from rloom.config.older_names import INIT_ONLY_NAMES
 from rloom.data.images import folder_of
 from rloom.data.sources import check_splits, load_rows
 from rloom.errors import ConfigError, UnknownOptionError
-from rloom.older_names import INIT_ONLY_NAMES
 
 CLASSES = (ModelOptions, LoraOptions, DataOptions, RewardOptions, RLOOConfig)
 SHOWN = (

@@ -11,6 +11,7 @@ from transformers.integrations import is_deepspeed_zero3_enabled
 
 from rloom import rewards as ready_made
 from rloom.config import RLOOConfig
+from rloom.config.older_names import note_once
 from rloom.data import datasets
 from rloom.data.batching import Batcher
 from rloom.data.images import IMAGE_COLUMNS, ImageSources
@@ -32,7 +33,6 @@ from rloom.observe.completions import TABLE_COLUMNS, CompletionLog
 from rloom.observe.journal import Journal
 from rloom.observe.metrics import Metrics, check_loggable
 from rloom.observe.store import RunStore
-from rloom.older_names import note_once
 from rloom.printable import get_logger
 from rloom.rewards.base import unique_names
 from rloom.rewards.build import as_list, build_reward, check_rewards, is_url, load_reward_model, reward_tokenizer
