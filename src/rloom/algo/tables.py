@@ -6,9 +6,11 @@ dispatch all read the tables, so that a new value is one new entry.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TypeVar
+
+from rloom.errors import in_words
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,15 +28,6 @@ C = TypeVar("C", bound=Choice)
 def by_name(*choices: C) -> dict[str, C]:
     """A table of choices."""
     return {choice.name: choice for choice in choices}
-
-
-def in_words(names: Iterable[str]) -> str:
-    """
-    >>> in_words(["clip", "reinforce"]), in_words(["k1"]), in_words(["k1", "k2", "k3"])
-    ('clip or reinforce', 'k1', 'k1, k2 or k3')
-    """
-    *others, last = names
-    return f"{', '.join(others)} or {last}" if others else last
 
 
 def described(table: Mapping[str, Choice]) -> str:

@@ -10,9 +10,9 @@ from rloom.algo.loss import AGGREGATIONS, RATIO_LEVELS, SURROGATES
 from rloom.algo.normalizers import NORMALIZERS, OFF
 from rloom.algo.objectives import OBJECTIVES, TABLES, Objective
 from rloom.algo.shaping import LENGTH_REGULARIZATIONS, TRUNCATIONS, Truncation
-from rloom.algo.tables import described, in_words, readers
+from rloom.algo.tables import described, readers
 from rloom.config.topic import Topic, idle, option
-from rloom.errors import ConfigError, check_choice
+from rloom.errors import ConfigError, check_choice, in_words
 from rloom.printable import get_logger
 
 logger = get_logger(__name__)
