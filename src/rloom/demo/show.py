@@ -41,7 +41,7 @@ class Tables(TrainerCallback):
         self.console = console
         self.log: Any = None
 
-    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+    def on_step_end(self, args: RLOOConfig, state: Any, control: Any, **kwargs: Any) -> None:
         """Print at the first, middle and last update."""
         if state.global_step in (1, state.max_steps // 2, state.max_steps):
             self.log.print(state.global_step, 8, console=self.console, neighbours=True)
