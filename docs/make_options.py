@@ -11,7 +11,7 @@ from pathlib import Path
 from transformers import TrainingArguments
 
 from rloom import RLOOConfig
-from rloom.older_names import OlderNames
+from rloom.config.older_names import OlderNames
 
 PAGE = Path(__file__).with_name("options.md")
 

@@ -99,6 +99,16 @@ def did_you_mean(name: str, known: Iterable[str], *, cutoff: float = 0.7) -> str
     return f"; did you mean '{close[0]}'?" if close else ""
 
 
+def in_words(names: Iterable[str]) -> str:
+    """Names as a sentence lists them.
+
+    >>> in_words(["clip", "reinforce"]), in_words(["k1"]), in_words(["k1", "k2", "k3"])
+    ('clip or reinforce', 'k1', 'k1, k2 or k3')
+    """
+    *others, last = names
+    return f"{', '.join(others)} or {last}" if others else last
+
+
 def check_choice(option: str, value: object, choices: Iterable[str]) -> None:
     """Raise a [`ConfigError`] that names the nearest choice unless `value` is one of `choices`."""
     known = list(choices)

@@ -38,6 +38,9 @@ RULES: dict[str, Rule] = {
 }
 """Of each option whether a value will do, and what will, in words."""
 
+ENGINES = ("native", "forked", "transformers", "vllm")
+"""What generates: names of engines, which `generation/choose.py` makes."""
+
 STOPS = ("stop_strings", "stop")
 """Entries of `extra` that are texts which end a completion; `stop` is vLLM's name."""
 

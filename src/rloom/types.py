@@ -124,9 +124,9 @@ class Rollout:
                 setattr(self, name, [None] * len(self))
 
     @classmethod
-    def of(cls, groups: Sequence[Group], truncation: str) -> Rollout:
-        """Completions of some prompts, whose scores are not known yet. `truncation`: whether those that were cut off
-        are trained on ("keep") or not."""
+    def of(cls, groups: Sequence[Group], *, train_truncated: bool) -> Rollout:
+        """Completions of some prompts, whose scores are not known yet. `train_truncated`: whether those that were cut
+        off are trained on."""
         flat = [(number, group.prompt, c) for number, group in enumerate(groups) for c in group.completions]
         unknown = torch.full((len(flat),), torch.nan)
         logprobs = [None if c.logprobs is None else drawn_of(c.logprobs, c.mask) for _, _, c in flat]
@@ -136,7 +136,7 @@ class Rollout:
             groups=torch.tensor([number for number, _, _ in flat]),
             scores=unknown.unsqueeze(-1),
             score=unknown,
-            trained=[c.num_drawn > 0 and (truncation == "keep" or not c.truncated) for _, _, c in flat],
+            trained=[c.num_drawn > 0 and (train_truncated or not c.truncated) for _, _, c in flat],
             num_groups=len(groups),
             sampling_logprobs=None if any(p is None for p in logprobs) else logprobs,  # type: ignore[arg-type]
             ended=[c.stop_reason == EOS for _, _, c in flat],

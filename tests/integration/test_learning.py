@@ -6,8 +6,8 @@ import pytest
 import torch
 from rich.console import Console
 
-from rloom.cli.demo import demo, make_trainer
 from rloom.demo import task
+from rloom.demo.show import demo, make_trainer
 
 BAR = 0.12
 """The rise of the mean reward that the correct update clears with room, and broken ones do not come near."""

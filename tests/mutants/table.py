@@ -90,9 +90,12 @@ MUTANTS = [
         "low_clipped=(ratio < 1 - epsilon_low) & (advantages > 0)",
         draw(14),
     ),
-    Mutant("algo/loss.py", "values=-advantages * policy,", "values=-advantages * ratio,", draw(29)),
+    Mutant("algo/loss.py", "values=-advantages * policy,", "values=-advantages * log_ratio.exp(),", draw(29)),
     Mutant(
-        "algo/loss.py", '(values * lengths).sum() if how == "token_mean" else values.sum()', "values.sum()", draw(46)
+        "algo/loss.py",
+        "(values * lengths).sum() if aggregation.over_tokens else values.sum()",
+        "values.sum()",
+        draw(46),
     ),
     Mutant(
         "algo/loss.py",
@@ -283,7 +286,7 @@ MUTANTS = [
     ),
     Mutant(
         "training/learner.py",
-        'completions += trained or self.config.truncation != "exclude"',
+        "completions += trained or self.config.truncation.counted",
         "completions += 1",
         draw(26),
     ),
@@ -293,9 +296,7 @@ MUTANTS = [
         "tokens += len(rollout.drawn_ids(row))",
         draw(21),
     ),
-    Mutant(
-        "training/learner.py", 'tokens if self.aggregation == "token_mean" else completions', "completions", draw(14)
-    ),
+    Mutant("training/learner.py", "tokens if self.over_tokens else completions", "completions", draw(14)),
     Mutant(
         "training/learner.py",
         "old = stats.logprobs.detach() if batch.first else",
@@ -400,11 +401,11 @@ MUTANTS = [
         "per_token = result.unsqueeze(-1) + charged + self.beta * to_go",
         draw(14),
     ),
-    Mutant("training/credit.py", 'if self.placement == "reward_tokens" else 0.0', "if False else 0.0", draw(228)),
+    Mutant("training/credit.py", "if self.placement.before_baseline else 0.0", "if False else 0.0", draw(228)),
     Mutant(
-        "training/credit.py",
-        "            if update:\n                self.moments.update(score)\n",
-        "            self.moments.update(score)\n",
+        "algo/normalizers.py",
+        "    if update:\n        moments.update(values)\n",
+        "    moments.update(values)\n",
         draw(332),
     ),
     Mutant(
@@ -415,8 +416,8 @@ MUTANTS = [
     ),
     Mutant(
         "training/credit.py",
-        "result = clip_advantages(self._estimate(reward, groups, update), self.advantage_clip)",
-        "result = self._estimate(reward, groups, update)",
+        "        result = clip_advantages(result, self.advantage_clip)\n",
+        "",
         draw(80),
     ),
     Mutant("training/credit.py", "        return clip(score, self.limits)\n", "        return score\n", draw(21)),
@@ -432,7 +433,7 @@ MUTANTS = [
         "        pass\n",
         "tests/unit/test_credit.py::test_the_moving_average_goes_from_batch_to_batch_and_through_a_checkpoint",
     ),
-    Mutant("training/collector.py", 'if self.truncation == "exclude":', "if False:", draw(139)),
+    Mutant("training/collector.py", "if not self.truncation.counted:", "if False:", draw(139)),
     Mutant(
         "training/collector.py",
         "rollout.score = self.shaper(counted, lengths, ~truncated, scored.failed, update=False)",
@@ -447,8 +448,8 @@ MUTANTS = [
     ),
     Mutant(
         "types.py",
-        '(truncation == "keep" or not c.truncated)',
-        '(truncation != "exclude" or not c.truncated)',
+        "(train_truncated or not c.truncated)",
+        "True",
         draw(11),
     ),
     Mutant(

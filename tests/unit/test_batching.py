@@ -73,7 +73,7 @@ def test_targets_are_the_tokens_that_the_policy_drew(packed):
         Completion(token_ids=[16], stop_reason="eos", mask=[False]),
     ]
     group = Group(prompt=Prompt(content="", token_ids=[7, 8]), completions=completions)
-    rollout = Rollout.of([group], "keep")
+    rollout = Rollout.of([group], train_truncated=True)
     assert rollout.trained == [True, True, False]
     batch = Batcher(packed=packed, pad_token_id=0).make(rollout, [0, 1], CPU)
     assert batch.targets.tolist() == [11, 13, 14, 15]

@@ -134,7 +134,7 @@ def test_presets_and_overrides():
     assert make(objective="verl", dual_clip=0).choices.dual_clip is None
     assert make(objective="openrlhf").choices.advantage_clip == 10.0
     assert make(objective="paper").choices.surrogate == "reinforce"
-    assert make(mask_truncated_completions=True).truncation == "mask"
+    assert make(mask_truncated_completions=True).truncation.name == "mask"
 
 
 def test_a_config_can_be_changed_subclassed_and_written_out():
@@ -220,7 +220,7 @@ def test_total_episodes_counts_completions_over_passes_and_mini_batches():
 
 
 def test_an_older_name_is_noted_once(caplog):
-    from rloom import older_names
+    from rloom.config import older_names
 
     older_names._noted.discard("rloo_k")
     make(rloo_k=4)

@@ -14,8 +14,7 @@ import torch
 from torch import Tensor
 
 from rloom import RLOOConfig
-from rloom.algo import aggregate, exact_kl, policy_loss, token_kl
-from rloom.algo.objectives import ESTIMATORS, OBJECTIVES
+from rloom.algo import ADVANTAGE_ESTIMATORS, KL_ESTIMATORS, OBJECTIVES, aggregate, exact_kl, k2, policy_loss
 from rloom.training.credit import Credit, Shaper
 
 NAN = math.nan
@@ -138,13 +137,13 @@ def by_estimator(name: str, values: list[float]) -> list[float]:
     }[name]()
 
 
-@pytest.mark.parametrize("estimator", ESTIMATORS)
+@pytest.mark.parametrize("estimator", ADVANTAGE_ESTIMATORS)
 def test_every_estimator_with_the_kl_in_the_reward(estimator):
     got = give_credit(config(advantage_estimator=estimator))
     assert got.tolist() == pytest.approx(by_estimator(estimator, charged(SCORES)))
 
 
-@pytest.mark.parametrize("estimator", ESTIMATORS)
+@pytest.mark.parametrize("estimator", ADVANTAGE_ESTIMATORS)
 def test_every_estimator_with_the_kl_after_the_baseline(estimator):
     got = give_credit(token_settings(advantage_estimator=estimator, kl_placement="reward_tokens_after_baseline"))
     advantages = by_estimator(estimator, SCORES)
@@ -152,7 +151,7 @@ def test_every_estimator_with_the_kl_after_the_baseline(estimator):
 
 
 def test_which_estimators_look_across_groups():
-    across = {name for name in ESTIMATORS if Credit(config(advantage_estimator=name)).needs_batch}
+    across = {name for name in ADVANTAGE_ESTIMATORS if Credit(config(advantage_estimator=name)).needs_batch}
     assert across == {"batch_mean", "moving_average"}
     assert Credit(config(normalize_advantages=True)).needs_batch
 
@@ -449,7 +448,7 @@ def expected_gradient(settings: RLOOConfig) -> Tensor:
     if settings.choices.kl_estimator == "full":
         kl = exact_kl(policy.token_logits(), reference.token_logits()).double().detach()
     else:
-        kl = token_kl(str(settings.choices.kl_estimator), logprobs, reference.logprobs()).detach()
+        kl = KL_ESTIMATORS[settings.choices.kl_estimator].function(logprobs, reference.logprobs()).detach()
     choices = torch.tensor(list(itertools.product(range(4), repeat=K)))  # (64, K)
     probability = logprobs.detach().sum(-1)[choices].sum(-1).exp()  # (64,)
     rows = choices.flatten()
@@ -520,9 +519,9 @@ def test_k2_and_full_in_the_loss_leave_out_what_a_token_leads_to():
     """Right at each token, given what came before; blind to its influence on the KL of later tokens."""
     policy, reference = policy_and_reference()
     probability = policy.logprobs().sum(-1).exp().detach()
-    k2 = token_kl("k2", policy.logprobs(), reference.logprobs().detach())
+    squared = k2(policy.logprobs(), reference.logprobs().detach())
     full = exact_kl(policy.token_logits(), reference.token_logits()).double()
-    sampled, exact = (policy.gradient((probability * kl.sum(-1)).sum()) for kl in (k2, full))
+    sampled, exact = (policy.gradient((probability * kl.sum(-1)).sum()) for kl in (squared, full))
     torch.testing.assert_close(sampled, exact, rtol=1e-5, atol=1e-6)
     _, kl = objective_gradients()
     assert (sampled - kl).norm() > 0.05 * kl.norm()

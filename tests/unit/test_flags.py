@@ -9,8 +9,10 @@ import subprocess
 import pytest
 
 from rloom import RLOOConfig
-from rloom.cli.main import all_flags, main
-from rloom.cli.train import _plan, flags
+from rloom.cli.completion import all_flags
+from rloom.cli.flags import given
+from rloom.cli.main import main, parser_of
+from rloom.cli.train import make_plan
 
 NEEDED = ["--model", "m", "--data", "d.jsonl", "--reward", "length", "--output_dir", "out"]
 
@@ -23,7 +25,7 @@ def refused(arguments, capsys):
 
 
 def test_every_field_is_a_flag_in_both_spellings():
-    known = {flag for action in flags()._actions for flag in action.option_strings}
+    known = {flag for action in parser_of("train")._actions for flag in action.option_strings}
     for field in dataclasses.fields(RLOOConfig):
         if field.init:
             assert f"--{field.name}" in known
@@ -32,7 +34,7 @@ def test_every_field_is_a_flag_in_both_spellings():
 
 def test_only_what_is_given_is_handed_on():
     arguments = ["--beta", "0.1", "--bf16", "--no_gradient_checkpointing", "--reward-clip-range", "-1", "1"]
-    assert flags().given(arguments) == {
+    assert given(parser_of("train").parse_args(arguments)) == {
         "beta": 0.1,
         "bf16": True,
         "gradient_checkpointing": False,
@@ -44,7 +46,7 @@ def test_recipe_beneath_flags(tmp_path):
     recipe = tmp_path / "recipe.yaml"
     recipe.write_text("learning_rate: 3e-6\nbeta: 0.5\nnum-generations: 4\nuse_peft: true\n"
                       "reward_clip_range: [-1, 1]\nmodel_init_kwargs: {dtype: bfloat16}\n")  # fmt: skip
-    values = flags().given(["--config", str(recipe), "--beta", "0.1"])
+    values = given(parser_of("train").parse_args(["--config", str(recipe), "--beta", "0.1"]))
     assert values["learning_rate"] == 3e-6  # which YAML takes for a text
     assert values["beta"] == 0.1
     assert values["num_generations"] == 4
@@ -98,7 +100,8 @@ def test_wrong_usage(arguments, message, capsys):
 
 
 def test_given_options_are_the_ones_that_were_given():
-    config = _plan(flags().given([*NEEDED, "--kl_coef", "0.03", "--train_batch_size", "16"]))["config"]
+    arguments = [*NEEDED, "--kl_coef", "0.03", "--train_batch_size", "16"]
+    config = make_plan(given(parser_of("train").parse_args(arguments))).config
     assert config.beta == 0.03
     assert config.gradient_accumulation_steps == 2
     assert "learning_rate" not in config._given

@@ -13,10 +13,12 @@ import torch
 from torch import Tensor
 from torch.distributions import Categorical, kl_divergence
 
-from rloom.algo import KL_ESTIMATORS, exact_kl, k1, k2, k3, token_kl
+from rloom.algo import KL_ESTIMATORS, exact_kl, k1, k2, k3
+from rloom.algo.kl import KL, REVERSED_KL
 
 POLICY = [0.6, -0.4, 1.1, 0.0]
 REFERENCE = [-0.5, 0.3, 0.9, 0.7]
+BY_TOKENS = [name for name, estimator in KL_ESTIMATORS.items() if not estimator.needs_distributions]
 
 
 def logits(values: list[float] = POLICY) -> Tensor:
@@ -77,14 +79,14 @@ def test_values_by_hand():
 
 def test_the_names_choose_the_estimators():
     policy, reference = torch.tensor([[-1.0]]), torch.tensor([[-1.5]])
-    values = {name: token_kl(name, policy, reference).item() for name in KL_ESTIMATORS}
+    values = {name: KL_ESTIMATORS[name].function(policy, reference).item() for name in BY_TOKENS}
     assert values == pytest.approx({"k1": 0.5, "k2": 0.125, "k3": math.exp(-0.5) - 0.5})
 
 
 def test_all_are_zero_where_policy_and_reference_agree():
     same = torch.tensor([-0.3, -2.0, -9.0])
-    for name in KL_ESTIMATORS:
-        assert token_kl(name, same, same.clone()).tolist() == [0, 0, 0]
+    for name in BY_TOKENS:
+        assert KL_ESTIMATORS[name].function(same, same.clone()).tolist() == [0, 0, 0]
 
 
 def test_k2_and_k3_are_never_negative_and_k1_may_be():
@@ -107,8 +109,8 @@ def test_k1_and_k3_are_unbiased_and_k2_is_not():
     exact = divergence(policy, reference).item()
     drawn = torch.multinomial(policy.exp(), 400_000, replacement=True, generator=torch.Generator().manual_seed(0))
     errors = {}
-    for name in KL_ESTIMATORS:
-        values = token_kl(name, policy[drawn], reference[drawn])
+    for name in BY_TOKENS:
+        values = KL_ESTIMATORS[name].function(policy[drawn], reference[drawn])
         tolerance = 5 * values.std().item() / math.sqrt(len(values))
         assert tolerance < 6e-3
         errors[name] = abs(values.mean().item() - exact) / tolerance
@@ -125,12 +127,24 @@ def test_k1_and_k3_are_unbiased_exactly():
     assert abs((policy.exp() * k2(policy, reference)).sum() - exact) > 0.02
 
 
+@pytest.mark.parametrize("name", BY_TOKENS)
+def test_the_table_says_which_are_unbiased_and_whose_gradients_they_have(name):
+    estimator = KL_ESTIMATORS[name]
+    policy, reference = logits().detach().log_softmax(-1), reference_logprobs()
+    mean = (policy.exp() * estimator.function(policy, reference)).sum()
+    assert torch.isclose(mean, divergence(policy, reference)).item() == estimator.unbiased
+    in_reward, in_loss = gradient_in_reward(estimator.function), gradient_in_loss(estimator.function)
+    assert torch.allclose(in_reward, kl_gradient()) == (estimator.reward_gradient == KL)
+    assert torch.allclose(in_loss, kl_gradient()) == (estimator.loss_gradient == KL)
+    assert torch.allclose(in_loss, other_kl_gradient()) == (estimator.loss_gradient == REVERSED_KL)
+
+
 def test_k3_varies_less_than_k1_near_the_reference():
     policy, reference = logits().detach().log_softmax(-1), reference_logprobs()
     near = (0.9 * reference + 0.1 * policy).log_softmax(-1)
     variance = {
-        name: (near.exp() * token_kl(name, near, reference).square()).sum()
-        - (near.exp() * token_kl(name, near, reference)).sum().square()
+        name: (near.exp() * KL_ESTIMATORS[name].function(near, reference).square()).sum()
+        - (near.exp() * KL_ESTIMATORS[name].function(near, reference)).sum().square()
         for name in ("k1", "k3")
     }
     assert variance["k3"] < variance["k1"] / 10

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 
 import pytest
@@ -10,9 +11,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from rloom.algo import aggregate, policy_loss
+from rloom import algo
+from rloom.algo import aggregate
 
 LEVELS = ("sequence", "token")
+
+policy_loss = functools.partial(algo.policy_loss, level="sequence", surrogate="clip")
 
 
 def tensor(values) -> Tensor:

@@ -5,6 +5,7 @@ unequal size need no special case. A completion that could not be scored is NaN.
 """
 
 from rloom.algo.advantages import (
+    ADVANTAGE_ESTIMATORS,
     MovingAverage,
     batch_mean,
     clip_advantages,
@@ -13,15 +14,30 @@ from rloom.algo.advantages import (
     leave_one_out,
     no_baseline,
 )
-from rloom.algo.kl import KL_ESTIMATORS, exact_kl, k1, k2, k3, token_kl
-from rloom.algo.loss import LossTerms, aggregate, policy_loss
-from rloom.algo.normalizers import RunningMoments, clip, masked_mean, masked_std, normalize
+from rloom.algo.kl import KL_ESTIMATORS, KL_PLACEMENTS, exact_kl, k1, k2, k3
+from rloom.algo.loss import AGGREGATIONS, RATIO_LEVELS, SURROGATES, LossTerms, aggregate, policy_loss
+from rloom.algo.normalizers import NORMALIZERS, RunningMoments, clip, masked_mean, masked_std, normalize
 from rloom.algo.objectives import OBJECTIVES, Objective
-from rloom.algo.shaping import length_penalty, missing_eos, reward_to_go, weighted_sum
+from rloom.algo.shaping import (
+    LENGTH_REGULARIZATIONS,
+    TRUNCATIONS,
+    length_penalty,
+    missing_eos,
+    reward_to_go,
+    weighted_sum,
+)
 
 __all__ = [
+    "ADVANTAGE_ESTIMATORS",
+    "AGGREGATIONS",
     "KL_ESTIMATORS",
+    "KL_PLACEMENTS",
+    "LENGTH_REGULARIZATIONS",
+    "NORMALIZERS",
     "OBJECTIVES",
+    "RATIO_LEVELS",
+    "SURROGATES",
+    "TRUNCATIONS",
     "LossTerms",
     "MovingAverage",
     "Objective",
@@ -45,6 +61,5 @@ __all__ = [
     "normalize",
     "policy_loss",
     "reward_to_go",
-    "token_kl",
     "weighted_sum",
 ]

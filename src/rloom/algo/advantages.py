@@ -6,19 +6,26 @@ give advantages of exactly 0 whatever their scale.
 
 A baseline that does not depend on the completion it is subtracted from leaves the expected policy gradient
 unchanged; it only changes the variance. "Unbiased" below is meant in that sense.
+
+`ADVANTAGE_ESTIMATORS`, at the end, is the table of them: a new estimator is a function and an entry there.
 """
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from dataclasses import dataclass
+from enum import Enum
 
 import torch
 from torch import Tensor
 
+from rloom.algo.tables import Choice, by_name
+
 
 def _group_sums(values: Tensor, groups: Tensor) -> Tensor:
     """Σ of `values` over each row's group, at each row. (N,) → (N,)"""
-    # On a device the largest number is not asked for, which would wait for it: there, groups are numbered below N.
+    # On a GPU the largest number is not asked for: the host would wait for it. There, groups are numbered below N.
     slots = len(values) if groups.device.type != "cpu" else int(groups.max()) + 1 if len(groups) else 0
     return values.new_zeros(slots).index_add(0, groups, values)[groups]
 
@@ -26,7 +33,8 @@ def _group_sums(values: Tensor, groups: Tensor) -> Tensor:
 def _scorable(rewards: Tensor) -> tuple[Tensor, Tensor]:
     """Rewards with 0 in place of NaN, and 1/0 flags of which are numbers."""
     known = ~rewards.isnan()
-    exact = torch.float32 if rewards.device.type == "mps" else torch.float64  # Apple's GPUs have no float64
+    # Apple's GPUs have no float64.
+    exact = torch.float32 if rewards.device.type == "mps" else torch.float64
     return torch.where(known, rewards, rewards.new_zeros(())).to(exact), known.to(exact)
 
 
@@ -130,3 +138,64 @@ class MovingAverage:
 def clip_advantages(advantages: Tensor, limit: float | None) -> Tensor:
     """Advantages held within ±`limit` (OpenRLHF clips its leave-one-out advantages at 10); None: unchanged."""
     return advantages if limit is None else advantages.clamp(-limit, limit)
+
+
+class Scope(Enum):
+    """What a completion is compared with."""
+
+    GROUP = "the other completions of its prompt"
+    BATCH = "completions of all prompts"
+    NOTHING = "nothing"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AdvantageEstimator(Choice):
+    """One value of `advantage_estimator`.
+
+    `function` takes rewards (N,), groups (N,), the run's moving average of rewards and whether to update that, and
+    returns advantages (N,).
+    """
+
+    function: Callable[[Tensor, Tensor, MovingAverage, bool], Tensor]
+    scope: Scope
+
+    @property
+    def min_generations(self) -> int:
+        """The smallest K that it can work with."""
+        return 2 if self.scope is Scope.GROUP else 1
+
+    @property
+    def needs_batch(self) -> bool:
+        """Whether all of a rollout must be known first."""
+        return self.scope is Scope.BATCH
+
+    def usable(self, rewards: Tensor, groups: Tensor) -> Tensor:
+        """Which completions have an advantage. (N,) bool"""
+        return comparable(rewards, groups) if self.scope is Scope.GROUP else ~rewards.isnan()
+
+
+def _within_groups(function: Callable[[Tensor, Tensor], Tensor]) -> Callable[..., Tensor]:
+    return lambda rewards, groups, average, update: function(rewards, groups)
+
+
+def _over_rewards(function: Callable[[Tensor], Tensor]) -> Callable[..., Tensor]:
+    return lambda rewards, groups, average, update: function(rewards)
+
+
+ADVANTAGE_ESTIMATORS = by_name(
+    AdvantageEstimator(name="leave_one_out", function=_within_groups(leave_one_out), scope=Scope.GROUP),
+    AdvantageEstimator(name="group_mean", function=_within_groups(group_mean), scope=Scope.GROUP),
+    AdvantageEstimator(
+        name="group_mean_std",
+        function=_within_groups(functools.partial(group_mean, divide_by_std=True)),
+        scope=Scope.GROUP,
+    ),
+    AdvantageEstimator(name="batch_mean", function=_over_rewards(batch_mean), scope=Scope.BATCH),
+    AdvantageEstimator(
+        name="moving_average",
+        function=lambda rewards, groups, average, update: average.advantages(rewards, update=update),
+        scope=Scope.BATCH,
+        options=("baseline_momentum",),
+    ),
+    AdvantageEstimator(name="none", function=_over_rewards(no_baseline), scope=Scope.NOTHING),
+)

@@ -20,9 +20,12 @@ Source: Schulman, "Approximating KL divergence" (2020); Tang & Munos 2025 (arXiv
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+
+from rloom.algo.tables import Choice, by_name
 
 
 def k1(policy: Tensor, reference: Tensor) -> Tensor:
@@ -45,15 +48,6 @@ def k3(policy: Tensor, reference: Tensor) -> Tensor:
     return torch.expm1(-log_ratio) + log_ratio
 
 
-KL_ESTIMATORS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {"k1": k1, "k2": k2, "k3": k3}
-"""The estimators that need the sampled token's log-probabilities only; `"full"` needs the distributions."""
-
-
-def token_kl(estimator: str, policy: Tensor, reference: Tensor) -> Tensor:
-    """The named estimator at each token, from the sampled tokens' log-probabilities. Any shape."""
-    return KL_ESTIMATORS[estimator](policy, reference)
-
-
 def exact_kl(policy_logits: Tensor, reference_logits: Tensor, temperature: float = 1.0) -> Tensor:
     """Σ_v π_θ(v) · (log π_θ(v) − log π_ref(v)) from logits (..., V), in float32 → (...).
 
@@ -63,3 +57,49 @@ def exact_kl(policy_logits: Tensor, reference_logits: Tensor, temperature: float
     policy = (policy_logits.float() / temperature).log_softmax(-1)
     reference = (reference_logits.float() / temperature).log_softmax(-1)
     return (policy.exp() * (policy - reference)).sum(-1)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KLEstimator(Choice):
+    """One value of `kl_estimator`. `function` takes the sampled tokens' log-probabilities by policy and reference, of
+    any shape; where the estimator needs whole distributions, it takes logits (..., V)."""
+
+    function: Callable[[Tensor, Tensor], Tensor]
+    unbiased: bool  # as a value
+    reward_gradient: str | None = None  # the divergence whose gradient it gives as part of the reward; None: of none
+    loss_gradient: str | None = None  # … as part of the loss
+    needs_distributions: bool = False
+
+
+KL, REVERSED_KL = "KL(π_θ ‖ π_ref)", "KL(π_ref ‖ π_θ)"
+
+KL_ESTIMATORS = by_name(
+    KLEstimator(name="k1", function=k1, unbiased=True, reward_gradient=KL),
+    KLEstimator(name="k2", function=k2, unbiased=False, loss_gradient=KL),
+    KLEstimator(name="k3", function=k3, unbiased=True, loss_gradient=REVERSED_KL),
+    KLEstimator(
+        name="full",
+        note="over the whole vocabulary",
+        function=exact_kl,
+        unbiased=True,
+        loss_gradient=KL,
+        needs_distributions=True,
+    ),
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KLPlacement(Choice):
+    """One value of `kl_placement`: where β·KL is charged."""
+
+    in_loss: bool = False  # else in the reward
+    before_baseline: bool = False  # the baseline sees rewards from which the completion's KL was taken
+    per_token: bool = False  # token t is charged for the KL from t on, so that each token has its own advantage
+
+
+KL_PLACEMENTS = by_name(
+    KLPlacement(name="reward", before_baseline=True),
+    KLPlacement(name="reward_tokens", before_baseline=True, per_token=True),
+    KLPlacement(name="reward_tokens_after_baseline", per_token=True),
+    KLPlacement(name="loss", in_loss=True),
+)

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+
+from rloom.algo.tables import Choice, by_name
 
 
 def masked_mean(values: Tensor) -> Tensor:
@@ -29,7 +32,8 @@ def normalize(values: Tensor, eps: float = 1e-4) -> Tensor:
     >>> normalize(torch.tensor([1.0, 3.0]), eps=0.0)
     tensor([-0.7071,  0.7071])
     """
-    exact = values.double()  # in float32 the rounding of a large mean would pass for a difference
+    # In float32 the rounding of a large mean would pass for a difference.
+    exact = values.double()
     std = masked_std(exact)
     return values if std.isnan() else ((exact - masked_mean(exact)) / (std + eps)).to(values.dtype)
 
@@ -74,3 +78,29 @@ class RunningMoments:
 def clip(values: Tensor, limits: tuple[float, float] | None) -> Tensor:
     """Values held within (min, max); None: unchanged. NaN stays NaN."""
     return values if limits is None else torch.clamp(values, min=limits[0], max=limits[1])
+
+
+def _by_batch(values: Tensor, moments: RunningMoments, update: bool) -> Tensor:
+    return normalize(values)
+
+
+def _by_everything_seen(values: Tensor, moments: RunningMoments, update: bool) -> Tensor:
+    if update:
+        moments.update(values)
+    return moments.normalize(values)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Normalizer(Choice):
+    """One value of `normalize_rewards`. `function` takes scores (N,), the run's moments and whether to update these."""
+
+    function: Callable[[Tensor, RunningMoments, bool], Tensor]
+
+
+NORMALIZERS = by_name(
+    Normalizer(name="batch", function=_by_batch),
+    Normalizer(name="running", function=_by_everything_seen),
+)
+
+OFF = "off"
+"""The value of `normalize_rewards` that switches off what an objective turns on."""

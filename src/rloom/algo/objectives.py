@@ -6,13 +6,23 @@ beside it overrides that one choice. docs/algorithms.md tells the rows apart in 
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, fields
 
-ESTIMATORS = ("leave_one_out", "group_mean", "group_mean_std", "batch_mean", "moving_average", "none")
-KL_PLACEMENTS = ("reward", "reward_tokens", "reward_tokens_after_baseline", "loss")
-RATIO_LEVELS = ("sequence", "token")
-SURROGATES = ("clip", "reinforce")
-AGGREGATIONS = ("sequence_mean", "sequence_token_mean", "token_mean")
+from rloom.algo.advantages import ADVANTAGE_ESTIMATORS
+from rloom.algo.kl import KL_ESTIMATORS, KL_PLACEMENTS
+from rloom.algo.loss import AGGREGATIONS, RATIO_LEVELS, SURROGATES
+from rloom.algo.tables import Choice
+
+TABLES: dict[str, Mapping[str, Choice]] = {
+    "advantage_estimator": ADVANTAGE_ESTIMATORS,
+    "kl_estimator": KL_ESTIMATORS,
+    "kl_placement": KL_PLACEMENTS,
+    "ratio_level": RATIO_LEVELS,
+    "surrogate": SURROGATES,
+    "loss_aggregation": AGGREGATIONS,
+}
+"""What those options may be that every objective has a value for."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from argparse import Namespace
+from dataclasses import replace
 from itertools import islice
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 from rich.markup import escape
@@ -11,71 +13,82 @@ from rich.table import Table
 
 from rloom.cli.json_lines import read_rows
 from rloom.cli.messages import show_messages
+from rloom.cli.parser import Parser, count
 from rloom.cli.spec import find_reward
 from rloom.errors import ConfigError, DataError
 from rloom.printable import printable
-from rloom.rewards.build import build_reward, load_reward_model, reward_tokenizer
-from rloom.rewards.build import check_rewards as check_kinds
-from rloom.rewards.check import Report, Sample, check_rewards
-from rloom.rewards.collection import RewardSet
+
+if TYPE_CHECKING:
+    from rloom.rewards.check import Report, Sample
+
+SUMMARY = "see what rewards give, before a run depends on it"
 
 
-def run(options: Any) -> int:
-    """The verb: 0 when nothing stands against training with these rewards, 1 when something does."""
+def add_arguments(parser: Parser) -> None:
+    """The verb's arguments."""
+    add = parser.add_argument
+    named = "named as for rloom train: ready-made, file.py:function(option=1), …"
+    add("rewards", nargs="*", metavar="REWARD", help=named)
+    add("--reward", "--reward-funcs", nargs="+", default=[], dest="more", metavar="REWARD", help="the same, as there")
+    add("--data", required=True, help='prompts as JSON lines: "prompt", further columns, and maybe "completions"')
+    add("--model", help="what writes the completions, where the file has none: a name or path")
+    add("--prompts", type=count, default=16, help="how many prompts to take (default 16)")
+    add("--num-generations", type=count, default=8, help="completions per prompt from the model (default 8)")
+    add("--max-completion-length", type=count, default=256, help="tokens (default 256)")
+    add("--seed", type=int, default=0, help="of the model's sampling (default 0)")
+    add("--time-limit", type=float, default=60.0, help="seconds per sample for isolated functions (default 60)")
+
+
+def run(options: Namespace) -> int:
+    """0 when nothing stands against training with these rewards, 1 when something does."""
+    from rloom.cli.written import build_rewards
+    from rloom.rewards.check import check_rewards
+    from rloom.rewards.collection import RewardSet
+
     show_messages()
-    console = Console()
     named = [*options.rewards, *options.more]
     if not named:
         raise ConfigError("name a reward: `rloom check-reward math_accuracy --data …`")
-    functions = [_loaded(find_reward(spec)) for spec in named]
+    built = build_rewards([find_reward(spec) for spec in named])
     samples = read_samples(options.data, options.prompts)
-    if not all(sample.completions for sample in samples):
+    if not samples[0].completions:
         samples = _sampled(samples, options)
-    built = [_built(function) for function in functions]
     rewards = RewardSet(built, None, on_error="none", time_limit=options.time_limit)
     try:
         reports = check_rewards(rewards, samples)
     finally:
         rewards.close()
-    count = sum(len(sample.completions) for sample in samples)
-    console.print(f"{count} completions of {len(samples)} prompts.")
+    number = sum(len(sample.completions) for sample in samples)
+    console = Console()
+    console.print(f"{number} completions of {len(samples)} prompts.")
     for report in reports:
-        console.print(_table(report))
-        for problem in report.problems:
-            console.print(f"  [bold red]problem:[/] {_shown(problem)}", highlight=False)
-        for remark in report.remarks:
-            console.print(f"  [yellow]note:[/] {_shown(remark)}", highlight=False)
-        if not report.problems:
-            console.print(f"  nothing stands against training with {_shown(report.name)}")
+        _show(report, console)
     return int(any(report.problems for report in reports))
 
 
-def _loaded(reward: Any) -> Any:
-    """A reward model that was named, as a model."""
-    if isinstance(reward, str) and not reward.startswith(("http://", "https://")):
-        return load_reward_model(reward, trust_remote_code=False, init_kwargs=None)
-    return reward
-
-
-def _built(function: Any) -> Any:
-    classes = check_kinds([function], None)
-    if hasattr(function, "config"):
-        classes = [reward_tokenizer(function, None, revision=None, trust_remote_code=False)]
-    return build_reward(function, classes[0], place=lambda model: model, template_kwargs={})
+def _show(report: Report, console: Console) -> None:
+    console.print(_table(report))
+    for problem in report.problems:
+        console.print(f"  [bold red]problem:[/] {_shown(problem)}", highlight=False)
+    for remark in report.remarks:
+        console.print(f"  [yellow]note:[/] {_shown(remark)}", highlight=False)
+    if not report.problems:
+        console.print(f"  nothing stands against training with {_shown(report.name)}")
 
 
 def read_samples(path: str, limit: int) -> list[Sample]:
-    """Prompts from a file of JSON lines, with their completions where it has any."""
+    """Prompts from a file of JSON lines, with their completions: all have some, or none has."""
     samples = [_sample(row, where) for where, row in islice(read_rows(path), limit)]
     if not samples:
         raise DataError(f"{path} holds no prompts")
-    with_completions = [bool(sample.completions) for sample in samples]
-    if any(with_completions) and not all(with_completions):
+    if len({bool(sample.completions) for sample in samples}) > 1:
         raise DataError(f'{path}: some rows have "completions" and others do not')
     return samples
 
 
 def _sample(row: dict[str, Any], where: str) -> Sample:
+    from rloom.rewards.check import Sample
+
     completions = row.pop("completions", [])
     if not isinstance(completions, list) or len(completions) == 1:
         raise DataError(f'{where}: "completions" is a list of at least two: a group is what RLOO compares within')
@@ -85,13 +98,19 @@ def _sample(row: dict[str, Any], where: str) -> Sample:
     return Sample(prompt=prompt, columns=row, completions=completions)
 
 
-def _sampled(samples: list[Sample], options: Any) -> list[Sample]:
-    """Completions from a model."""
+def _sampled(samples: list[Sample], options: Namespace) -> list[Sample]:
+    """The samples, each with completions that a model wrote, as it would in training."""
     if options.model is None:
         raise DataError(f'{options.data} has no "completions": add them, or say with --model what shall write them')
-    from rloom.cli.sampling import sample_completions
+    from rloom.cli.written import write
 
-    return sample_completions(samples, options)
+    rows = [{"prompt": sample.prompt} for sample in samples]
+    limit = options.max_completion_length
+    written = write(options.model, rows, options.num_generations, seed=options.seed, max_completion_length=limit)
+    return [
+        replace(sample, completions=group.replies, completion_ids=group.token_ids)
+        for sample, group in zip(samples, written.groups, strict=True)
+    ]
 
 
 def _shown(text: str) -> str:

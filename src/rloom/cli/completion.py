@@ -2,9 +2,38 @@
 
 from __future__ import annotations
 
+import contextlib
+from argparse import Namespace
 from collections.abc import Mapping, Sequence
 
-SHELLS = ("bash", "zsh", "fish")
+from rloom.cli.parser import Parser
+from rloom.errors import MissingExtraError
+
+SUMMARY = "a script that completes verbs and flags in your shell"
+
+
+def add_arguments(parser: Parser) -> None:
+    """The verb's arguments."""
+    parser.add_argument("shell", choices=("bash", "zsh", "fish"), help='eval "$(rloom completion bash)"')
+
+
+def run(options: Namespace) -> int:
+    """Print the script."""
+    print(script(options.shell, all_flags()), end="")
+    return 0
+
+
+def all_flags() -> dict[str, list[str]]:
+    """The flags of every verb."""
+    from rloom.cli.main import VERBS, parser_of
+
+    flags: dict[str, list[str]] = {}
+    for verb in VERBS:
+        flags[verb] = []
+        # Of a verb that needs a package which is not installed, the flags are not known.
+        with contextlib.suppress(MissingExtraError):
+            flags[verb] = parser_of(verb).flags()
+    return flags
 
 
 def script(shell: str, flags: Mapping[str, Sequence[str]]) -> str:

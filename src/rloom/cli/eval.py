@@ -6,67 +6,69 @@ import dataclasses
 import json
 import math
 import sys
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from argparse import Namespace
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from rloom.cli.flags import Flags
 from rloom.cli.messages import show_messages
+from rloom.cli.options import option
+from rloom.cli.parser import Parser, as_usage
 from rloom.cli.spec import find_reward
-from rloom.data.images import has_places, images_of
 from rloom.data.sources import load_rows
-from rloom.errors import ConfigError, DataError, did_you_mean
+from rloom.errors import ConfigError, DataError, did_you_mean, in_words
 from rloom.evaluation.statistics import Estimate, estimate, over_prompts, pass_at, per_token
-from rloom.evaluation.win_rate import OPENAI
+from rloom.evaluation.win_rate import OPENAI, as_percent
 from rloom.printable import printable
+from rloom.sampling_rules import ENGINES
 
+if TYPE_CHECKING:
+    from rloom.cli.written import Written
 
-def _option(default: Any, help: str, *aliases: str) -> Any:
-    return field(default=default, metadata={"help": help, "aliases": list(aliases)})
+SUMMARY = "rewards, pass@k, KL and win rate of a model on a split"
 
 
 @dataclass
 class EvalOptions:
     """What is evaluated, on what, by whom."""
 
-    model_name_or_path: str | None = _option(None, "The model: a hub id, a folder, or an adapter's folder.", "--model")
-    dataset_name: str | None = _option(None, "Prompts: a hub id, a folder or a file.", "--data")
-    dataset_config: str | None = _option(None, "Configuration of the data set, where it has several.")
-    dataset_test_split: str = _option("test", "Split to take prompts from.", "--split")
-    columns: list[str] | None = _option(None, "Columns under other names: prompt=question answer=solution.")
-    num_examples: int | None = _option(None, "Prompts to take, from the start. Unset: all.")
-    reward_funcs: list[str] | None = _option(None, "Rewards, named as for rloom train.", "--reward")
-    pass_threshold: float | None = _option(None, "A score from which a completion passes. Unset: 1, for 0/1 scores.")
-    pass_at: list[int] | None = _option(None, "The k of pass@k. Unset: 1 and num_generations.")
-    num_generations: int = _option(1, "Completions per prompt.")
-    max_completion_length: int = _option(256, "Longest completion, in tokens.")
-    temperature: float = _option(1.0, "Sampling temperature; 0: the likeliest token each time.")
-    top_p: float = _option(1.0, "Nucleus sampling.")
-    seed: int = _option(0, "Of the sampling.")
-    engine: str | None = _option(None, "What generates: native, forked, transformers or vllm.")
-    dtype: str | None = _option(None, "Weights: float32, bfloat16, … Unset: as saved; float32 on a CPU.")
-    trust_remote_code: bool = _option(False, "Allow models that bring their own Python code.")
-    fetch_images: bool = _option(False, "Fetch images that the data names by address.")
-    image_folder: str | None = _option(
+    model_name_or_path: str | None = option(None, "The model: a hub id, a folder, or an adapter's folder.", "--model")
+    dataset_name: str | None = option(None, "Prompts: a hub id, a folder or a file.", "--data")
+    dataset_config: str | None = option(None, "Configuration of the data set, where it has several.")
+    dataset_test_split: str = option("test", "Split to take prompts from.", "--split")
+    columns: list[str] | None = option(None, "Columns under other names: prompt=question answer=solution.")
+    num_examples: int | None = option(None, "Prompts to take, from the start. Unset: all.")
+    reward_funcs: list[str] | None = option(None, "Rewards, named as for rloom train.", "--reward")
+    pass_threshold: float | None = option(None, "A score from which a completion passes. Unset: 1, for 0/1 scores.")
+    pass_at: list[int] | None = option(None, "The k of pass@k. Unset: 1 and num_generations.")
+    num_generations: int = option(1, "Completions per prompt.")
+    max_completion_length: int = option(256, "Longest completion, in tokens.")
+    temperature: float = option(1.0, "Sampling temperature; 0: the likeliest token each time.")
+    top_p: float = option(1.0, "Nucleus sampling.")
+    seed: int = option(0, "Of the sampling.")
+    engine: str | None = option(None, f"What generates: {in_words(ENGINES)}.")
+    dtype: str | None = option(None, "Weights: float32, bfloat16, … Unset: as saved; float32 on a CPU.")
+    trust_remote_code: bool = option(False, "Allow models that bring their own Python code.")
+    fetch_images: bool = option(False, "Fetch images that the data names by address.")
+    image_folder: str | None = option(
         None, "Folder that images named by paths are read from. Unset: that of local data, or the working folder."
     )
-    reference_model: str | None = _option(None, "Report the KL from this model.")
-    against: str | None = _option(None, "Compare with this model's completions.")
-    reference_column: str | None = _option(None, "Compare with the texts in this column.")
-    judge_model: str | None = _option(None, "Who compares: a model's name at --judge_url.")
-    judge_url: str | None = _option(
+    reference_model: str | None = option(None, "Report the KL from this model.")
+    against: str | None = option(None, "Compare with this model's completions.")
+    reference_column: str | None = option(None, "Compare with the texts in this column.")
+    judge_model: str | None = option(None, "Who compares: a model's name at --judge_url.")
+    judge_url: str | None = option(
         None, f"An OpenAI-compatible address; the key is OPENAI_API_KEY. Unset: OPENAI_BASE_URL, else {OPENAI}."
     )
-    judge_reward_model: str | None = _option(None, "Who compares: a reward model, by hub id or folder.")
-    rubric: str | None = _option(None, "What counts for the judge, in words.")
-    judge_cache: str | None = _option(None, "File in which a judge's answers are kept.")
-    output_file: str | None = _option(None, "Write the numbers as JSON.")
-    save_completions: str | None = _option(None, "Write the completions as JSON lines.")
+    judge_reward_model: str | None = option(None, "Who compares: a reward model, by hub id or folder.")
+    rubric: str | None = option(None, "What counts for the judge, in words.")
+    judge_cache: str | None = option(None, "File in which a judge's answers are kept.")
+    output_file: str | None = option(None, "Write the numbers as JSON.")
+    save_completions: str | None = option(None, "Write the completions as JSON lines.")
 
 
 SHOWN = (
@@ -76,31 +78,26 @@ SHOWN = (
 )  # fmt: skip
 
 
-def flags() -> Flags:
+def add_arguments(parser: Parser) -> None:
     """All flags of the verb."""
-    return Flags(
-        [EvalOptions],
-        prog="rloom eval",
-        description="Generate on a split; report rewards, pass@k, length, KL and win rate, with 95% intervals.",
-        shown=SHOWN,
-        footer="--help-all lists all options.",
-    )
+    from rloom.cli.flags import add_fields
+
+    parser.description = "Generate on a split; report rewards, pass@k, length, KL and win rate, with 95% intervals."
+    add_fields(parser, [EvalOptions], shown=SHOWN, footer="--help-all lists all options.")
 
 
-def main(argv: Sequence[str]) -> int:
-    """The verb: 0 when measured."""
-    parser = flags()
-    options = EvalOptions(**parser.given(argv))
+def run(given_options: Namespace) -> int:
+    """0 when measured."""
+    from rloom.cli.flags import given
+
+    options = EvalOptions(**given(given_options))
     show_messages()
-    try:
+    with as_usage():
         _check(options)
-    except ConfigError as error:
-        parser.error(str(error))
-    found, win_rate = evaluate(options)
+    found = evaluate(options)
+    win_rate = found.get("win_rate")
     Console().print(_table(found))
     if win_rate is not None:
-        from rloom.evaluation.win_rate import as_percent
-
         print(as_percent(win_rate.value))
     if options.output_file:
         content = {name: _plain(value) for name, value in found.items()}
@@ -144,15 +141,12 @@ def _check(options: EvalOptions) -> None:
 # -- measuring
 
 
-def evaluate(options: EvalOptions) -> tuple[dict[str, Estimate], Estimate | None]:
-    """All numbers by name, and the win rate where one was asked for."""
-    from rloom.cli.written import write
-
+def evaluate(options: EvalOptions) -> dict[str, Estimate]:
+    """All numbers by name."""
     rows = _rows(options)
-    rewards = [
-        find_reward(spec) for spec in options.reward_funcs or ()
-    ]  # what is misspelt is known before minutes pass
-    written = write(options, str(options.model_name_or_path), rows)
+    # What is misspelt is known before minutes pass.
+    rewards = [find_reward(spec) for spec in options.reward_funcs or ()]
+    written = _write(options, str(options.model_name_or_path), rows, options.num_generations)
     if options.save_completions:
         lines = [json.dumps({"prompt": w.prompt, "completions": w.texts}, ensure_ascii=False) for w in written.groups]
         Path(options.save_completions).write_text("\n".join(lines) + "\n", encoding="utf-8")
@@ -166,10 +160,31 @@ def evaluate(options: EvalOptions) -> tuple[dict[str, Estimate], Estimate | None
         found |= _kl(options, written)
     if options.against or options.reference_column:
         found["win_rate"] = _win_rate(options, rows, written)
-    return found, found.get("win_rate")
+    return found
+
+
+def _write(options: EvalOptions, name: str, rows: list[dict[str, Any]], count: int) -> Written:
+    from rloom.cli.written import write
+    from rloom.data.images import ImageSources, folder_of
+
+    return write(
+        name,
+        rows,
+        count,
+        seed=options.seed,
+        max_completion_length=options.max_completion_length,
+        engine=options.engine,
+        dtype=options.dtype,
+        trust_remote_code=options.trust_remote_code,
+        images=ImageSources(options.fetch_images, options.image_folder or folder_of(options.dataset_name)),
+        temperature=options.temperature,
+        top_p=options.top_p,
+    )
 
 
 def _rows(options: EvalOptions) -> list[dict[str, Any]]:
+    from rloom.data.images import has_places, images_of
+
     assert options.dataset_name is not None
     rows = load_rows(
         options.dataset_name,
@@ -190,7 +205,9 @@ def _rows(options: EvalOptions) -> list[dict[str, Any]]:
     return found
 
 
-def _rewards(options: EvalOptions, rewards: list[Any], rows: list[dict[str, Any]], written: Any) -> dict[str, Estimate]:
+def _rewards(
+    options: EvalOptions, rewards: list[Any], rows: list[dict[str, Any]], written: Written
+) -> dict[str, Estimate]:
     from rloom.cli.written import score
 
     result: dict[str, Estimate] = {}
@@ -202,29 +219,28 @@ def _rewards(options: EvalOptions, rewards: list[Any], rows: list[dict[str, Any]
     return result
 
 
-def _kl(options: EvalOptions, written: Any) -> dict[str, Estimate]:
-    from rloom.cli.written import load_reference
+def _kl(options: EvalOptions, written: Written) -> dict[str, Estimate]:
     from rloom.evaluation.divergence import divergence
+    from rloom.models.load import load_for_inference
 
-    reference = load_reference(options, written.model)
+    model, kwargs = written.model, {"dtype": written.model.dtype, "trust_remote_code": options.trust_remote_code}
+    reference = load_for_inference(str(options.reference_model), **kwargs).to(model.device)
     prompts = [group.prompt_ids for group in written.groups for _ in group.token_ids]
     completions = [ids for group in written.groups for ids in group.token_ids]
-    flat = divergence(written.model, reference, prompts, completions, temperature=options.temperature)
-    values = iter(flat)
+    values = iter(divergence(model, reference, prompts, completions, temperature=options.temperature))
     per_prompt = [[next(values) for _ in group.token_ids] for group in written.groups]
     tokens = sum(map(len, completions))
     whole = over_prompts(per_prompt)
     return {"kl": whole, "kl_per_token": per_token(whole, tokens / max(1, len(completions)))}
 
 
-def _win_rate(options: EvalOptions, rows: list[dict[str, Any]], written: Any) -> Estimate:
-    from rloom.cli.written import write
+def _win_rate(options: EvalOptions, rows: list[dict[str, Any]], written: Written) -> Estimate:
     from rloom.data.prompts import as_reply
     from rloom.evaluation.opponents import judge_of
 
     prompts, ours = [group.prompt for group in written.groups], [group.replies[0] for group in written.groups]
     if options.against:
-        theirs = [group.replies[0] for group in write(options, options.against, rows, count=1).groups]
+        theirs = [group.replies[0] for group in _write(options, options.against, rows, 1).groups]
     else:
         column = str(options.reference_column)
         theirs = [as_reply(row[column], conversational=not isinstance(row["prompt"], str)) for row in rows]

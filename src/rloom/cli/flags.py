@@ -18,79 +18,69 @@ from rloom.cli.parser import Parser
 from rloom.errors import ConfigError, UnknownOptionError, did_you_mean
 
 
-class Flags(Parser, HfArgumentParser):
-    """The flags of some dataclasses, without their defaults.
+def add_fields(parser: Parser, classes: Sequence[Any], *, shown: Sequence[str], footer: str) -> None:
+    """Every field of some dataclasses as a flag without a default, and `--config` for a recipe.
 
     >>> from rloom.cli.options import DataOptions
-    >>> flags = Flags([DataOptions], prog="rloom train")
-    >>> flags.given(["--dataset-name", "prompts.jsonl"])
+    >>> parser = Parser(prog="rloom train")
+    >>> add_fields(parser, [DataOptions], shown=["dataset_name"], footer="")
+    >>> given(parser.parse_args(["--dataset-name", "prompts.jsonl"]))
     {'dataset_name': 'prompts.jsonl'}
     """
+    flags = HfArgumentParser(list(classes), add_help=False)
+    for action in flags._actions:
+        _loosen(action)
+    parser._add_container_actions(flags)
+    parser.add_argument("--help-all", action=_HelpAll, nargs=0, default=argparse.SUPPRESS, help="all options")
+    parser.add_argument(
+        "--config", metavar="FILE", action=_Recipe, default=argparse.SUPPRESS, help="Options as YAML; flags win"
+    )
+    parser.usage = f"{parser.prog} [--config RECIPE.yaml] [OPTIONS]"
+    parser.shown, parser.footer = [*shown, "config"], footer
 
-    def __init__(
-        self, classes: Sequence[Any], *, prog: str, description: str = "", shown: Sequence[str] = (), footer: str = ""
-    ) -> None:
-        self.shown, self.footer = shown, footer
-        super().__init__(
-            list(classes),
-            prog=prog,
-            description=description,
-            add_help=False,
-            formatter_class=argparse.HelpFormatter,
-            usage=f"{prog} [--config RECIPE.yaml] [OPTIONS]",
-        )
-        self.add_argument("-h", "--help", action="store_true", default=argparse.SUPPRESS, help="the options used most")
-        self.add_argument("--help-all", action="store_true", default=argparse.SUPPRESS, help="all options")
-        self.add_argument("--config", metavar="FILE", default=argparse.SUPPRESS, help="Options as YAML; flags win")
-        for action in self._actions:
-            self._loosen(action)
 
-    def _loosen(self, action: argparse.Action) -> None:
-        """Nothing is required or filled in by the parser; types that a text cannot be turned into get a reader."""
-        if action.default not in (None, argparse.SUPPRESS, "") and action.help and action.nargs != 0:
-            action.help = f"{action.help.replace('%', '%%')} (default {action.default})"
-        elif action.help:
-            action.help = action.help.replace("%", "%%")
-        action.default, action.required = argparse.SUPPRESS, False
-        kind = str(action.type)
-        if kind.startswith("tuple[float"):
-            action.type, action.nargs = float, 2
-        elif kind.startswith("dict["):
-            action.type = json.loads
-        elif "ParallelismConfig" in kind:
-            action.type = _parallelism
-        elif "string_to_bool" in kind and action.nargs is None:  # `--bf16` alone is yes
-            action.nargs, action.const = "?", True
-        if action.choices is not None:
-            action.metavar = action.dest.upper()
+def given(options: argparse.Namespace) -> dict[str, Any]:
+    """What was given, by name; a recipe's values beneath the flags'."""
+    values = vars(options)
+    return {**values.pop("config", {}), **values}
 
-    def given(self, argv: Sequence[str]) -> dict[str, Any]:
-        """What was given, by name; a recipe's values beneath the flags'. Wrong usage leaves with 2."""
-        options, unknown = self.parse_known_args(argv)
-        values = vars(options)
-        if "help" in values or "help_all" in values:
-            self.print_help() if "help_all" in values else print(self.short_help())
-            self.exit(0)
-        if unknown:
-            self.error(f"unrecognized arguments: {' '.join(unknown)}")
-        recipe = values.pop("config", None)
-        if recipe is None:
-            return values
+
+class _HelpAll(argparse.Action):
+    def __call__(self, parser: Any, *args: Any) -> None:
+        print(parser.full_help(), end="")
+        parser.exit(0)
+
+
+class _Recipe(argparse.Action):
+    """Reads a recipe as soon as it is named. Its values are kept apart: flags may stand before it."""
+
+    def __call__(self, parser: Any, namespace: argparse.Namespace, path: Any, flag: str | None = None) -> None:
         try:
-            return {**read_recipe(recipe, self), **values}
+            setattr(namespace, self.dest, read_recipe(path, parser))
         except (OSError, ConfigError, UnknownOptionError) as error:
-            self.error(str(error))
+            parser.error(str(error))
 
-    def short_help(self) -> str:
-        """Usage and the options in `shown`, one line each."""
-        lines = [f"usage: {self.usage}", "", self.description or "", ""]
-        by_name = {action.dest: action for action in reversed(self._actions)}
-        for name in [*self.shown, "config"]:
-            action = by_name[name]
-            help, _, default = (action.help or "").replace("%%", "%").partition(" (default ")
-            help = help.split(". ")[0].rstrip(".") + (f" (default {default}" if default else "")
-            lines.append(f"  {action.option_strings[0]:32}{help}")
-        return "\n".join([*lines, "", self.footer])
+
+def _loosen(action: argparse.Action) -> None:
+    """Nothing is required or filled in by the parser; types that a text cannot be turned into get a reader."""
+    default = action.default
+    if action.help:
+        action.help = action.help.replace("%", "%%")
+        if default not in (None, argparse.SUPPRESS, "") and action.nargs != 0:
+            action.help += f" (default {default})"
+    action.default, action.required = argparse.SUPPRESS, False
+    kind = str(action.type)
+    if kind.startswith("tuple[float"):
+        action.type, action.nargs = float, 2
+    elif kind.startswith("dict["):
+        action.type = json.loads
+    elif "ParallelismConfig" in kind:
+        action.type = _parallelism
+    elif "string_to_bool" in kind and action.nargs is None:
+        # `--bf16` alone is yes.
+        action.nargs, action.const = "?", True
+    if action.choices is not None:
+        action.metavar = action.dest.upper()
 
 
 def _parallelism(text: str) -> Any:
@@ -99,7 +89,7 @@ def _parallelism(text: str) -> Any:
     return ParallelismConfig(**json.loads(text))
 
 
-def read_recipe(path: str, flags: Flags) -> dict[str, Any]:
+def read_recipe(path: str, parser: Parser) -> dict[str, Any]:
     """The options in a YAML file. Its numbers are read as a flag's would be: YAML takes `1e-6` for a text."""
     import yaml
 
@@ -113,7 +103,7 @@ def read_recipe(path: str, flags: Flags) -> dict[str, Any]:
         raise ConfigError(f"{path} cannot be read: {error}") from None
     if not isinstance(content, dict):
         raise ConfigError(f"{path}: a recipe is a list of `option: value`, not {type(content).__name__}")
-    actions = {action.dest: action for action in flags._actions if action.nargs != 0}
+    actions = {action.dest: action for action in parser._actions if action.nargs != 0}
     result = {}
     for key, value in content.items():
         name = str(key).replace("-", "_")
@@ -130,22 +120,23 @@ def _converted(value: Any, action: argparse.Action) -> Any:
     convert: Any = action.type if callable(action.type) else str
     if value is None or isinstance(value, dict):
         return value
-    several = action.nargs in ("+", "*", 2)
-    if isinstance(value, list) or several:
-        return [_converted_one(v, convert) for v in (value if isinstance(value, list) else [value])]
-    return _converted_one(value, convert)
+    if isinstance(value, list):
+        return [_converted_one(v, convert) for v in value]
+    one = _converted_one(value, convert)
+    return [one] if action.nargs in ("+", "*", 2) else one
 
 
 def _converted_one(value: Any, convert: Any) -> Any:
-    if convert is int and isinstance(value, float) and value != int(value):
-        raise ValueError(f"must be a whole number, not {value}")
-    if isinstance(value, bool):
-        if convert in (int, float):
-            raise ValueError(f"must be a number, not {value}")
+    """A text as a flag's text would be read; a number as the number that the flag wants."""
+    if isinstance(value, str):
+        return convert(value)
+    if convert not in (int, float):
         return value
-    if isinstance(value, str) or (convert in (int, float) and not isinstance(value, convert)):
-        return convert(str(value)) if isinstance(value, str) else convert(value)
-    return value
+    if isinstance(value, bool):
+        raise ValueError(f"must be a number, not {value}")
+    if convert is int and value != int(value):
+        raise ValueError(f"must be a whole number, not {value}")
+    return convert(value)
 
 
 def split(values: dict[str, Any], classes: Sequence[Any]) -> list[dict[str, Any]]:

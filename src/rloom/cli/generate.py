@@ -5,18 +5,20 @@ from __future__ import annotations
 import json
 import sys
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
-from typing import Any, TextIO
+from argparse import Namespace
+from contextlib import AbstractContextManager, nullcontext
+from typing import TYPE_CHECKING, Any, TextIO
 
 from rloom.cli.json_lines import read_rows
 from rloom.cli.messages import show_messages
-from rloom.data.images import ImageSources, folder_of
+from rloom.cli.parser import Parser, count
 from rloom.errors import DataError
-from rloom.evaluation.writer import Writer
 from rloom.printable import get_logger
+from rloom.sampling_rules import ENGINES
 from rloom.seeds import derive_seed
-from rloom.types import Completion, Group
+
+if TYPE_CHECKING:
+    from rloom.types import Completion, Group
 
 logger = get_logger(__name__)
 
@@ -26,8 +28,40 @@ WRITTEN = ("index", "completions")
 """Columns of the output that are not the input's."""
 
 
-def run(options: Any) -> int:
-    """The verb. What is written is written as groups finish; a line says how fast it went."""
+SUMMARY = "write completions of prompts, with their log-probabilities"
+
+
+def add_arguments(parser: Parser) -> None:
+    """The verb's flags."""
+    add = parser.add_argument
+    add("--model", required=True, help="a name or path")
+    file_help = 'JSON lines with a "prompt" each: text or messages'
+    add("--prompts", "--data", required=True, metavar="FILE", help=file_help)
+    add("--n", "--num-generations", type=count, default=1, metavar="N", help="completions per prompt (default 1)")
+    add("--output", metavar="FILE", help="where the JSON lines go (default: standard output)")
+    add("--max-completion-length", type=count, default=512, help="tokens (default 512)")
+    add("--temperature", type=float, default=1.0, help="0 takes the likeliest token (default 1)")
+    add("--top-p", type=float, default=1.0, help="keep the smallest set of tokens with this probability")
+    add("--top-k", type=int, default=0, help="keep the k likeliest tokens; 0: all")
+    add("--min-p", type=float, help="keep tokens at least this likely, relative to the likeliest")
+    add("--repetition-penalty", type=float, default=1.0, help="above 1: discourage tokens seen before")
+    add("--stop", action="append", metavar="TEXT", help="end at this text; may be given several times")
+    stop_ids_help = "tokens that end a completion, beside the model's own"
+    add("--stop-token-ids", type=int, nargs="+", default=[], metavar="ID", help=stop_ids_help)
+    add("--seed", type=int, default=0, help="of the sampling (default 0)")
+    add("--engine", choices=ENGINES, help="default: the fastest of our own that fits the model")
+    add("--dtype", help="of the weights: float32, bfloat16, … (default: as saved; float32 on a CPU)")
+    add("--trust-remote-code", action="store_true", help="allow models that bring their own Python code")
+    add("--fetch-images", action="store_true", help="fetch images that prompts name by address")
+    folder_help = "where images named by paths are (default: the file's own folder, or the working folder)"
+    add("--image-folder", metavar="FOLDER", help=folder_help)
+
+
+def run(options: Namespace) -> int:
+    """Write each group as it finishes; a line says how fast it went."""
+    from rloom.data.images import ImageSources, folder_of
+    from rloom.evaluation.writer import Writer
+
     show_messages()
     rows = read_prompts(options.prompts)
     writer = Writer(
@@ -51,8 +85,11 @@ def run(options: Any) -> int:
         for first in range(0, len(rows), PROMPTS_AT_ONCE):
             some = rows[first : first + PROMPTS_AT_ONCE]
             for index, group in writer.write(some, options.n, seed=derive_seed(options.seed, first)):
-                line = {"index": first + index, **_line(some[index], group)}  # groups come as they finish
-                file.write(json.dumps(line, ensure_ascii=file.isatty()) + "\n")  # a terminal obeys some characters
+                completions = [_written(completion) for completion in group.completions]
+                # Groups come as they finish: the index says which prompt it was.
+                line = {"index": first + index, **some[index], "completions": completions}
+                # A terminal obeys some characters.
+                file.write(json.dumps(line, ensure_ascii=file.isatty()) + "\n")
                 tokens += sum(len(c.token_ids) for c in group.completions)
                 missing = missing or _tell_missing(group)
     seconds = time.perf_counter() - start
@@ -79,17 +116,8 @@ def read_prompts(path: str) -> list[dict[str, Any]]:
     return rows
 
 
-@contextmanager
-def _opened(path: str | None) -> Iterator[TextIO]:
-    if path is None:
-        yield sys.stdout
-        return
-    with open(path, "w", encoding="utf-8") as file:
-        yield file
-
-
-def _line(row: dict[str, Any], group: Group) -> dict[str, Any]:
-    return {**row, "completions": [_written(completion) for completion in group.completions]}
+def _opened(path: str | None) -> AbstractContextManager[TextIO]:
+    return nullcontext(sys.stdout) if path is None else open(path, "w", encoding="utf-8")
 
 
 def _tell_missing(group: Group) -> list[str]:

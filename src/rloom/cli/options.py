@@ -5,10 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass, field, fields
 from typing import Any
 
+from rloom.data.sources import check_splits, load_rows
 from rloom.errors import ConfigError
 
 
-def _option(default: Any, help: str, *aliases: str) -> Any:
+def option(default: Any, help: str, *aliases: str) -> Any:
+    """A field that is a flag, with further names for it."""
     return field(default=default, metadata={"help": help, "aliases": list(aliases)})
 
 
@@ -16,51 +18,51 @@ def _option(default: Any, help: str, *aliases: str) -> Any:
 class ModelOptions:
     """Which model, in which precision, under which adapter."""
 
-    model_name_or_path: str | None = _option(None, "The model: a hub id or a folder.", "--model")
-    model_revision: str | None = _option(None, "Branch, tag or commit of the model.")
-    dtype: str | None = _option(None, "Weights: float32, bfloat16, float16 or auto. Unset: float32.")
-    attn_implementation: str | None = _option(None, "Attention as transformers names it: sdpa, eager, …")
-    load_in_4bit: bool = _option(False, "Quantize the base weights to 4 bits (bitsandbytes); needs an adapter.")
-    load_in_8bit: bool = _option(False, "Quantize the base weights to 8 bits (bitsandbytes); needs an adapter.")
-    bnb_4bit_quant_type: str = _option("nf4", "4-bit format: nf4 or fp4.")
-    use_bnb_nested_quant: bool = _option(False, "Quantize the quantization constants too.")
+    model_name_or_path: str | None = option(None, "The model: a hub id or a folder.", "--model")
+    model_revision: str | None = option(None, "Branch, tag or commit of the model.")
+    dtype: str | None = option(None, "Weights: float32, bfloat16, float16 or auto. Unset: float32.")
+    attn_implementation: str | None = option(None, "Attention as transformers names it: sdpa, eager, …")
+    load_in_4bit: bool = option(False, "Quantize the base weights to 4 bits (bitsandbytes); needs an adapter.")
+    load_in_8bit: bool = option(False, "Quantize the base weights to 8 bits (bitsandbytes); needs an adapter.")
+    bnb_4bit_quant_type: str = option("nf4", "4-bit format: nf4 or fp4.")
+    use_bnb_nested_quant: bool = option(False, "Quantize the quantization constants too.")
 
 
 @dataclass
 class LoraOptions:
     """An adapter to train instead of all weights."""
 
-    use_peft: bool = _option(False, "Train a LoRA adapter instead of all weights.", "--lora")
-    lora_r: int = _option(16, "LoRA: rank.")
-    lora_alpha: int = _option(32, "LoRA: scale; the adapter counts alpha/r times.")
-    lora_dropout: float = _option(0.05, "LoRA: dropout.")
-    lora_target_modules: list[str] | None = _option(None, "LoRA: layers, by name; unset: every linear layer.")
-    lora_modules_to_save: list[str] | None = _option(None, "LoRA: further layers to train whole.")
-    use_rslora: bool = _option(False, "LoRA: scale by alpha/√r.")
-    use_dora: bool = _option(False, "LoRA: with magnitudes (DoRA).")
-    merge_adapter: bool = _option(False, "Save the merged model too, in OUTPUT/merged.")
+    use_peft: bool = option(False, "Train a LoRA adapter instead of all weights.", "--lora")
+    lora_r: int = option(16, "LoRA: rank.")
+    lora_alpha: int = option(32, "LoRA: scale; the adapter counts alpha/r times.")
+    lora_dropout: float = option(0.05, "LoRA: dropout.")
+    lora_target_modules: list[str] | None = option(None, "LoRA: layers, by name; unset: every linear layer.")
+    lora_modules_to_save: list[str] | None = option(None, "LoRA: further layers to train whole.")
+    use_rslora: bool = option(False, "LoRA: scale by alpha/√r.")
+    use_dora: bool = option(False, "LoRA: with magnitudes (DoRA).")
+    merge_adapter: bool = option(False, "Save the merged model too, in OUTPUT/merged.")
 
 
 @dataclass
 class DataOptions:
     """Which prompts."""
 
-    dataset_name: str | None = _option(
+    dataset_name: str | None = option(
         None, "Prompts: a hub id, a folder, or a .jsonl, .json, .parquet or .csv file.", "--data"
     )
-    dataset_config: str | None = _option(None, "Configuration of the data set, where it has several.")
-    dataset_train_split: str = _option("train", "Split to train on; `train[:100]` takes a part.")
-    dataset_test_split: str | None = _option(None, "Split to evaluate on, at `eval_strategy`.")
-    eval_data: str | None = _option(None, "Evaluation prompts from elsewhere, named as `dataset_name` is.")
-    dataset_streaming: bool = _option(False, "Read the data while training; needs max_steps.")
-    columns: list[str] | None = _option(None, "Columns under other names: prompt=question answer=solution.")
+    dataset_config: str | None = option(None, "Configuration of the data set, where it has several.")
+    dataset_train_split: str = option("train", "Split to train on; `train[:100]` takes a part.")
+    dataset_test_split: str | None = option(None, "Split to evaluate on, at `eval_strategy`.")
+    eval_data: str | None = option(None, "Evaluation prompts from elsewhere, named as `dataset_name` is.")
+    dataset_streaming: bool = option(False, "Read the data while training; needs max_steps.")
+    columns: list[str] | None = option(None, "Columns under other names: prompt=question answer=solution.")
 
 
 @dataclass
 class RewardOptions:
     """What scores."""
 
-    reward_funcs: list[str] | None = _option(
+    reward_funcs: list[str] | None = option(
         None, "Rewards: ready-made names, file.py:function, module:function, addresses, or models.", "--reward"
     )
 
@@ -74,22 +76,17 @@ def lora_config(options: LoraOptions, given: set[str], **changes: Any) -> Any:
         return None
     from rloom.models.adapters import lora
 
+    targets = options.lora_target_modules
     return lora(
         r=options.lora_r,
         lora_alpha=options.lora_alpha,
         lora_dropout=options.lora_dropout,
-        target_modules=_targets(options.lora_target_modules),
+        target_modules="all-linear" if targets in (None, ["all-linear"]) else targets,
         use_rslora=options.use_rslora,
         use_dora=options.use_dora,
         modules_to_save=options.lora_modules_to_save,
         **changes,
     )
-
-
-def _targets(names: list[str] | None) -> list[str] | str:
-    if names is None or names == ["all-linear"]:
-        return "all-linear"
-    return names
 
 
 def quantization(options: ModelOptions, given: set[str], *, adapter: bool) -> Any:
@@ -125,3 +122,17 @@ def init_kwargs(options: ModelOptions, own: Any) -> dict[str, Any] | None:
     if both:
         raise ConfigError(f"`{both[0]}` is given twice: as a flag and in model_init_kwargs")
     return {**(own or {}), **flags} or None
+
+
+def load_data(data: DataOptions, *, prompts: bool = True) -> tuple[Any, Any]:
+    """Training rows, and evaluation rows or None. `prompts`: each row must have one."""
+    assert data.dataset_name is not None
+    options: dict[str, Any] = {"columns": data.columns, "prompts": prompts}
+    own = {**options, "config": data.dataset_config}
+    train = load_rows(data.dataset_name, split=data.dataset_train_split, streaming=data.dataset_streaming, **own)
+    if data.eval_data is not None:
+        return train, load_rows(data.eval_data, split=data.dataset_test_split or "train", **options)
+    if data.dataset_test_split is None:
+        return train, None
+    check_splits(data.dataset_name, data.dataset_train_split, data.dataset_test_split)
+    return train, load_rows(data.dataset_name, split=data.dataset_test_split, **own)

@@ -1,17 +1,46 @@
-"""An argument parser that knows near misses."""
+"""The argument parser of a verb: it names the nearest flag to one that does not exist, and keeps help short."""
 
 from __future__ import annotations
 
 import argparse
 import re
 import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, NoReturn
 
-from rloom.errors import did_you_mean
+from rloom.errors import ConfigError, RloomError, UnknownOptionError, did_you_mean
+
+
+class UsageError(RloomError):
+    """Flags that are wrong together: the command ends as if one alone were wrong, with its usage and 2."""
+
+
+@contextmanager
+def as_usage() -> Iterator[None]:
+    """An option that is refused inside is wrong usage."""
+    try:
+        yield
+    except (ConfigError, UnknownOptionError) as error:
+        raise UsageError(str(error)) from error
+
+
+def count(text: str) -> int:
+    """A number of at least 1, as a flag's type.
+
+    >>> count("3")
+    3
+    """
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"must be at least 1, not {value}")
+    return value
 
 
 class Parser(argparse.ArgumentParser):
     """argparse, whose complaint about an unknown flag or verb names the nearest one that exists.
+
+    `shown` are the options that `--help` lists, where there are too many for all of them; `footer` stands below.
 
     >>> parser = Parser(prog="rloom", exit_on_error=False)
     >>> _ = parser.add_argument("--steps")
@@ -22,8 +51,12 @@ class Parser(argparse.ArgumentParser):
     3
     """
 
+    shown: Sequence[str] = ()
+    footer = ""
+
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **{"allow_abbrev": False, **kwargs})  # a near miss is told, not guessed
+        # A near miss is told, not guessed.
+        super().__init__(*args, **{"allow_abbrev": False, **kwargs})
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
         """With either spelling of a flag, `--max-steps` and `--max_steps`: those that stand for options have both."""
@@ -36,16 +69,37 @@ class Parser(argparse.ArgumentParser):
         dashed = flag.replace("_", "-")
         return dashed + equals + value if flag.startswith("--") and flag not in known and dashed in known else word
 
+    def flags(self) -> list[str]:
+        """All flags in their long form."""
+        return sorted(flag for flag in self._option_string_actions if flag.startswith("--"))
+
     def hint(self, message: str) -> str:
         """What to append to argparse's message."""
         if match := re.search(r"unrecognized arguments: (\S+)", message):
-            known = [flag for action in self._actions for flag in action.option_strings]
-            return did_you_mean(match[1].split("=")[0], known)
+            return did_you_mean(match[1].split("=")[0], self._option_string_actions)
         if match := re.search(r"invalid choice: '([^']+)'", message):
-            return did_you_mean(match[1], re.findall(r"'([^']+)'", message.split("choose from", 1)[-1]) or
-                                re.findall(r"[\w-]+", message.split("choose from", 1)[-1]))  # fmt: skip
+            choices = message.split("choose from", 1)[-1]
+            return did_you_mean(match[1], re.findall(r"'([^']+)'", choices) or re.findall(r"[\w-]+", choices))
         return ""
 
     def error(self, message: str) -> NoReturn:
         """Print usage and the message, with the hint, and leave with 2."""
         super().error(message + self.hint(message))
+
+    def format_help(self) -> str:
+        """What `--help` prints: all options, or those that are `shown`."""
+        return self._short_help() if self.shown else self.full_help()
+
+    def full_help(self) -> str:
+        """All options."""
+        return super().format_help()
+
+    def _short_help(self) -> str:
+        lines = [f"usage: {self.usage}", "", self.description or "", ""]
+        by_name = {action.dest: action for action in reversed(self._actions)}
+        for name in self.shown:
+            action = by_name[name]
+            help, _, default = (action.help or "").replace("%%", "%").partition(" (default ")
+            help = help.split(". ")[0].rstrip(".") + (f" (default {default}" if default else "")
+            lines.append(f"  {action.option_strings[0]:32}{help}")
+        return "\n".join([*lines, "", self.footer, ""])

@@ -2,21 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from argparse import Namespace
 
-from rloom.cli import supervised
-from rloom.cli.flags import Flags
+from rloom.cli.parser import Parser
 
-DESCRIPTION = "Train on texts, on prompts with completions, or on conversations (messages)."
+SUMMARY = "supervised training, before RLOO"
+
+COLUMNS = [["prompt", "completion"], ["messages"], ["input_ids"]]
+"""The columns that rows may have; or texts, whose column is an option."""
 
 
-def flags() -> Flags:
+def add_arguments(parser: Parser) -> None:
     """All flags of the verb."""
-    return supervised.flags("sft", supervised.trl_class("SFTConfig", "sft"), DESCRIPTION, ["packing"])
+    from rloom.cli import supervised
+
+    parser.description = "Train on texts, on prompts with completions, or on conversations (messages)."
+    supervised.add_arguments(parser, "SFTConfig", ["packing"])
 
 
-def main(argv: Sequence[str]) -> int:
-    """The verb: 0 when trained and saved."""
-    config, trainer = (supervised.trl_class(name, "sft") for name in ("SFTConfig", "SFTTrainer"))
-    columns = [["prompt", "completion"], ["messages"], ["input_ids"]]  # or texts, whose column is an option
-    return supervised.run(flags(), argv, config, trainer, columns)
+def run(options: Namespace) -> int:
+    """0 when trained and saved."""
+    from rloom.cli import supervised
+
+    return supervised.run(options, "SFTConfig", "SFTTrainer", COLUMNS)

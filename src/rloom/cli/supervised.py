@@ -6,19 +6,20 @@ TRL keeps these two well; a second implementation would be one more to keep. It 
 from __future__ import annotations
 
 import sys
+from argparse import Namespace
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from rloom.cli.flags import Flags, split
+from rloom.cli.flags import add_fields, given, split
 from rloom.cli.messages import show_messages
-from rloom.cli.options import DataOptions, LoraOptions, ModelOptions, init_kwargs, lora_config
+from rloom.cli.options import DataOptions, LoraOptions, ModelOptions, init_kwargs, load_data, lora_config, option
 from rloom.cli.options import quantization as quantization_of
-from rloom.config import _bf16_is_fast
-from rloom.data.sources import check_splits, load_rows
+from rloom.cli.parser import Parser, as_usage
+from rloom.config.training import bf16_is_fast
 from rloom.errors import ConfigError, DataError, needs_extra
 
 
@@ -26,9 +27,7 @@ from rloom.errors import ConfigError, DataError, needs_extra
 class HeldOutOptions:
     """What is kept back to measure on."""
 
-    held_out: float = field(
-        default=0.0, metadata={"help": "Share of the training rows to keep back and evaluate on at the end."}
-    )
+    held_out: float = option(0.0, "Share of the training rows to keep back and evaluate on at the end.")
 
 
 CLASSES = (ModelOptions, LoraOptions, DataOptions, HeldOutOptions)
@@ -43,63 +42,53 @@ def trl_class(name: str, verb: str) -> Any:
     try:
         import trl
     except ImportError as error:
-        raise needs_extra(f"rloom {verb}", "trl", "sft") from error
+        raise needs_extra(verb, "trl", "sft") from error
     return getattr(trl, name)
 
 
-def flags(verb: str, config: Any, description: str, shown: Sequence[str] = ()) -> Flags:
-    """The verb's flags: model, adapter, data, and all of TRL's config."""
-    return Flags(
-        [*CLASSES, config],
-        prog=f"rloom {verb}",
-        description=description,
-        shown=[*SHOWN, *shown],
-        footer=f"Every option of TRL's {config.__name__} is a flag: --help-all lists them.",
-    )
+def add_arguments(parser: Parser, config: str, shown: Sequence[str] = ()) -> None:
+    """The verb's flags: model, adapter, data, and all of a config of TRL's."""
+    footer = f"Every option of TRL's {config} is a flag: --help-all lists them."
+    add_fields(parser, [*CLASSES, trl_class(config, parser.prog)], shown=[*SHOWN, *shown], footer=footer)
 
 
 def run(
-    parser: Flags,
-    argv: Sequence[str],
-    config: Any,
-    trainer: Any,
+    options: Namespace,
+    config: str,
+    trainer: str,
     columns: Sequence[Sequence[str]],
     prepare: Callable[[Any], None] = lambda trainer: None,
     **lora: Any,
 ) -> int:
-    """Parse, train, measure on what was kept back, save. `prepare` is given the trainer before it trains.
+    """Train, measure on what was kept back, save. `prepare` is given the trainer before it trains.
 
-    `columns` are the sets of columns that rows may have, one of which they must.
+    `config` and `trainer` are TRL's; `columns` are the sets of columns that rows may have, one of which they must.
     """
-    values = parser.given(argv)
+    values = given(options)
     show_messages()
-    try:
-        made = _make(values, config, trainer, columns, lora)
-    except ConfigError as error:
-        parser.error(str(error))
+    config_class, trainer_class = trl_class(config, "rloom sft"), trl_class(trainer, "rloom sft")
+    with as_usage():
+        made, adapter = _make(values, config_class, trainer_class, columns, lora)
     prepare(made)
     made.train()
     if made.eval_dataset is not None:
         _report(made.evaluate())
-    _save(made, LoraOptions(**split(values, [*CLASSES, config])[1]))
+    _save(made, adapter)
     return 0
 
 
 def _make(
     values: dict[str, Any], config: Any, trainer: Any, columns: Sequence[Sequence[str]], lora: dict[str, Any]
-) -> Any:
-    model, adapter, data, held_out = (
-        cls(**part) for cls, part in zip(CLASSES, split(values, [*CLASSES, config]), strict=False)
-    )
-    own = split(values, [*CLASSES, config])[-1]
+) -> tuple[Any, LoraOptions]:
+    """The trainer, and the options of its adapter."""
+    *parts, own = split(values, [*CLASSES, config])
+    model, adapter, data, held_out = (cls(**part) for cls, part in zip(CLASSES, parts, strict=True))
     if not model.model_name_or_path:
         raise ConfigError("no model: --model_name_or_path takes a hub id or a folder")
-    if not data.dataset_name:
-        raise ConfigError("no data: --dataset_name takes a hub id, a folder or a file")
     if not 0 <= held_out.held_out < 1:
         raise ConfigError(f"--held_out is a share from 0 to 1, not {held_out.held_out}")
     if own.get("bf16") is None and not own.get("fp16"):
-        own["bf16"] = _bf16_is_fast(bool(own.get("use_cpu")))
+        own["bf16"] = bf16_is_fast(bool(own.get("use_cpu")))
     if not torch.accelerator.is_available():
         own["use_cpu"] = True
     args = config(**own)
@@ -110,25 +99,20 @@ def _make(
     named = [[args.dataset_text_field]] if getattr(args, "dataset_text_field", None) else []
     _check_columns(train, [*columns, *named])
     options = {"train_dataset": train, "eval_dataset": evaluation, "peft_config": peft}
-    return trainer(model.model_name_or_path, args=args, quantization_config=quantized, **options)
+    return trainer(model.model_name_or_path, args=args, quantization_config=quantized, **options), adapter
 
 
 def _data(data: DataOptions, held_out: float, seed: int) -> tuple[Any, Any]:
     """Training rows, and rows to measure on or None."""
-    options: dict[str, Any] = {"columns": data.columns, "prompts": False, "config": data.dataset_config}
+    if not data.dataset_name:
+        raise ConfigError("no data: --dataset_name takes a hub id, a folder or a file")
     if data.dataset_streaming:
         raise ConfigError("--dataset_streaming is for rloom train")
-    assert data.dataset_name is not None
-    train = load_rows(data.dataset_name, split=data.dataset_train_split, **options)
-    if data.eval_data:
-        return train, load_rows(data.eval_data, split=data.dataset_test_split or "train", **{**options, "config": None})
-    if data.dataset_test_split:
-        check_splits(data.dataset_name, data.dataset_train_split, data.dataset_test_split)
-        return train, load_rows(data.dataset_name, split=data.dataset_test_split, **options)
-    if held_out:
+    train, evaluation = load_data(data, prompts=False)
+    if evaluation is None and held_out:
         parts = train.train_test_split(test_size=held_out, seed=seed)
         return parts["train"], parts["test"]
-    return train, None
+    return train, evaluation
 
 
 def _check_columns(rows: Any, columns: Sequence[Sequence[str]]) -> None:

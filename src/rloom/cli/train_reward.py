@@ -3,18 +3,30 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from argparse import Namespace
 from typing import Any
 
-from rloom.cli import supervised
-from rloom.cli.flags import Flags
+from rloom.cli.parser import Parser
 
-DESCRIPTION = "Train a reward model on pairs (chosen, rejected, and prompt where they do not begin with it)."
+SUMMARY = "a reward model from preference pairs"
+
+COLUMNS = [["chosen", "rejected"], ["chosen_ids", "rejected_ids"]]
+"""The columns that rows may have."""
 
 
-def flags() -> Flags:
+def add_arguments(parser: Parser) -> None:
     """All flags of the verb."""
-    return supervised.flags("train-reward", supervised.trl_class("RewardConfig", "train-reward"), DESCRIPTION)
+    from rloom.cli import supervised
+
+    parser.description = "Train a reward model on pairs (chosen, rejected, and prompt where they do not begin with it)."
+    supervised.add_arguments(parser, "RewardConfig")
+
+
+def run(options: Namespace) -> int:
+    """0 when trained and saved; prints the accuracy on pairs that were kept back."""
+    from rloom.cli import supervised
+
+    return supervised.run(options, "RewardConfig", "RewardTrainer", COLUMNS, _mark, task_type="SEQ_CLS")
 
 
 def _mark(trainer: Any) -> None:
@@ -22,17 +34,3 @@ def _mark(trainer: Any) -> None:
     end = trainer.processing_class.eos_token_id
     if all(row["chosen_ids"][-1] == end for row in itertools.islice(trainer.train_dataset, 8)):
         trainer.model.config.ends_with_eos = True
-
-
-def main(argv: Sequence[str]) -> int:
-    """The verb: 0 when trained and saved; prints the accuracy on pairs that were kept back."""
-    config, trainer = (supervised.trl_class(name, "train-reward") for name in ("RewardConfig", "RewardTrainer"))
-    return supervised.run(
-        flags(),
-        argv,
-        config,
-        trainer,
-        [["chosen", "rejected"], ["chosen_ids", "rejected_ids"]],
-        _mark,
-        task_type="SEQ_CLS",
-    )

@@ -5,13 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from rloom.data.images import ImageSources, folder_of
+import torch
+from torch import nn
+
 from rloom.errors import DataError
+from rloom.evaluation.opponents import as_reply
 from rloom.evaluation.writer import Writer
-from rloom.models import load as loading
-from rloom.rewards.base import RewardBatch
-from rloom.rewards.build import build_reward, load_reward_model, reward_tokenizer
-from rloom.rewards.build import check_rewards as check_kinds
+from rloom.rewards.base import Reward, RewardBatch
+from rloom.rewards.build import build_reward, check_rewards, is_url, load_reward_model, reward_tokenizer
 from rloom.rewards.collection import RewardSet
 from rloom.training.collector import column_names
 
@@ -41,29 +42,19 @@ class Written:
     groups: list[WrittenGroup] = field(default_factory=list)
 
 
-def write(options: Any, name: str, rows: list[dict[str, Any]], count: int | None = None) -> Written:
-    """Completions of each row's prompt by a model."""
+def write(name: str, rows: list[dict[str, Any]], count: int, *, seed: int, **options: Any) -> Written:
+    """Completions of each row's prompt by a model. `options` are those of [`Writer`]."""
     chat = not isinstance(rows[0]["prompt"], str)
-    writer = Writer(
-        name,
-        max_completion_length=options.max_completion_length,
-        chat=chat,
-        engine=options.engine,
-        dtype=options.dtype,
-        trust_remote_code=options.trust_remote_code,
-        images=ImageSources(options.fetch_images, options.image_folder or folder_of(options.dataset_name)),
-        temperature=options.temperature,
-        top_p=options.top_p,
-    )
+    writer = Writer(name, chat=chat, **options)
     found: dict[int, WrittenGroup] = {}
-    for index, group in writer.write(rows, count or options.num_generations, seed=options.seed):
+    for index, group in writer.write(rows, count, seed=seed):
         completions = group.completions
         texts = [c.text for c in completions]
         found[index] = WrittenGroup(
             prompt=group.prompt.content,
             prompt_ids=group.prompt.token_ids,
             texts=texts,
-            replies=[[{"role": "assistant", "content": text}] if chat else text for text in texts],
+            replies=[as_reply(text, conversational=chat) for text in texts],
             token_ids=[c.token_ids for c in completions],
             truncated=[c.truncated for c in completions],
         )
@@ -74,9 +65,8 @@ def write(options: Any, name: str, rows: list[dict[str, Any]], count: int | None
 
 def score(functions: list[Any], rows: list[dict[str, Any]], written: Written) -> dict[str, list[list[float]]]:
     """Scores by reward's name, per group; NaN where a reward did not apply or failed."""
-    check_kinds(functions, None)
     device = next(written.model.parameters()).device
-    rewards = RewardSet([_built(function, device) for function in functions], None, on_error="none")
+    rewards = RewardSet(build_rewards(functions, device), None, on_error="none")
     flat = [(row, group, i) for row, group in zip(rows, written.groups, strict=True) for i in range(len(group.texts))]
     batch = RewardBatch(
         prompts=[group.prompt for _, group, _ in flat],
@@ -92,17 +82,16 @@ def score(functions: list[Any], rows: list[dict[str, Any]], written: Written) ->
     return {name: [part.tolist() for part in scores[:, index].split(sizes)] for index, name in enumerate(rewards.names)}
 
 
-def _built(function: Any, device: Any) -> Any:
+def build_rewards(functions: list[Any], device: torch.device | str = "cpu") -> list[Reward]:
+    """Rewards that were named on a command line, ready to be called; models by name are loaded, and put on `device`."""
+    check_rewards(functions, None)
+    return [_built(function, device) for function in functions]
+
+
+def _built(function: Any, device: torch.device | str) -> Reward:
     tokenizer = None
-    if isinstance(function, str) and not function.startswith(("http://", "https://")):
+    if isinstance(function, str) and not is_url(function):
         function = load_reward_model(function, trust_remote_code=False, init_kwargs=None)
-    if hasattr(function, "config"):
+    if isinstance(function, nn.Module):
         tokenizer = reward_tokenizer(function, None, revision=None, trust_remote_code=False)
     return build_reward(function, tokenizer, place=lambda model: model.to(device), template_kwargs={})
-
-
-def load_reference(options: Any, model: Any) -> Any:
-    """The model to measure the KL from, beside the one that was measured."""
-    reference = loading.load_for_inference(options.reference_model, dtype=model.dtype,
-                                           trust_remote_code=options.trust_remote_code)  # fmt: skip
-    return reference.to(next(model.parameters()).device)

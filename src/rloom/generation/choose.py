@@ -8,11 +8,12 @@ from typing import Any
 
 from transformers import GenerationMixin
 
+from rloom.config.vllm import SERVER
 from rloom.errors import ConfigError, EngineError
 from rloom.generation.base import Engine, Sampling
 from rloom.generation.forked import ForkedEngine
 from rloom.generation.transformers import TransformersEngine
-from rloom.generation.vllm.options import SERVER, VllmOptions
+from rloom.generation.vllm.options import VllmOptions
 from rloom.models.load import base_of
 from rloom.printable import get_logger
 

@@ -6,7 +6,7 @@ import json
 import pickle
 from collections import defaultdict, deque
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 from rich.markup import escape
@@ -18,6 +18,9 @@ from rloom.data.images import without_images
 from rloom.observe import trackers
 from rloom.observe.cells import as_text
 from rloom.printable import printable
+
+if TYPE_CHECKING:
+    from rloom.config import RLOOConfig
 
 TABLE_COLUMNS = ("step", "prompt", "completion", "advantage", "images")
 """Of the table, beside one for each reward; extra columns have other names."""
@@ -108,7 +111,7 @@ class CompletionLog:
         if rows:
             (console or Console()).print(render(table, rows, title=f"Step {step}"))
 
-    def show(self, step: int, args: Any, writer: Any = None) -> None:
+    def show(self, step: int, args: RLOOConfig, writer: Any = None) -> None:
         """Print the table, and send it to the trackers, as the options say."""
         if self.count == self.shown:  # nothing new: the summary at the end of a run logs once more
             return
@@ -116,7 +119,7 @@ class CompletionLog:
         self.print(step, args.num_completions_to_print, unique_prompts=args.log_unique_prompts)
         self.send(step, args, writer)
 
-    def send(self, step: int, args: Any, writer: Any = None) -> None:
+    def send(self, step: int, args: RLOOConfig, writer: Any = None) -> None:
         """The table to the trackers, once for what is in it. `writer` is TensorBoard's."""
         if self.count == self.sent:
             return

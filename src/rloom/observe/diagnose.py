@@ -12,7 +12,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from statistics import fmean, median
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from rloom.config import RLOOConfig
 
 WINDOW = 3  # logs that a value is averaged over
 FAR = 4  # times a limit: told at once
@@ -62,10 +65,10 @@ class Logs:
         return all(len(self[name]) >= at_least for name in names)
 
 
-Rule = Callable[[Logs, Any], str | None]
+Rule = Callable[[Logs, "RLOOConfig"], str | None]
 
 
-def kl_explodes(logs: Logs, args: Any) -> str | None:
+def kl_explodes(logs: Logs, args: RLOOConfig) -> str | None:
     """The policy runs away from the reference."""
     kl = logs["kl"]
     far = len(kl) > 0 and kl.values[-1] > FAR * KL_PER_TOKEN  # nobody has the time to wait for a trend
@@ -79,7 +82,7 @@ def kl_explodes(logs: Logs, args: Any) -> str | None:
     )
 
 
-def nothing_is_scored(logs: Logs, args: Any) -> str | None:
+def nothing_is_scored(logs: Logs, args: RLOOConfig) -> str | None:
     """No completion has a score: there is nothing to learn from."""
     unscored = logs["completions/unscored_ratio"].values[-WINDOW:]
     if len(unscored) < WINDOW or min(unscored) < 1 or "completions/unscored_ratio" not in logs.entries[-1]:
@@ -91,7 +94,7 @@ def nothing_is_scored(logs: Logs, args: Any) -> str | None:
     )
 
 
-def reward_falls(logs: Logs, args: Any) -> str | None:
+def reward_falls(logs: Logs, args: RLOOConfig) -> str | None:
     """Training makes the model worse by its own measure."""
     if not logs.long("reward", "reward_std"):
         return None
@@ -104,7 +107,7 @@ def reward_falls(logs: Logs, args: Any) -> str | None:
     )
 
 
-def reward_jumps(logs: Logs, args: Any) -> str | None:
+def reward_jumps(logs: Logs, args: RLOOConfig) -> str | None:
     """More noise than signal from one log to the next."""
     if not logs.long("reward", "reward_std", at_least=10):
         return None
@@ -120,7 +123,7 @@ def reward_jumps(logs: Logs, args: Any) -> str | None:
     )
 
 
-def gradient_spikes(logs: Logs, args: Any) -> str | None:
+def gradient_spikes(logs: Logs, args: RLOOConfig) -> str | None:
     """One update far larger than the others."""
     if not logs.long("grad_norm", at_least=10):
         return None
@@ -135,7 +138,7 @@ def gradient_spikes(logs: Logs, args: Any) -> str | None:
     )
 
 
-def scores_are_constant(logs: Logs, args: Any) -> str | None:
+def scores_are_constant(logs: Logs, args: RLOOConfig) -> str | None:
     """Every completion of every prompt has had the same score."""
     if not logs.long("reward_std", at_least=WINDOW) or not _constant(logs):
         return None
@@ -149,7 +152,7 @@ def _constant(logs: Logs) -> bool:
     return max(logs["reward_std"].values) <= 1e-8
 
 
-def cold_start(logs: Logs, args: Any) -> str | None:
+def cold_start(logs: Logs, args: RLOOConfig) -> str | None:
     """Alike from the beginning: the model hardly ever does what is rewarded, or always."""
     if not _alike(logs) or logs["frac_reward_zero_std"].first() < ALIKE:
         return None
@@ -160,7 +163,7 @@ def cold_start(logs: Logs, args: Any) -> str | None:
     )
 
 
-def groups_became_alike(logs: Logs, args: Any) -> str | None:
+def groups_became_alike(logs: Logs, args: RLOOConfig) -> str | None:
     """Alike by now: solved, or collapsed."""
     if not _alike(logs) or logs["frac_reward_zero_std"].first() >= ALIKE:
         return None
@@ -177,7 +180,7 @@ def _alike(logs: Logs) -> bool:
     return logs["frac_reward_zero_std"].last() >= ALIKE
 
 
-def entropy_collapses(logs: Logs, args: Any) -> str | None:
+def entropy_collapses(logs: Logs, args: RLOOConfig) -> str | None:
     """The policy has made up its mind, and explores no more."""
     if not logs.long("entropy"):
         return None
@@ -190,7 +193,7 @@ def entropy_collapses(logs: Logs, args: Any) -> str | None:
     )
 
 
-def completions_are_cut_off(logs: Logs, args: Any) -> str | None:
+def completions_are_cut_off(logs: Logs, args: RLOOConfig) -> str | None:
     """Scores of half-finished texts."""
     clipped = logs["completions/clipped_ratio"]
     if len(clipped) < WINDOW or clipped.last() <= TRUNCATED:
@@ -201,7 +204,7 @@ def completions_are_cut_off(logs: Logs, args: Any) -> str | None:
     )
 
 
-def length_explodes(logs: Logs, args: Any) -> str | None:
+def length_explodes(logs: Logs, args: RLOOConfig) -> str | None:
     """Longer and longer: something rewards length, or the policy repeats itself."""
     length = logs["completions/mean_length"]
     near = 0.8 * args.max_completion_length
@@ -213,7 +216,7 @@ def length_explodes(logs: Logs, args: Any) -> str | None:
     )
 
 
-def completions_vanish(logs: Logs, args: Any) -> str | None:
+def completions_vanish(logs: Logs, args: RLOOConfig) -> str | None:
     """Shorter and shorter, down to nothing."""
     length = logs["completions/mean_length"]
     if len(length) < 2 * WINDOW or length.last() > max(0.1 * length.first(), 1.5) or length.first() < 4:
@@ -224,7 +227,7 @@ def completions_vanish(logs: Logs, args: Any) -> str | None:
     )
 
 
-def updates_are_drastic(logs: Logs, args: Any) -> str | None:
+def updates_are_drastic(logs: Logs, args: RLOOConfig) -> str | None:
     """The ratio to the old policy leaves its range for many completions."""
     clipped, ratio = logs["clip_ratio/region_mean"], logs["val/ratio"]
     far = len(ratio) >= WINDOW and not 0.5 <= ratio.last() <= 2.0
@@ -237,7 +240,7 @@ def updates_are_drastic(logs: Logs, args: Any) -> str | None:
     )
 
 
-def engine_differs(logs: Logs, args: Any) -> str | None:
+def engine_differs(logs: Logs, args: RLOOConfig) -> str | None:
     """Completions are drawn from another distribution than the one that is trained."""
     found = logs["mismatch/mean"]
     if len(found) < WINDOW or found.last() < MISMATCH:
@@ -249,7 +252,7 @@ def engine_differs(logs: Logs, args: Any) -> str | None:
     )
 
 
-def reward_is_gamed(logs: Logs, args: Any) -> str | None:
+def reward_is_gamed(logs: Logs, args: RLOOConfig) -> str | None:
     """The reward rises, and what it stands for falls."""
     if not logs.long("reward") or not logs.long("eval_win_rate_low", "eval_win_rate_high", at_least=2):
         return None
@@ -263,7 +266,7 @@ def reward_is_gamed(logs: Logs, args: Any) -> str | None:
     )
 
 
-def no_progress(logs: Logs, args: Any) -> str | None:
+def no_progress(logs: Logs, args: RLOOConfig) -> str | None:
     """Plenty of signal, and no movement."""
     if not logs.long("reward", "reward_std", "frac_reward_zero_std", at_least=FLAT_LOGS):
         return None
@@ -291,7 +294,7 @@ class Doctor:
         self.quiet = quiet
         self.spoke: dict[str, int] = {}  # the update at which a rule last said something
 
-    def look(self, entries: Sequence[dict[str, Any]], args: Any, step: int) -> list[str]:
+    def look(self, entries: Sequence[dict[str, Any]], args: RLOOConfig, step: int) -> list[str]:
         """What the rules say now.
 
         >>> from types import SimpleNamespace

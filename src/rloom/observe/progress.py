@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console, Group
 from rich.live import Live
@@ -12,7 +12,10 @@ from rich.panel import Panel
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
 from rich.text import Text
-from transformers import TrainerCallback
+from transformers import TrainerCallback, TrainerControl, TrainerState
+
+if TYPE_CHECKING:
+    from rloom.config import RLOOConfig
 
 SHOWN = {
     "reward": "reward",
@@ -79,18 +82,25 @@ class LiveProgress(TrainerCallback):
         self.task: Any = None  # until training begins; an evaluation may come before
         self.screen: InNotebook | InTerminal = InNotebook() if self.console.is_jupyter else InTerminal(self.console)
 
-    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+    def on_train_begin(self, args: RLOOConfig, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Start the display."""
         self.task = self.progress.add_task("train", total=state.max_steps)
         self.screen.start(self)
 
-    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+    def on_step_end(self, args: RLOOConfig, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Move the bar, unless that was only just done."""
         self._move(state)
         if time.monotonic() - self.drawn > REDRAW_SECONDS:
             self._draw()
 
-    def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **kwargs: Any) -> None:
+    def on_log(
+        self,
+        args: RLOOConfig,
+        state: TrainerState,
+        control: TrainerControl,
+        logs: dict[str, Any] | None = None,
+        **kwargs: Any,
+    ) -> None:
         """Take the numbers in and redraw."""
         for name, values in self.history.items():
             value = (logs or {}).get(name)
@@ -99,7 +109,7 @@ class LiveProgress(TrainerCallback):
         self._move(state)
         self._draw()
 
-    def _move(self, state: Any) -> None:
+    def _move(self, state: TrainerState) -> None:
         if self.task is not None:
             self.progress.update(self.task, completed=state.global_step)
 
@@ -108,7 +118,7 @@ class LiveProgress(TrainerCallback):
         if self.task is not None:
             self.screen.update(self)
 
-    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+    def on_train_end(self, args: RLOOConfig, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Leave the last view on the screen."""
         self.screen.stop(self)
 

@@ -83,7 +83,7 @@ def global_batch(args: Any, adapter: bool) -> str | None:
 
 def truncation(args: Any, adapter: bool) -> str | None:
     """A completion that was cut off says little about the one that it would have become."""
-    if args.truncation == "keep" and not args.missing_eos_penalty and not args.length_regularization:
+    if args.truncation.trained and not args.missing_eos_penalty and not args.length_regularization:
         return (
             "truncated completions are trained on as they are: mask_truncated_completions=True, or missing_eos_penalty"
         )

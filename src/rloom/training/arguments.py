@@ -5,11 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 from rloom.config import RLOOConfig
+from rloom.config.older_names import note_once
 from rloom.data import datasets
 from rloom.data.loader import make_schedule
 from rloom.data.plan import PlanSampler
 from rloom.errors import ConfigError, DataError, UnknownOptionError, did_you_mean
-from rloom.older_names import note_once
 from rloom.printable import get_logger
 from rloom.rewards.build import as_list, check_rewards
 from rloom.rewards.compose import Term, as_terms

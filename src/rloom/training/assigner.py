@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rloom.algo import token_kl
+from rloom.algo import KL_ESTIMATORS
 from rloom.data.transfer import flat_numbers, upload
 from rloom.models.head import exact_kl_chunks
 from rloom.models.load import has_dropout
@@ -38,7 +38,7 @@ class CreditAssigner:
     ) -> None:
         self.processes = processes
         self.config, self.passes, self.credit, self.metrics = config, passes, credit, metrics
-        self.estimator = config.choices.kl_estimator
+        self.estimator = KL_ESTIMATORS[config.choices.kl_estimator]
 
     @functools.cached_property
     def _has_dropout(self) -> bool:
@@ -49,7 +49,7 @@ class CreditAssigner:
     def begin(self, rollout: Rollout) -> None:
         """What needs no scores, while they are awaited: a GPU is given this work before the host waits for rewards."""
         self.passes.batcher.settle(rollout)
-        if self.passes.reference is not None and self.estimator != "full":
+        if self.passes.reference is not None and not self.estimator.needs_distributions:
             self._reference_pass(rollout)
 
     def assign(self, model: Any, rollout: Rollout, rows: Sequence[int], *, whole: bool, mode: str = "train") -> bool:
@@ -128,12 +128,12 @@ class CreditAssigner:
 
     def kl(self, batch: MicroBatch, stats: TokenStats) -> Tensor:
         """Token KLs (B, C), differentiable in the policy's log-probabilities."""
-        if self.estimator == "full":
+        if self.estimator.needs_distributions:
             return self._exact_kl(batch, stats)
         known = batch.rollout.reference_logprobs
         if any(known[row] is None for row in batch.rows):
             keep(known, batch, self.passes.by_reference(batch).logprobs)
-        return token_kl(self.estimator, stats.logprobs, gather(known, batch))
+        return self.estimator.function(stats.logprobs, gather(known, batch))
 
     def _exact_kl(self, batch: MicroBatch, stats: TokenStats) -> Tensor:
         policy, reference = self.passes.policy, self.passes.reference

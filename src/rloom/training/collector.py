@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from rloom.algo.shaping import Truncation
 from rloom.data.prompts import PromptEncoder, as_reply
 from rloom.errors import EngineError, NoCompletionError
 from rloom.generation.base import Engine
@@ -44,7 +45,7 @@ class Collector:
         rewards: RewardSet,
         shaper: Shaper,
         decode: Callable[[list[list[int]]], list[str]],
-        truncation: str,
+        truncation: Truncation,
         metrics: Metrics,
         table: CompletionLog,
         meanwhile: Callable[[Rollout], None] | None = None,
@@ -75,7 +76,7 @@ class Collector:
             seed = self._share_noise(prompts, seed, places)
         with self._begun() as scoring:
             groups = self._generate(prompts, num_generations, seed, scoring)
-            rollout = Rollout.of(groups, self.truncation)
+            rollout = Rollout.of(groups, train_truncated=self.truncation.trained)
             if self.meanwhile is not None:
                 self.meanwhile(rollout)
             if not self._decodes_early:
@@ -190,7 +191,7 @@ class Collector:
         truncated = torch.tensor([c.truncated for group in groups for c in group.completions])
         lengths = torch.tensor([c.num_drawn for group in groups for c in group.completions])
         counted = scored.scores
-        if self.truncation == "exclude":  # neither in a baseline nor in a normaliser
+        if not self.truncation.counted:
             counted = torch.where(truncated.unsqueeze(-1), torch.full_like(counted, torch.nan), counted)
         rollout.scores = scored.scores
         if mode == "train":

@@ -2,24 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from rloom.algo import (
+    ADVANTAGE_ESTIMATORS,
+    KL_PLACEMENTS,
+    NORMALIZERS,
     MovingAverage,
     RunningMoments,
-    batch_mean,
     clip,
     clip_advantages,
-    comparable,
-    group_mean,
-    leave_one_out,
     length_penalty,
     missing_eos,
-    no_baseline,
     normalize,
     reward_to_go,
     weighted_sum,
@@ -45,7 +43,8 @@ class Shaper:
             "max_length": limit,
             "margin": config.length_margin or max(1, limit // 5),
         }
-        self.normalization = config.choices.normalize_rewards
+        normalization = config.choices.normalize_rewards
+        self.normalizer = None if normalization is None else NORMALIZERS[normalization]
         self.limits = config.choices.reward_clip_range
         self.moments = RunningMoments()
 
@@ -60,12 +59,8 @@ class Shaper:
             scores = self.composition.scaled(self.composition.gated(scores, failed), update=update)
         score = missing_eos(weighted_sum(scores, self.weights), ended, self.penalty)
         score = score - length_penalty(lengths, self.length_kind, **self.length_options)
-        if self.normalization == "batch":
-            score = normalize(score)
-        elif self.normalization == "running":
-            if update:
-                self.moments.update(score)
-            score = self.moments.normalize(score)
+        if self.normalizer is not None:
+            score = self.normalizer.function(score, self.moments, update)
         return clip(score, self.limits)
 
     def together(
@@ -105,8 +100,8 @@ class Credit:
     def __init__(self, config: RLOOConfig, processes: Processes = ALONE) -> None:
         self.processes = processes
         self.beta = config.beta
-        self.placement = config.choices.kl_placement
-        self.estimator = config.choices.advantage_estimator
+        self.placement = KL_PLACEMENTS[config.choices.kl_placement]
+        self.estimator = ADVANTAGE_ESTIMATORS[config.choices.advantage_estimator]
         self.advantage_clip = config.choices.advantage_clip
         self.normalize_advantages = config.choices.normalize_advantages
         self.average = MovingAverage(momentum=config.baseline_momentum)
@@ -114,12 +109,12 @@ class Credit:
     @property
     def needs_kl(self) -> bool:
         """Whether advantages depend on log-probabilities, and not on scores alone."""
-        return self.beta != 0.0 and self.placement != "loss"
+        return self.beta != 0.0 and not self.placement.in_loss
 
     @property
     def needs_batch(self) -> bool:
         """Whether advantages compare across groups, so that all of a rollout must be known first."""
-        return self.normalize_advantages or self.estimator in ("batch_mean", "moving_average")
+        return self.normalize_advantages or self.estimator.needs_batch
 
     def advantages(
         self, score: Tensor, groups: Tensor, kl: Tensor | None, mask: Tensor | None, *, update: bool = True
@@ -146,11 +141,12 @@ class Credit:
     def _advantages(
         self, score: Tensor, groups: Tensor, kl: Tensor | None, mask: Tensor | None, *, update: bool
     ) -> Tensor:
-        in_reward = kl is not None and self.placement in ("reward", "reward_tokens")
+        in_reward = kl is not None and self.placement.before_baseline
         reward = score - self.beta * (kl * mask).sum(-1) if in_reward else score  # type: ignore[operator]
-        result = clip_advantages(self._estimate(reward, groups, update), self.advantage_clip)
-        usable = comparable(reward, groups) if self._in_groups else ~reward.isnan()
-        if kl is not None and self.placement.startswith("reward_tokens"):
+        result = self.estimator.function(reward, groups, self.average, update)
+        result = clip_advantages(result, self.advantage_clip)
+        usable = self.estimator.usable(reward, groups)
+        if kl is not None and self.placement.per_token:
             assert mask is not None
             result, usable = self._per_token(result, usable, kl, mask)
         if self.normalize_advantages and usable.any():
@@ -158,25 +154,10 @@ class Credit:
             result = normalize(known)
         return torch.where(usable, result, torch.zeros_like(result))
 
-    @property
-    def _in_groups(self) -> bool:
-        return self.estimator in ("leave_one_out", "group_mean", "group_mean_std")
-
-    def _estimate(self, reward: Tensor, groups: Tensor, update: bool) -> Tensor:
-        estimators: dict[str, Callable[[], Tensor]] = {
-            "leave_one_out": lambda: leave_one_out(reward, groups),
-            "group_mean": lambda: group_mean(reward, groups),
-            "group_mean_std": lambda: group_mean(reward, groups, divide_by_std=True),
-            "batch_mean": lambda: batch_mean(reward),
-            "moving_average": lambda: self.average.advantages(reward, update=update),
-            "none": lambda: no_baseline(reward),
-        }
-        return estimators[self.estimator]()
-
     def _per_token(self, result: Tensor, usable: Tensor, kl: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
         """Token t answers for the KL from t on only: what came before it does not depend on it."""
         to_go = reward_to_go(kl, mask)  # (N, T)
-        charged = self.beta * (kl * mask).sum(-1, keepdim=True) if self.placement == "reward_tokens" else 0.0
+        charged = self.beta * (kl * mask).sum(-1, keepdim=True) if self.placement.before_baseline else 0.0
         per_token = result.unsqueeze(-1) + charged - self.beta * to_go
         return per_token, usable.unsqueeze(-1) & (mask > 0)
 

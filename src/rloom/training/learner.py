@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rloom.algo import aggregate, policy_loss
+from rloom.algo import AGGREGATIONS, KL_PLACEMENTS, RATIO_LEVELS, SURROGATES, aggregate, policy_loss
 from rloom.errors import ConfigError
 from rloom.models.precision import added_as_they_come
 from rloom.observe.metrics import Metrics
@@ -40,8 +40,11 @@ class Learner:
         self.policy, self.batcher, self.budget = passes.policy, passes.batcher, passes.budget
         self.metrics, self.aux_loss_weight = metrics, aux_loss_weight
         choices = config.choices
-        self.kl_in_loss = config.beta != 0.0 and choices.kl_placement == "loss"
+        self.kl_in_loss = config.beta != 0.0 and KL_PLACEMENTS[choices.kl_placement].in_loss
         self.aggregation = choices.loss_aggregation
+        self.over_tokens = AGGREGATIONS[choices.loss_aggregation].over_tokens
+        sequence_ratio = not RATIO_LEVELS[choices.ratio_level].per_token and SURROGATES[choices.surrogate].uses_ratio
+        self.untrained_rows_count = sequence_ratio and not self.over_tokens
         self.loss_options: dict[str, Any] = {
             "level": choices.ratio_level,
             "surrogate": choices.surrogate,
@@ -249,17 +252,16 @@ class Learner:
                 trained = rollout.trained[row]
                 tokens += trained * len(rollout.drawn_ids(row))
                 forward += trained * (len(rollout.prompt_ids[row]) + len(rollout.completion_ids[row]))
-                completions += trained or self.config.truncation != "exclude"
+                completions += trained or self.config.truncation.counted
         self.tokens_forward = forward  # of this process: transformers sums them itself
         tokens, completions = processes.total(tokens, completions)
         self.tokens_in_update = tokens
-        self.denominator = float(max(1, tokens if self.aggregation == "token_mean" else completions))
+        self.denominator = float(max(1, tokens if self.over_tokens else completions))
 
     def _untrained_loss(self, share: Share) -> Tensor | float:
         """What rows without gradient add to the reported loss: their ratio is 1, so −A; of tokens they have none."""
         self.assigner.complete(share.rollout, share.rows)
-        choices = self.config.choices
-        if self.aggregation == "token_mean" or choices.surrogate != "clip" or choices.ratio_level != "sequence":
+        if not self.untrained_rows_count:
             return 0.0
         rollout = share.rollout
         values = [rollout.advantages[row] for row in share.rows if not rollout.trained[row]]

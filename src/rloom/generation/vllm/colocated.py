@@ -5,9 +5,8 @@ from __future__ import annotations
 import gc
 import shutil
 import weakref
-from collections.abc import Callable, Generator, Iterator, Sequence
-from contextlib import closing, nullcontext
-from dataclasses import replace
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +24,7 @@ from rloom.generation.vllm.adapter import (
     why_folded,
     write_adapter,
 )
+from rloom.generation.vllm.base import Answers, VllmBase
 from rloom.generation.vllm.loader import LOADER, loading_from
 from rloom.generation.vllm.options import VllmOptions
 from rloom.generation.vllm.requests import Asking, check_lengths
@@ -44,7 +44,7 @@ from rloom.generation.vllm.surroundings import (
     starting_vllm,
     temporary_folder,
 )
-from rloom.generation.vllm.weights import base_of, check_sendable, checkpoint_weights, fingerprint, hint_rounding
+from rloom.generation.vllm.weights import base_of, check_taken, checkpoint_weights, fingerprint, hint_rounding
 from rloom.models.load import is_peft_model
 from rloom.types import Completion, Group, Prompt
 
@@ -52,7 +52,7 @@ _running: weakref.ref[VllmEngine] | None = None
 """vLLM keeps its process groups in globals, so that two of it in one process break each other."""
 
 
-class VllmEngine:
+class VllmEngine(VllmBase):
     """Generates with vLLM in the trainer's process (`vllm_mode="colocate"`).
 
     vLLM is started without weights, from the model's config and tokenizer alone. They come from the model in memory:
@@ -61,23 +61,16 @@ class VllmEngine:
     once, at the start, and then the adapter alone.
     """
 
-    takes_images = False
-
     def __init__(
         self, get_model: Callable[[], Any], sampling: Sampling, *, tokenizer: Any, options: VllmOptions | None = None
     ) -> None:
-        self.get_model, self.sampling, self.tokenizer = get_model, sampling, tokenizer
-        self.options = options or VllmOptions()
-        self.asking = Asking(sampling, self.options.regex)
-        self.asking.hint_filters()
-        check_sendable(get_model())
+        super().__init__(get_model, sampling, options or VllmOptions())
+        self.tokenizer = tokenizer
         self._alone = self._sends_adapter_alone()
         _check_sleep(self.options, self._device)
-        self.syncs = 0  # how often weights were handed over
         self._llm: Any = None
         self._folder = temporary_folder(self)  # stays: vLLM reads the tokenizer again when outputs are constrained
-        self._sent: tuple[Any, ...] | None = None  # the fingerprint of the weights that vLLM has
-        self._base: tuple[Any, ...] | None = None  # that of the weights under an adapter which is sent alone
+        self._base: tuple[Any, ...] | None = None  # the fingerprint of the weights under an adapter which is sent alone
         self._adapters = 0  # sent so far
         self._room = 0  # the rank that vLLM has made room for
         self._lora: Any = None  # that adapter, as requests name it
@@ -106,19 +99,15 @@ class VllmEngine:
         if nothing_asked(prompts, num_generations):
             return
         try:
-            llm = self._ready()
-            _check_fits(llm, prompts, self.sampling.max_completion_length)
-            with closing(self._run(llm, self.asking, prompts, num_generations, seed)) as answers:
-                for index, completions in answers:
-                    yield Group(prompt=prompts[index], completions=completions)
+            self._ready()
+            self._check_fits(prompts, self.sampling.max_completion_length)
+            yield from self._groups(prompts, num_generations, seed)
         finally:
             self._sleep()
 
-    def _run(
-        self, llm: Any, asking: Asking, prompts: Sequence[Prompt], count: int, seed: int
-    ) -> Generator[tuple[int, list[Completion]], None, None]:
+    def _run(self, asking: Asking, prompts: Sequence[Prompt], count: int, seed: int) -> Answers:
         """Each prompt's number and completions, as they finish. What is left when nobody asks on is let go of."""
-        engine, waiting = llm.llm_engine, dict[str, int]()
+        engine, waiting = self._llm.llm_engine, dict[str, int]()
         self._under_way = waiting
         noise, by_seeds = RolloutNoise(self._device, seed), _draws_by_seeds(engine)
         try:
@@ -138,7 +127,8 @@ class VllmEngine:
                         if not engine.has_unfinished_requests():
                             raise EngineError(f"vLLM has lost {len(waiting)} of {len(prompts)} prompts")
                         done = [answer for answer in engine.step() if answer.finished]
-                for answer in done:  # outside: whoever is handed a group may draw and compute
+                # Outside of this rollout's noise: whoever is handed a group may draw and compute.
+                for answer in done:
                     yield waiting.pop(answer.request_id), _completions(answer, asking, count)
         finally:
             if self._under_way is waiting:
@@ -174,17 +164,19 @@ class VllmEngine:
 
     # -- vLLM and its weights
 
-    def _ready(self) -> Any:
-        """vLLM, awake, with the weights that the model has now."""
+    def _ready(self) -> None:
+        """Have vLLM, awake, with the weights that the model has now."""
         global _running
         model = self.get_model()
         if self._alone and self._llm is not None and not self._fits(model):
             self.close()
         if self._llm is None:
             other = None if _running is None else _running()
+            # The other one starts again if it is asked once more.
             if other is not None:
-                other.close()  # it starts again if it is asked once more
-            gc.collect()  # one that nobody has closed would take the new one's process groups with it later
+                other.close()
+            # One that nobody has closed would take the new one's process groups with it later.
+            gc.collect()
             self._llm, self._sent = self._start_either(), None
             _running = weakref.ref(self)
         self._let_go()
@@ -193,11 +185,11 @@ class VllmEngine:
         self._asleep = False
         now = fingerprint(model)
         if now != self._sent:
-            self._sent = None  # should it fail half-way
+            # Should it fail half-way, nothing is known to be there.
+            self._sent = None
             (self._send_adapter if self._alone else self._send)(model)
             self._sent = now
             self.syncs += 1
-        return self._llm
 
     def _send_adapter(self, model: Any, shift: float = 0.0) -> None:
         """Hand the adapter over, under a new name: what vLLM keeps of the last one is not found again. One with a
@@ -225,14 +217,12 @@ class VllmEngine:
     def _send(self, model: Any) -> None:
         with own_randomness(self._device):
             try:
-                [missing] = self._llm.collective_rpc(_take, args=(model,))
+                self._llm.collective_rpc(_take, args=(model,))
             except EngineError:
                 raise
             except Exception as error:
                 raise EngineError(f"vLLM does not take the policy's weights: {str(error)[:500]}") from error
             emptied = self._llm.reset_prefix_cache()
-        if missing:
-            raise EngineError(f"vLLM did not find {len(missing)} of its weights in the policy's, such as {missing[0]}")
         if not emptied:
             raise EngineError("vLLM kept keys and values of the old weights: its prefix cache could not be emptied")
 
@@ -241,11 +231,9 @@ class VllmEngine:
         if not self.options.sleeps or self._llm is None or self._asleep or self._under_way:
             return
         self._asleep = True
-        if self._alone:
-            self._llm.sleep(level=1)
-            return
-        self._sent = None
-        self._llm.sleep(level=2)
+        if not self._alone:
+            self._sent = None
+        self._llm.sleep(level=1 if self._alone else 2)
 
     def close(self) -> None:
         """Let go of vLLM and its memory."""
@@ -311,41 +299,28 @@ class VllmEngine:
 
     def _prove(self) -> None:
         """Have vLLM with the policy's weights draw from the policy, or raise what is wrong."""
-        model, prompts = self.get_model(), proof.probe_prompts(self.get_model())
-        sampling = proof.probe_sampling(self.sampling)
-        llm = self._ready()
-        _check_fits(llm, prompts, sampling.max_completion_length)
-        groups = self._answers(llm, sampling, prompts)
+        model = self.get_model()
+        self._ready()
+        self._check_fits(proof.probe_prompts(model), proof.TOKENS)
+        groups = self._probe_groups(model)
         if self._lora is not None:
-            self._prove_adapter(llm, sampling, prompts, groups)
-        self._try_regex(llm, prompts[:1])
+            self._prove_adapter(model, groups)
+        self._try_regex(model)
         self._sleep()
-        own = proof.own_logprobs(model, prompts, groups, sampling.temperature)
-        reason = proof.Probe(prompts=prompts, completions=groups, own=own).why_not(self.options.dtype_for(model))
+        reason = self._compared(model, groups).why_not(self.options.dtype_for(model))
         if reason is not None:
             raise EngineError(f"vLLM does not generate what the model would: {reason}")
 
-    def _answers(self, llm: Any, sampling: Sampling, prompts: list[Prompt]) -> list[list[Completion]]:
-        answers = dict(self._run(llm, Asking(sampling), prompts, proof.COMPLETIONS, proof.SEED))
-        return [answers[index] for index in range(len(prompts))]
-
-    def _prove_adapter(self, llm: Any, sampling: Sampling, prompts: list[Prompt], groups: Any) -> None:
+    def _prove_adapter(self, model: Any, groups: list[list[Completion]]) -> None:
         """Another adapter must have other answers: a new one adds nothing yet, and would not be missed."""
-        model = self.get_model()
         self._send_adapter(model, shift=proof.OTHER)
-        if self._answers(llm, sampling, prompts) == groups:
+        if self._probe_groups(model) == groups:
             raise EngineError("vLLM answers alike with two adapters that differ: it does not use them")
         self._send_adapter(model)
 
-    def _try_regex(self, llm: Any, prompts: list[Prompt]) -> None:
-        """An expression that vLLM does not understand is told at the start."""
-        if self.options.regex is None:
-            return
-        asking = Asking(replace(self.sampling, max_completion_length=1), self.options.regex)
-        try:
-            list(self._run(llm, asking, prompts, 1, proof.SEED))
-        except EngineError as error:
-            raise EngineError(f"vllm_structured_outputs_regex={self.options.regex!r}: {error}") from error
+    def _check_fits(self, prompts: Sequence[Prompt], most_new: int) -> None:
+        limit = self._llm.llm_engine.model_config.max_model_len
+        check_lengths(prompts, most_new, limit, "raise vllm_max_model_length")
 
 
 def _draws_by_seeds(engine: Any) -> bool:
@@ -359,11 +334,9 @@ def _model_of(worker: Any) -> Any:
     return worker.get_model()
 
 
-def _take(worker: Any, policy: Any) -> list[str]:
-    """Runs in vLLM's worker: replace its weights; returns the names of those that the policy does not have.
-
-    Reloading only warns of these. What a model's `load_weights` returns says which it took.
-    """
+def _take(worker: Any, policy: Any) -> None:
+    """Runs in vLLM's worker: replace its weights. Reloading only warns of those that it does not find in the policy;
+    what a model's `load_weights` returns says which it took."""
     model, taken = worker.get_model(), []
     names = {name for name, _ in model.named_parameters()}
     own = model.load_weights
@@ -377,9 +350,7 @@ def _take(worker: Any, policy: Any) -> list[str]:
         worker.reload_weights(weights_iterator=checkpoint_weights(policy, names))
     finally:
         del model.load_weights
-    if taken[0] is None:  # some models do not say; the comparison of log-probabilities remains
-        return []
-    return sorted(names - set(taken[0]))
+    check_taken(names, taken[0])
 
 
 def _completions(answer: Any, asking: Asking, count: int) -> list[Completion]:
@@ -388,10 +359,6 @@ def _completions(answer: Any, asking: Asking, count: int) -> list[Completion]:
         logprobs = [row[token].logprob for token, row in zip(output.token_ids, output.logprobs or (), strict=True)]
         found.append(asking.completion(output.token_ids, logprobs, output.finish_reason))
     return asking.group(found, count)
-
-
-def _check_fits(llm: Any, prompts: Sequence[Prompt], most_new: int) -> None:
-    check_lengths(prompts, most_new, llm.llm_engine.model_config.max_model_len, "raise vllm_max_model_length")
 
 
 def _check_sleep(options: VllmOptions, device: torch.device) -> None:

@@ -7,8 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from rloom.errors import EngineError
-from rloom.generation.vllm.weights import checkpoint_weights
+from rloom.generation.vllm.weights import check_taken, checkpoint_weights
 
 LOADER = "rloom"
 
@@ -44,7 +43,4 @@ def _register() -> None:
 def take_base(theirs: Any, policy: Any) -> None:
     """Load vLLM's model with the policy's weights, its adapter left out."""
     names = {name for name, _ in theirs.named_parameters()}
-    taken = theirs.load_weights(checkpoint_weights(policy, names, adapters=False))
-    missing = sorted(names - set(taken)) if taken is not None else []
-    if missing:
-        raise EngineError(f"vLLM did not find {len(missing)} of its weights in the policy's, such as {missing[0]}")
+    check_taken(names, theirs.load_weights(checkpoint_weights(policy, names, adapters=False)))

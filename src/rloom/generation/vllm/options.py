@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
-COLOCATE, SERVER = "colocate", "server"
+from rloom.config.vllm import COLOCATE
+
+if TYPE_CHECKING:
+    from rloom.config import RLOOConfig
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,7 +38,7 @@ class VllmOptions:
     weights_dir: str | Path | None = None  # seen by both; None: a temporary folder
 
     @classmethod
-    def of(cls, args: Any) -> VllmOptions:
+    def of(cls, args: RLOOConfig) -> VllmOptions:
         """As `RLOOConfig` says. It computes as the trainer does: in autocast's precision, else in the weights' own."""
         return cls(
             mode=args.vllm_mode,

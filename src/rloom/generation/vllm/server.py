@@ -8,8 +8,7 @@ import shutil
 import time
 import uuid
 from collections.abc import Callable, Generator, Iterator, Sequence
-from contextlib import closing, contextmanager
-from dataclasses import replace
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -20,13 +19,13 @@ from rloom.errors import EngineError
 from rloom.generation.base import Sampling, nothing_asked
 from rloom.generation.vllm import proof
 from rloom.generation.vllm.adapter import adapter_rank, is_active, why_folded, write_adapter
+from rloom.generation.vllm.base import Answers, VllmBase
 from rloom.generation.vllm.client import HOW_TO_START, Client, ServerError
 from rloom.generation.vllm.options import VllmOptions
 from rloom.generation.vllm.requests import Asking, check_lengths
 from rloom.generation.vllm.surroundings import temporary_folder
 from rloom.generation.vllm.weights import (
     base_of,
-    check_sendable,
     checkpoint_weights,
     fingerprint,
     hint_rounding,
@@ -45,7 +44,7 @@ ENDING_SECONDS = 30.0  # for requests that were called off
 MOVED = 1e-4  # a change of a log-probability that cannot be rounding in float32
 
 
-class VllmServerEngine:
+class VllmServerEngine(VllmBase):
     """Generates with a running vLLM server (`vllm_mode="server"`).
 
     Before a rollout in which weights have changed they are written to a folder, and the server reads them: all of
@@ -55,15 +54,10 @@ class VllmServerEngine:
     0.32 has no versions and no checksums: there the log-probabilities are the proof.
     """
 
-    takes_images = False
-
     def __init__(
         self, get_model: Callable[[], Any], sampling: Sampling, *, tokenizer: Any = None, options: VllmOptions
     ) -> None:
-        self.get_model, self.sampling, self.options = get_model, sampling, options
-        self.asking = Asking(sampling, options.regex)
-        self.asking.hint_filters()
-        check_sendable(get_model())
+        super().__init__(get_model, sampling, options)
         if unties_embeddings(get_model()):
             raise EngineError(
                 "an adapter on one of two tied embeddings does not reach a server; vllm_mode='colocate' does"
@@ -74,8 +68,6 @@ class VllmServerEngine:
         self._alone = self._sends_adapter_alone(room)
         self._versions = self._has_versions()
         self.folder = Path(options.weights_dir or temporary_folder(self)).absolute()
-        self.syncs = 0
-        self._sent: tuple[Any, ...] | None = None
         self._version = ""
         self._names: list[str] = []  # the server's own, of its weights
         self._probe: proof.Probe | None = None
@@ -95,17 +87,13 @@ class VllmServerEngine:
         change = "start the server with a larger --max-model-len"
         check_lengths(prompts, self.sampling.max_completion_length, self.max_model_length, change)
         self._ready()
-        with closing(self._run(self.asking, prompts, num_generations, seed)) as answers:
-            for index, completions in answers:
-                yield Group(prompt=prompts[index], completions=completions)
+        yield from self._groups(prompts, num_generations, seed)
         if not self._still_has():
             raise EngineError(
                 "the vLLM server was restarted or given other weights while it generated: use one server for one run"
             )
 
-    def _run(
-        self, asking: Asking, prompts: Sequence[Prompt], count: int, seed: int
-    ) -> Generator[tuple[int, list[Completion]], None, None]:
+    def _run(self, asking: Asking, prompts: Sequence[Prompt], count: int, seed: int) -> Answers:
         """Each prompt's number and completions, as they finish."""
         requests = [self._request(asking, prompt, count, seed, index) for index, prompt in enumerate(prompts)]
         calls = self.client.post_all("/v1/completions", requests, patience=self.options.timeout)
@@ -261,7 +249,8 @@ class VllmServerEngine:
 
     def _empty_cache(self) -> None:
         """Have the server forget keys and values of the old weights; requests that were called off may still end."""
-        if not self._versions:  # nor does it say whether it has: what is under way is begun anew
+        # One without versions does not say whether it has: what is under way is begun anew.
+        if not self._versions:
             self.client.tell("/reset_prefix_cache?reset_running_requests=true", {})
             return
         end = time.monotonic() + min(ENDING_SECONDS, self.options.timeout)
@@ -282,14 +271,13 @@ class VllmServerEngine:
         if self._alone:
             self._prove_adapter(model)
         else:
-            overrides = {"load_config": {"load_format": "safetensors"}}  # one that began with other files reads ours
+            # A server that began with files of another format reads ours.
+            overrides = {"load_config": {"load_format": "safetensors"}}
             call = {"method": "update_config", "kwargs": {"overrides": overrides}}
             self.client.developer("POST", "/collective_rpc", call)
             self._prove_weights(model)
         self._check_probe(model)
-        if self.options.regex is not None:  # one that vLLM does not understand is told now
-            asking = Asking(replace(self.sampling, max_completion_length=1), self.options.regex)
-            list(self._run(asking, proof.probe_prompts(model)[:1], 1, proof.SEED))
+        self._try_regex(model)
         self._sent = fingerprint(model)
 
     def _prove_weights(self, model: Any) -> None:
@@ -313,19 +301,18 @@ class VllmServerEngine:
         if self._versions:
             return self._checksums()
         try:
-            probe, _ = self._ask_probe(model)
-        except ServerError:  # weights that are far off may answer with what is no number
+            return {ANSWERS: self._probe_groups(model)}
+        # Weights that are far off may answer with what is no number.
+        except ServerError:
             return {}
-        return {ANSWERS: (probe.tokens, probe.theirs)}
 
     def _prove_adapter(self, model: Any) -> None:
         """Send another adapter, then the policy's: a new one adds nothing yet, and would not be missed."""
         if is_active(model):
             self._send_adapter(model, shift=proof.OTHER)
-            other, _ = self._ask_probe(model)
+            other = self._probe_groups(model)
             self._send_adapter(model)
-            now, _ = self._ask_probe(model)
-            if other.tokens == now.tokens and other.theirs == now.theirs:
+            if self._probe_groups(model) == other:
                 raise EngineError("the vLLM server answers alike with two adapters that differ: it does not use them")
 
     def _checksums(self) -> dict[str, str]:
@@ -333,11 +320,7 @@ class VllmServerEngine:
 
     def _ask_probe(self, model: Any) -> tuple[proof.Probe, str | None]:
         """What the server answers now, and why that is not drawn from the policy; None if it is."""
-        sampling, prompts = proof.probe_sampling(self.sampling), proof.probe_prompts(model)
-        answers = dict(self._run(Asking(sampling), prompts, proof.COMPLETIONS, proof.SEED))
-        groups = [answers[index] for index in range(len(prompts))]
-        own = proof.own_logprobs(model, prompts, groups, sampling.temperature)
-        probe = proof.Probe(prompts=prompts, completions=groups, own=own)
+        probe = self._compared(model, self._probe_groups(model))
         return probe, probe.why_not(torch.float32 if self._is_exact(model) else torch.bfloat16)
 
     def _is_exact(self, model: Any) -> bool:
@@ -387,7 +370,7 @@ def _written(path: Path, weights: Iterator[tuple[str, torch.Tensor]], dtype: tor
     try:
         making.mkdir(parents=True)
         save_file(_apart(weights, dtype), making / "model.safetensors", metadata={"format": "pt"})
-        # which only its owner may read, and the server may be another user's
+        # Only its owner may read such a file, and the server may be another user's.
         os.chmod(making / "model.safetensors", making.stat().st_mode & 0o666)
         os.rename(making, path)
         yield path

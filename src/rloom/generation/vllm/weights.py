@@ -25,6 +25,14 @@ def check_sendable(model: Any) -> None:
         raise EngineError("the adapter puts virtual tokens before each prompt, which vLLM knows nothing of")
 
 
+def check_taken(names: set[str], taken: Collection[str] | None) -> None:
+    """Refuse to go on where vLLM has not found all of its weights in the policy's. Some models do not say which they
+    took (None): the comparison of log-probabilities remains."""
+    missing = sorted(names - set(taken)) if taken is not None else []
+    if missing:
+        raise EngineError(f"vLLM did not find {len(missing)} of its weights in the policy's, such as {missing[0]}")
+
+
 def hint_rounding(model: Any, dtype: torch.dtype, reason: str) -> None:
     """Say that an adapter is folded in, why, and what that costs in half precision."""
     if is_peft_model(model) and dtype != torch.float32:

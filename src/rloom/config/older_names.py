@@ -7,9 +7,10 @@ process when used, and giving both the older and the present name is an error. d
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
+from rloom.config.topic import Topic, option
 from rloom.errors import ConfigError
 from rloom.printable import get_logger
 
@@ -25,6 +26,13 @@ RENAMED = {
     "normalize_advantage": "normalize_advantages",
 }
 
+KEPT = {
+    "sft_model_path": "the model if none is named, else the reference",
+    "reward_model_path": "`reward_funcs`",
+    "local_rollout_forward_batch_size": "nothing: it has no effect on results",
+}
+"""Names that stay options: of each, what it means."""
+
 INIT_ONLY_NAMES = ("train_batch_size",)
 """Older names that TrainingArguments has a property for, so that they cannot be fields."""
 
@@ -32,7 +40,7 @@ _noted: set[str] = set()
 
 
 def _older(help: str) -> Any:
-    return field(default=None, metadata={"help": f"Older name. {help}"})
+    return option(None, f"Older name. {help}")
 
 
 def note_once(name: str, became: str) -> None:
@@ -43,7 +51,7 @@ def note_once(name: str, became: str) -> None:
 
 
 @dataclass
-class OlderNames:
+class OlderNames(Topic):
     """Fields for the older names, and their translation. Mixed into [`RLOOConfig`]."""
 
     rloo_k: int | None = _older("Now `num_generations`.")
@@ -68,97 +76,72 @@ class OlderNames:
     def translate_older_names(self) -> None:
         """Move every older name's value to its present place. Runs before the batch sizes are resolved."""
         for old, new in RENAMED.items():
-            self._rename(old, new)
+            value = getattr(self, old)
+            if value is not None:
+                self._became(old, f"`{new}`", **{new: value})
+                self._given |= {new}
         self._translate_normalization()
         self._translate_kl()
         self._translate_batches()
+        for name, meaning in KEPT.items():
+            if getattr(self, name) is not None:
+                note_once(name, meaning)
         if self.stop_token not in (None, "eos"):
             raise ConfigError(f'stop_token must be "eos", not {self.stop_token!r}; for another token use stop_token_id')
-        noted = {
-            "sft_model_path": "the model if none is named, else the reference",
-            "reward_model_path": "`reward_funcs`",
-        }
-        for name, became in noted.items():
-            if getattr(self, name) is not None:
-                note_once(name, became)
         if self.stop_token == "eos" and "stop_token" not in _noted:
             _noted.add("stop_token")
             logger.warning('`stop_token="eos"` has no effect: the end token ends completions anyway')
-        if self.local_rollout_forward_batch_size is not None:
-            note_once("local_rollout_forward_batch_size", "nothing: it has no effect on results")
 
     def finish_older_names(self) -> None:
         """`total_episodes`, which needs the resolved batch sizes."""
-        config: Any = self
         if self.total_episodes is None:
             return
-        self._refuse_both("total_episodes", "max_steps")
-        if self.total_episodes < 1:
-            raise ConfigError(f"total_episodes must be positive, not {self.total_episodes}")
-        rollouts = math.ceil(self.total_episodes / config.generation_batch_size)
-        steps = rollouts * config.steps_per_generation * config.num_iterations
-        config.max_steps = max(1, math.ceil(steps / config.gradient_accumulation_steps))
-        note_once("total_episodes", f"max_steps={config.max_steps}")
-        self.total_episodes = None
+        self.require("total_episodes", self.total_episodes > 0, "positive")
+        rollouts = math.ceil(self.total_episodes / self.generation_batch_size)
+        steps = rollouts * self.steps_per_generation * self.num_iterations
+        updates = max(1, math.ceil(steps / self.gradient_accumulation_steps))
+        self._became("total_episodes", f"max_steps={updates}", max_steps=updates)
 
-    def _rename(self, old: str, new: str) -> None:
-        value = getattr(self, old)
-        if value is None:
-            return
-        self._refuse_both(old, new)
-        setattr(self, new, value)
-        setattr(self, old, None)
-        config: Any = self
-        config._given = config._given | {new}
-        note_once(old, f"`{new}`")
-
-    def _refuse_both(self, old: str, new: str) -> None:
-        given: frozenset[str] = getattr(self, "_given", frozenset())
-        if new in given:
-            raise ConfigError(f"`{old}` is an older name of `{new}`: give one of them, not both")
+    def _became(self, old: str, meaning: str, **values: Any) -> None:
+        """Give the present options their values, unless they were given too, and say so."""
+        for new, value in values.items():
+            if new in self._given:
+                raise ConfigError(f"`{old}` is an older name of `{new}`: give one of them, not both")
+            setattr(self, new, value)
+        if old not in INIT_ONLY_NAMES:
+            setattr(self, old, None)
+        note_once(old, meaning)
 
     def _translate_normalization(self) -> None:
         if self.normalize_reward is not None and self.whiten_rewards is not None:
             raise ConfigError("`normalize_reward` and `whiten_rewards` mean the same here: give one of them, not both")
         for old in ("normalize_reward", "whiten_rewards"):
             value = getattr(self, old)
-            if value is None:
-                continue
-            self._refuse_both(old, "normalize_rewards")
-            config: Any = self
-            config.normalize_rewards = "batch" if value else "off"
-            setattr(self, old, None)
-            note_once(old, '`normalize_rewards="batch"`')
+            if value is not None:
+                self._became(old, '`normalize_rewards="batch"`', normalize_rewards="batch" if value else "off")
 
     def _translate_kl(self) -> None:
         if self.token_level_kl is None:
             return
-        self._refuse_both("token_level_kl", "kl_placement")
-        config: Any = self
-        if self.token_level_kl:
-            config.kl_placement = "reward_tokens"
-            config.ratio_level = config.ratio_level or "token"
-        else:
-            config.kl_placement = "reward"
-        self.token_level_kl = None
-        note_once("token_level_kl", '`kl_placement="reward_tokens"` with `ratio_level="token"`')
+        values = {"kl_placement": "reward_tokens" if self.token_level_kl else "reward"}
+        if self.token_level_kl and self.ratio_level is None:
+            values["ratio_level"] = "token"
+        self._became("token_level_kl", '`kl_placement="reward_tokens"` with `ratio_level="token"`', **values)
 
     def _translate_batches(self) -> None:
-        config: Any = self
-        total = config._init_only.get("train_batch_size")
+        total = self._init_only.get("train_batch_size")
         if total is not None:
-            self._refuse_both("train_batch_size", "gradient_accumulation_steps")
-            per_step = config.per_device_train_batch_size * config.world_size
+            per_step = self.per_device_train_batch_size * self.world_size
             if total % per_step:
                 raise ConfigError(
                     f"train_batch_size ({total}) must be a multiple of per_device_train_batch_size × processes "
-                    f"({per_step}); set per_device_train_batch_size to a divisor of {total // config.world_size}"
+                    f"({per_step}); set per_device_train_batch_size to a divisor of {total // self.world_size}"
                 )
-            config.gradient_accumulation_steps = total // per_step
-            note_once("train_batch_size", f"gradient_accumulation_steps={total // per_step}")
+            steps = total // per_step
+            meaning = f"gradient_accumulation_steps={steps}"
+            self._became("train_batch_size", meaning, gradient_accumulation_steps=steps)
         if self.num_mini_batches is not None:
-            self._refuse_both("num_mini_batches", "steps_per_generation")
-            self._refuse_both("num_mini_batches", "generation_batch_size")
-            config.steps_per_generation = self.num_mini_batches * config.gradient_accumulation_steps
-            note_once("num_mini_batches", f"steps_per_generation={config.steps_per_generation}")
-            self.num_mini_batches = None
+            steps = self.num_mini_batches * self.gradient_accumulation_steps
+            # A rollout of another size would contradict it, though it is no other name for that.
+            values = {"steps_per_generation": steps, "generation_batch_size": None}
+            self._became("num_mini_batches", f"steps_per_generation={steps}", **values)

@@ -1,0 +1,35 @@
+"""What a run shows, writes and keeps."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from rloom.config.topic import Topic, option
+
+
+@dataclass
+class OutputTopic(Topic):
+    """What a run shows, writes and keeps."""
+
+    advice: bool = option(True, "Say at the start which options are outside the ranges that documents recommend.")
+    diagnosis: bool = option(
+        True, "Say during the run what is going wrong and what to change, in a line at the log that shows it."
+    )
+    log_older_metrics: bool = option(
+        False, "Log the metrics of older documents too: objective/…, policy/…, loss/…, val/…, eps, episode, lr."
+    )
+    overwrite_output_dir: bool = option(
+        False,
+        "Delete what an earlier run left in output_dir. Unset: a new run moves it to output_dir/_previous.",
+    )
+    resume_changed_run: bool = option(
+        False,
+        "Go on from a checkpoint even if its model, data, rewards, num_generations or objective are not this run's.",
+    )
+    store_completions: bool = option(
+        True, "Keep prompts and completions in the run's store (output_dir/_rollouts); scores are kept there anyway."
+    )
+    log_completions: bool = option(False, "Print a table of completions at each log, and send it to the trackers.")
+    log_multimodal: bool = option(True, "Include images in those tables, in W&B and Trackio.")
+    num_completions_to_print: int | None = option(None, "Rows of the printed table; unset: all.")
+    log_unique_prompts: bool = option(False, "One row per prompt in the tables.")

@@ -1,0 +1,69 @@
+"""TrainingArguments' own options, with other defaults or other limits here."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from rloom.config.topic import Topic, option
+from rloom.errors import ConfigError
+from rloom.models.cpu import make_bfloat16_safe
+from rloom.printable import get_logger
+
+logger = get_logger(__name__)
+
+
+@dataclass
+class TrainingTopic(Topic):
+    """Options of TrainingArguments with TRL's defaults."""
+
+    learning_rate: float = option(1e-6, "Initial learning rate.")
+    logging_steps: float = option(10, "Updates between two logs; below 1: as a share of the run.")
+    gradient_checkpointing: bool = option(True, "Recompute activations in the backward pass to save memory.")
+    bf16: bool | None = option(
+        None,
+        "bfloat16 mixed precision. Unset: on, unless fp16 is set or the device does not do bfloat16 fast.",
+    )
+    lr_scheduler_kwargs: dict | str | None = option(None, "Further arguments of the learning-rate schedule.")
+    remove_unused_columns: bool | None = option(
+        False, "Keep only the prompt (and images); reward functions then see no other column."
+    )
+
+    def resolve_precision(self) -> None:
+        """`bf16`, before TrainingArguments looks at it."""
+        # transformers would restart training with smaller batches, which cuts groups apart.
+        if self.auto_find_batch_size:
+            logger.warning(
+                "auto_find_batch_size: micro-batches shrink by themselves here, and batches stay as they are"
+            )
+            self.auto_find_batch_size = False
+        if self.bf16 is None:
+            self.bf16 = not self.fp16 and bf16_is_fast(self.use_cpu)
+        # transformers wants to be told that there is no GPU.
+        if self.bf16 and not torch.accelerator.is_available():
+            self.use_cpu = True
+        if self.bf16 and self.use_cpu:
+            make_bfloat16_safe()
+
+    def check_training(self) -> None:
+        """What transformers can do and this trainer cannot."""
+        if str(self.optim).rsplit(".", 1)[-1].lower() in ("lomo", "adalomo"):
+            raise ConfigError(
+                "LOMO updates weights inside the backward pass, which an update of several micro-batches cannot do; "
+                'set optim="adamw_torch"'
+            )
+        parallelism = self.parallelism_config
+        if parallelism is not None and (parallelism.cp_enabled or parallelism.sp_enabled):
+            raise ConfigError("context and sequence parallelism are not supported; set cp_size=1 and sp_size=1")
+
+
+def bf16_is_fast(use_cpu: bool) -> bool:
+    """Whether bfloat16 autocast pays on the device that training will run on.
+
+    On a CPU without native bfloat16 it is several times slower than float32 (docs/architecture.md has the number),
+    and on GPUs before Ampere it is emulated; TRL turns it on everywhere.
+    """
+    if use_cpu or not torch.accelerator.is_available():
+        return False
+    return not torch.cuda.is_available() or torch.cuda.is_bf16_supported(including_emulation=False)
