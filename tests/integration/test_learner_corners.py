@@ -10,7 +10,7 @@ from peft import LoraConfig
 from rloom import RLOOTrainer
 from rloom.errors import ConfigError, EngineError
 from rloom.generation import NativeEngine, Sampling
-from rloom.models.proof import check_head, why_not_packed
+from rloom.models.model_checks import check_head, why_not_packed
 from tests.conftest import make_model, make_tokenizer
 
 

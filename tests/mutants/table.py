@@ -690,8 +690,8 @@ MUTANTS = [
         "tests/unit/test_generation.py::test_sampling_options_of_the_checkpoint_do_not_leak_in",
     ),
     Mutant(
-        "generation/transformers.py",
-        "        model.train(was_training)\n",
+        "models/verify.py",
+        "        model.train(training)\n",
         "        pass\n",
         "tests/unit/test_generation.py::test_generation_leaves_model_and_random_state_alone",
     ),

@@ -10,7 +10,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from rloom.errors import EngineError
 from rloom.generation import NativeEngine, Sampling
 from rloom.generation.native import proof as native
-from rloom.models import proof as packed
+from rloom.models.model_checks import why_not_packed
 from rloom.models.verify import Tolerance, difference, rounded_otherwise
 
 IDS = torch.randint(0, 90, (2, 40), generator=torch.Generator().manual_seed(3))
@@ -54,8 +54,8 @@ def test_the_native_engine_takes_a_model_whose_own_rounding_is_above_the_usual()
 
 
 def test_packed_rows_too(monkeypatch):
-    monkeypatch.setattr(packed, "NOISE", 1e-4)  # their usual noise is above it, as that of an 8B model may be
-    assert packed.why_not_packed(adapted()) is None
+    monkeypatch.setattr(Tolerance, "PACKED", 1e-4)  # their usual noise is above it, as that of an 8B model may be
+    assert why_not_packed(adapted()) is None
 
 
 def test_what_is_wrong_is_still_refused(monkeypatch):

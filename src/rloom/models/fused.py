@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from rloom.models.trial import ROUNDING, agrees
+from rloom.models.verify import Tolerance, agrees
 
 ROTATION = "apply_rotary_pos_emb"
 """What transformers calls the function that rotates queries and keys."""
@@ -186,7 +186,7 @@ def _does_the_same(own: Function, ours: Function, shapes: list[tuple[int, ...]],
             return False
         for index, value in enumerate(expected):
             run = lambda index=index, value=value, scale=scale: (_values(ours, shapes, weight, scale)[index], value)  # noqa: E731
-            if not agrees(run, None, rounding=1e-4 if weight.dtype == torch.float32 else ROUNDING):
+            if not agrees(run, None, Tolerance.KERNEL_FLOAT32 if weight.dtype == torch.float32 else Tolerance.KERNEL):
                 return False
     return True
 

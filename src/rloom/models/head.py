@@ -42,7 +42,7 @@ class LogitTransform:
     def of(cls, model: Any, temperature: float) -> LogitTransform:
         """As the model's config declares it: gemma's soft-cap, cohere's, granite's and Falcon-H1's scales.
 
-        What is declared by another name is found by `proof.check_head`.
+        What is declared by another name is found by `model_checks.check_head`.
         """
         config = model.config.get_text_config()
         scale = 1.0

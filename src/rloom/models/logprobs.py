@@ -5,7 +5,6 @@ They are of softmax(logits / temperature) over the whole vocabulary, whatever to
 
 from __future__ import annotations
 
-import inspect
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,8 +13,9 @@ from torch import Tensor
 
 from rloom.data.model_inputs import fitted_to
 from rloom.models.head import HeadOutput, LogitTransform, captured_head
-from rloom.models.load import is_peft_model
+from rloom.models.load import base_of
 from rloom.models.positions import image_positions, rope_index_of
+from rloom.models.verify import accepted_by
 from rloom.types import MicroBatch, PackedRow
 
 
@@ -34,8 +34,8 @@ class Forward:
 
     def __init__(self, model: Any, temperature: float, *, keep_logits: bool = False) -> None:
         self.keep_logits = keep_logits
-        self.base = model.get_base_model() if is_peft_model(model) else model
-        self.accepts = frozenset(inspect.signature(self.base.forward).parameters)
+        self.base = base_of(model)
+        self.accepts = accepted_by(self.base)
         self.rope_index = rope_index_of(self.base)
         self.transform = LogitTransform.of(self.base, temperature)
 

@@ -26,7 +26,7 @@ from rloom.generation.vllm.options import VllmOptions
 from rloom.models import load as loading
 from rloom.models.fused import FusedLayers
 from rloom.models.gpu import runs_kernels
-from rloom.models.proof import check_head, proves_packed_images, proves_packing
+from rloom.models.model_checks import check_head, proves_packed_images, proves_packing
 from rloom.models.reference import Reference, make_reference
 from rloom.observe.completions import TABLE_COLUMNS, CompletionLog
 from rloom.observe.journal import Journal

@@ -16,6 +16,7 @@ from rloom.models.load import base_of, is_peft_model
 from rloom.models.precision import can_keep_the_bits
 from rloom.models.reference import adapter_parameters
 from rloom.models.split import SplitWeights, kept_in_float32, split_of
+from rloom.models.verify import evaluating
 from rloom.printable import get_logger
 
 logger = get_logger(__name__)
@@ -120,17 +121,14 @@ def _leave_dtypes_to(trainer: Any) -> None:
 @torch.no_grad()
 def _runs(trainer: Any) -> torch.dtype | None:
     """In which dtype the model's logits come, as it is run now; None if it does not run."""
-    model, training = trainer.model, trainer.model.training
-    model.eval()
+    model = trainer.model
     try:
         ids = torch.arange(4, device=next(model.parameters()).device).unsqueeze(0)
-        with trainer.accelerator.autocast():
+        with evaluating(model), trainer.accelerator.autocast():
             return model(input_ids=ids).logits.dtype
     except Exception as error:  # of mixed dtypes; what else may be wrong is found where it matters
         logger.debug("the model does not run with these dtypes: %s", error)
         return None
-    finally:
-        model.train(training)
 
 
 def _why_not_half(device: torch.device) -> str:
