@@ -23,7 +23,7 @@ from rloom.algo.objectives import (
     Objective,
 )
 from rloom.errors import ConfigError, UnknownOptionError, check_choice, did_you_mean
-from rloom.models.cpu import make_bfloat16_safe
+from rloom.models.cpu_bfloat16 import make_bfloat16_safe
 from rloom.older_names import INIT_ONLY_NAMES, OlderNames
 from rloom.printable import get_logger
 from rloom.sampling_rules import RULES, check_sampling

@@ -23,7 +23,7 @@ from rloom.generation.vllm import VllmEngine, VllmOptions, VllmServerEngine, cli
 from rloom.generation.vllm.requests import Asking
 from rloom.generation.vllm.surroundings import give_back_classes, remember_classes
 from rloom.generation.vllm.weights import check_sendable, checkpoint_weights, fingerprint
-from rloom.models.bits import CHUNK
+from rloom.models.checksums import CHUNK
 from rloom.models.verify import Tolerance
 from rloom.types import Prompt
 from tests.conftest import make_model, make_tokenizer

@@ -111,7 +111,7 @@ def save_merged(model: Any, processing_class: Any, folder: Any) -> None:
     from contextlib import nullcontext
 
     from rloom.models.load import is_peft_model
-    from rloom.models.split import split_of
+    from rloom.models.split_weights import split_of
 
     if not is_peft_model(model):
         raise ConfigError("there is no adapter to merge: the model is not a PeftModel")

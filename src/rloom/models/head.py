@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from rloom.models.fused import forwards_replaced
-from rloom.models.gpu import runs_kernels
+from rloom.models.triton_support import runs_kernels
 
 CHUNK_BYTES = 1 << 29  # of logits at a time
 

@@ -1,5 +1,5 @@
 """Triton kernels for what torch would do in many passes over memory. CUDA only; each has a plain twin that tests hold
-it against (`head.py`, `precision.py`)."""
+it against (`head.py`, `optimizers.py`)."""
 
 from __future__ import annotations
 
@@ -69,16 +69,16 @@ def _row_grads(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _adamw_split(  # type: ignore[no-untyped-def]
-    weight, rest, grad, exp_avg, exp_avg_sq, skip, count, decay, beta1, beta2, step_size, correction, eps,
+    weight, low_bits, grad, exp_avg, exp_avg_sq, skip, count, decay, beta1, beta2, step_size, correction, eps,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """AdamW on the float32 word whose upper half, rounded, is the weight and whose rest is kept beside it. Nothing is
+    """AdamW on the float32 word whose upper half, rounded, is the weight and whose low bits lie beside it. Nothing is
     changed where `skip` is set."""
     offset = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = offset < count
     inside = inside & (tl.full([BLOCK], 0.0, tl.float32) + tl.load(skip) == 0.0)
     upper = tl.load(weight + offset, mask=inside, other=0).to(tl.int32)
-    lower = tl.load(rest + offset, mask=inside, other=0).to(tl.int32)
+    lower = tl.load(low_bits + offset, mask=inside, other=0).to(tl.int32)
     value = ((upper << 16) + lower).to(tl.float32, bitcast=True)
     g = tl.load(grad + offset, mask=inside, other=0.0)
     m = tl.load(exp_avg + offset, mask=inside, other=0.0)
@@ -90,7 +90,7 @@ def _adamw_split(  # type: ignore[no-untyped-def]
     bits = value.to(tl.int32, bitcast=True)
     upper = (bits + 0x8000) >> 16
     tl.store(weight + offset, upper.to(tl.int16), mask=inside)
-    tl.store(rest + offset, (bits - (upper << 16)).to(tl.int16), mask=inside)
+    tl.store(low_bits + offset, (bits - (upper << 16)).to(tl.int16), mask=inside)
     tl.store(exp_avg + offset, m, mask=inside)
     tl.store(exp_avg_sq + offset, v, mask=inside)
 
@@ -127,7 +127,7 @@ def row_grads(logits: Tensor, targets: Tensor, normalizer: Tensor, grads: Tensor
 def adamw_split(
     weight: Tensor, state: dict[str, Any], grad: Tensor, group: dict[str, Any], step: int, skip: Tensor
 ) -> None:
-    """One AdamW step of a contiguous bfloat16 weight with its rest, in one kernel; none where `skip` (1,) is not 0."""
+    """One AdamW step of a contiguous bfloat16 weight with its low bits, in one kernel; none if `skip` (1,) is not 0."""
     beta1, beta2 = group["betas"]
     lr = float(group["lr"])
     count = weight.numel()

@@ -19,7 +19,7 @@ from transformers import (
 
 from rloom.errors import ConfigError, needs_extra
 from rloom.models.adapters import keep_differentiable
-from rloom.models.cpu import make_bfloat16_safe
+from rloom.models.cpu_bfloat16 import make_bfloat16_safe
 from rloom.printable import get_logger
 
 logger = get_logger(__name__)

@@ -19,7 +19,7 @@ from transformers import Trainer
 from rloom.data.plan import Schedule, UpdatePlan
 from rloom.errors import DiskError
 from rloom.models.load import base_of, is_peft_model
-from rloom.models.precision import keeps_the_bits
+from rloom.models.optimizers import optimizer_with_low_bits
 from rloom.models.reference import Reference, without_reference_adapter
 from rloom.observe.completions import CompletionLog
 from rloom.observe.metrics import Metrics
@@ -169,7 +169,7 @@ class UpdateLoop(Trainer):
         if model is None or self.is_deepspeed_enabled:  # DeepSpeed keeps master weights of its own
             return cls, options
         split = self.precision.split
-        return keeps_the_bits(cls, options, model, split.rests if split is not None else None)
+        return optimizer_with_low_bits(cls, options, model, split.low_bits if split is not None else None)
 
     def _get_grad_norm(self, model: nn.Module, grad_norm: Any = None) -> Any:
         """The norm of the gradient, by which it is decided whether the update is made. A loss scaler (fp16) and

@@ -13,9 +13,9 @@ from rloom.data.batching import Batcher
 from rloom.data.transfer import upload
 from rloom.models.attention import CompiledLayers, own_attention, packed_attention, running
 from rloom.models.fused import FusedLayers
-from rloom.models.gpu import has_triton
 from rloom.models.logprobs import Forward, TokenStats
 from rloom.models.reference import FrozenReference, Reference
+from rloom.models.triton_support import has_triton
 from rloom.models.verify import evaluating
 from rloom.training.budget import TokenBudget
 from rloom.types import MicroBatch, Rollout

@@ -13,9 +13,9 @@ from transformers import Trainer
 
 from rloom.errors import ConfigError
 from rloom.models.load import base_of, is_peft_model
-from rloom.models.precision import can_keep_the_bits
+from rloom.models.optimizers import can_keep_low_bits
 from rloom.models.reference import adapter_parameters
-from rloom.models.split import SplitWeights, kept_in_float32, split_of
+from rloom.models.split_weights import SplitWeights, kept_in_float32, split_of
 from rloom.models.verify import evaluating
 from rloom.printable import get_logger
 
@@ -94,7 +94,7 @@ def _why_not_split(trainer: Any, asked_dtype: Any, own_optimizer: bool) -> str |
         return "DeepSpeed keeps weights of its own"
     if own_optimizer:
         return "the optimizer that was passed in updates float32 weights"
-    if not can_keep_the_bits(*Trainer.get_optimizer_cls_and_kwargs(args, trainer.model)):
+    if not can_keep_low_bits(*Trainer.get_optimizer_cls_and_kwargs(args, trainer.model)):
         return f"optim={str(args.optim).rsplit('.', 1)[-1].lower()} chooses its parameters itself"
     if args.split_weights is not None:
         return None if args.split_weights else "split_weights=False"

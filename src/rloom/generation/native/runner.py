@@ -31,9 +31,9 @@ from rloom.generation.native.sampler import Drawn, Sampler
 from rloom.generation.native.scheduler import Sequence, SharedPrompt
 from rloom.models.capture import Disturbed, captured, one_at_a_time
 from rloom.models.fused import FusedLayers, forwards_replaced, rotating
-from rloom.models.gpu import runs_kernels
 from rloom.models.load import base_of
 from rloom.models.positions import position_limit, prompt_positions, rope_index_of
+from rloom.models.triton_support import runs_kernels
 from rloom.models.verify import accepted_by, difference
 from rloom.printable import get_logger
 from rloom.types import Block, PackedRow

@@ -11,7 +11,7 @@ from torch import Tensor
 from rloom.types import PackedRow
 
 
-def two_part(
+def attend_blocks(
     query: Tensor,  # (H, T, D)
     key: Tensor,  # (H_kv, T, D)
     value: Tensor,

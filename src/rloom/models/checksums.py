@@ -15,11 +15,11 @@ ODD = 0x1E3779B97F4A7C15
 
 
 @torch.no_grad()
-def sums_of(tensors: Iterable[Tensor]) -> list[int]:
+def checksums_of(tensors: Iterable[Tensor]) -> list[int]:
     """Two numbers for each tensor, which change with any of its bits, and with the order of its numbers.
 
     >>> one, other = torch.tensor([1.0, 2.0]), torch.tensor([2.0, 1.0])
-    >>> sums_of([one]) == sums_of([one.clone()]) != sums_of([other])
+    >>> checksums_of([one]) == checksums_of([one.clone()]) != checksums_of([other])
     True
     """
     sums = [_sums(tensor) for tensor in tensors]
