@@ -1,4 +1,5 @@
-"""Loading the policy and its tokenizer, as TRL does: by name or path, or taken as given; LoRA on top."""
+"""Loading the policy and its tokenizer, as TRL does: by name or path, or taken as given, with LoRA on top; and what can
+be asked of a loaded model. (What users call to load a model is `quick_load.py`.)"""
 
 from __future__ import annotations
 
@@ -13,6 +14,7 @@ from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
     AutoProcessor,
+    PretrainedConfig,
     PreTrainedTokenizerBase,
     ProcessorMixin,
 )
@@ -55,31 +57,37 @@ def load_policy(
             if value is not None:
                 logger.warning("`%s` has no effect: the model is already instantiated", name)
         return model
-    kwargs = dict(init_kwargs or {})
+    kwargs = {"trust_remote_code": trust_remote_code, **(init_kwargs or {})}
     if quantization_config is not None:
         if "quantization_config" in kwargs:
             raise ConfigError("`quantization_config` is given twice: as an argument and in `model_init_kwargs`")
         kwargs["quantization_config"] = quantization_config
     if device is not None and kwargs.get("quantization_config") is not None:
         kwargs.setdefault("device_map", {"": device})
-    kwargs.setdefault("trust_remote_code", trust_remote_code)
     return load_model(model, **kwargs)
 
 
 def load_model(name: str, **kwargs: Any) -> Any:
     """`from_pretrained` with the architecture that the checkpoint names, in float32 unless told otherwise."""
     kwargs["dtype"] = _dtype(kwargs.get("dtype", "float32"))
+    # Products in bfloat16 may run on this CPU; "auto" may turn out to be bfloat16.
     if kwargs["dtype"] not in (torch.float32, torch.float16) and not torch.cuda.is_available():
-        make_bfloat16_safe()  # its products may run here; "auto" may turn out to be bfloat16
+        make_bfloat16_safe()
+    names = load_config(name, kwargs).architectures or [""]
+    architecture = getattr(transformers, names[0], None) or AutoModelForCausalLM
+    return architecture.from_pretrained(name, **kwargs)
+
+
+def load_config(name: str, kwargs: dict[str, Any]) -> PretrainedConfig:
+    """The config of a checkpoint that is loaded with these arguments."""
     own = {key: kwargs[key] for key in ("trust_remote_code", "revision") if key in kwargs}
     try:
-        config = AutoConfig.from_pretrained(name, **own)
-    except OSError as error:  # its own words do not always say which model
+        return AutoConfig.from_pretrained(name, **own)
+    except OSError as error:
+        # The library's own words do not always say which model.
         raise OSError(
             f"the model {name!r} cannot be loaded, from a folder of that name or from the hub: {error}"
         ) from error
-    architecture = getattr(transformers, (config.architectures or [""])[0], None) or AutoModelForCausalLM
-    return architecture.from_pretrained(name, **kwargs)
 
 
 def load_for_inference(name: str, **kwargs: Any) -> Any:
@@ -167,14 +175,15 @@ def end_of_turn(tokenizer: Any, template: str | None = None) -> int | None:
     """The special token that the chat template puts right after a reply, if it puts one."""
     if template is None and getattr(tokenizer, "chat_template", None) is None:
         return None
-    mark = "5f3a9"  # something that no template contains
+    # Something that no template contains.
+    mark = "5f3a9"
     text = _rendered(tokenizer, template, ["a", mark])
-    if mark not in text:  # templates of vision-language models may know contents in parts only
+    # Templates of vision-language models may know contents in parts only.
+    if mark not in text:
         text = _rendered(tokenizer, template, [[{"type": "text", "text": content}] for content in ("a", mark)])
-    if mark not in text:  # a template may refuse such a conversation; then it has nothing to say about ends
-        return None
-    rest = text.rsplit(mark, 1)[-1].lstrip()
-    ids = tokenizer(rest, add_special_tokens=False)["input_ids"] if rest else []
+    # A template may refuse such a conversation; then nothing is found behind the mark.
+    after = text.rpartition(mark)[2].lstrip() if mark in text else ""
+    ids = tokenizer(after, add_special_tokens=False)["input_ids"] if after else []
     return ids[0] if ids and ids[0] in tokenizer.all_special_ids else None
 
 
@@ -214,7 +223,7 @@ def context_length(model: Any) -> int | None:
 
 def max_seq_length(model: Any) -> int | None:
     """The limit on prompt and completion that the model was loaded with; it may stand on a model inside."""
-    for module in (model, getattr(model, "base_model", None), model.get_base_model() if is_peft_model(model) else None):
+    for module in (model, getattr(model, "base_model", None), base_of(model)):
         value = getattr(module, "max_seq_length", None)
         if isinstance(value, int) and value > 0:
             return value
@@ -226,8 +235,9 @@ def wrap_peft(model: Any, peft_config: Any, *, gradient_checkpointing: bool) -> 
     keep_differentiable(model)
     if peft_config is not None:
         model = _new_adapter(model, peft_config)
+    # Else checkpointed blocks behind frozen embeddings would get no gradient.
     if is_peft_model(model) and gradient_checkpointing:
-        model.enable_input_require_grads()  # or checkpointed blocks behind frozen embeddings get no gradient
+        model.enable_input_require_grads()
     return model
 
 
@@ -235,7 +245,7 @@ def _new_adapter(model: Any, peft_config: Any) -> Any:
     try:
         from peft import PeftConfig, get_peft_model
     except ImportError as error:
-        raise ImportError("`peft_config` needs the package peft: pip install 'rloom[peft]'") from error
+        raise needs_extra("`peft_config`", "peft", "peft") from error
     if not isinstance(peft_config, PeftConfig):
         raise TypeError(f"`peft_config` must be a `peft.PeftConfig`, got {type(peft_config).__name__}.")
     if is_peft_model(model):

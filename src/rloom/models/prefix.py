@@ -18,7 +18,8 @@ from rloom.types import PackedRow
 
 T = TypeVar("T")
 
-WIDEST = 256  # dimensions of a head that the kernels' tiles hold
+WIDEST = 256
+"""Dimensions of a head that the kernels' tiles hold."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -161,7 +162,8 @@ def prefix_grads(
     how = launch(q, v)
     repeat = heads // k.shape[1]
     dq, delta = torch.empty((count, heads, q.shape[-1]), dtype=q.dtype, device=q.device), torch.empty_like(lse)
-    each = q.dtype if repeat == 1 else torch.float32  # one per query head, summed below
+    # One gradient per query head; those of a key head are summed below.
+    each = q.dtype if repeat == 1 else torch.float32
     dk = torch.empty((count, heads, k.shape[-1]), dtype=each, device=q.device)
     dv = torch.empty((count, heads, v.shape[-1]), dtype=each, device=q.device)
     grid, constants = (heads, len(tiles.table)), _constants(q, k, v, tiles, options)

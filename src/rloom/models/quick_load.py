@@ -1,4 +1,5 @@
-"""Loading a model and putting an adapter on it, in two calls; and the same under Unsloth's names.
+"""What users call to load a model and put an adapter on it, `load_model` and `add_lora`; and the same under Unsloth's
+names. (How the trainer loads the model that it is given is `load.py`.)
 
 Nothing of Unsloth is used: scripts and documents written for it run with the import changed.
 """
@@ -11,7 +12,7 @@ import torch
 
 from rloom.errors import ConfigError, UnknownOptionError, check_choice, did_you_mean
 from rloom.models import load as loading
-from rloom.models.adapters import lora, quantization_config
+from rloom.models.adapters import fast_dtype, lora, quantization_config
 from rloom.printable import get_logger
 
 logger = get_logger(__name__)
@@ -40,8 +41,9 @@ def load_model(
     if max_seq_length is not None and max_seq_length < 2:
         raise ConfigError(f"max_seq_length must be at least 2, not {max_seq_length}")
     quantized = load_in_4bit or load_in_8bit
-    kwargs.update(trust_remote_code=trust_remote_code, dtype=dtype or _dtype(quantized))
-    if quantized and not _quantized_already(name, kwargs):
+    # float32 learns without care. Quantized weights are left as they are, and what is beside them may be bfloat16.
+    kwargs.update(trust_remote_code=trust_remote_code, dtype=dtype or (fast_dtype() if quantized else torch.float32))
+    if quantized and getattr(loading.load_config(name, kwargs), "quantization_config", None) is None:
         kwargs["quantization_config"] = quantization_config(
             load_in_4bit=load_in_4bit, load_in_8bit=load_in_8bit, dtype=dtype
         )
@@ -55,19 +57,6 @@ def load_model(
             logger.warning("max_seq_length=%d is more than the model's %d positions", max_seq_length, own)
         model.max_seq_length = max_seq_length
     return model, tokenizer
-
-
-def _dtype(quantized: bool) -> torch.dtype:
-    """float32, the dtype that learns without care; beside quantized weights bfloat16 where the GPU has it."""
-    fast = torch.cuda.is_available() and torch.cuda.is_bf16_supported(including_emulation=False)
-    return torch.bfloat16 if quantized and fast else torch.float32
-
-
-def _quantized_already(name: str, kwargs: dict[str, Any]) -> bool:
-    from transformers import AutoConfig
-
-    own = {key: kwargs[key] for key in ("trust_remote_code", "revision") if key in kwargs}
-    return getattr(AutoConfig.from_pretrained(name, **own), "quantization_config", None) is not None
 
 
 def add_lora(model: Any, *, r: int = 16, use_gradient_checkpointing: bool | str = True, **options: Any) -> Any:
@@ -123,8 +112,8 @@ class FastLanguageModel:
 
 
 def _refuse(kwargs: dict[str, Any], known: dict[str, str]) -> None:
+    """Take options that have no meaning here out of `kwargs`; one that is set is an error, which names the option."""
     for name, instead in known.items():
-        if kwargs.get(name):
+        if kwargs.pop(name, None):
             hint = f"see the option `{instead}`" if instead == "engine" else did_you_mean(name, [instead])
             raise UnknownOptionError(f"FastLanguageModel.from_pretrained: `{name}` is not supported; {hint}")
-        kwargs.pop(name, None)
