@@ -136,7 +136,7 @@ def test_eight_bit_adamw_keeps_32_bits_for_embeddings_in_a_run(config, rows):
     trainer = make_trainer(config, rows, model, optim="adamw_8bit")
     trainer.train()
     optimizer = trainer.optimizer.optimizer
-    masters = {id(p): master for p, master in optimizer.pairs}
+    masters = {id(p): master for p, master in optimizer.masters.items()}
     bits = {n: optimizer.state[masters[id(p)]]["state1"].dtype for n, p in model.named_parameters()}
     assert bits["model.embed_tokens.weight"] == torch.float32
     assert bits["lm_head.weight"] == torch.uint8

@@ -13,7 +13,6 @@ from torch.optim import Optimizer
 from rloom.models.low_bits import (
     LowBits,
     Piece,
-    Value,
     accumulate_in_float32,
     join_float32,
     low_bits_of,
@@ -39,16 +38,15 @@ class MasterWeights(Optimizer):
     ) -> None:
         self.low_bits = low_bits
         groups = [g if isinstance(g, dict) else {"params": [g]} for g in params]
-        self.pairs: list[tuple[Tensor, Tensor]] = []
+        self.masters: dict[Tensor, Tensor] = {}
         copied = [{**group, "params": [self._master(p) for p in group["params"]]} for group in groups]
-        masters = {id(p): master for p, master in self.pairs}
-        _keep_32_bits([masters.get(id(p), p) for p in wide])
+        _keep_32_bits([self.masters.get(p, p) for p in wide])
         self.inner = make(copied, **options)
         super().__init__([{**group} for group in self.inner.param_groups], dict(self.inner.defaults))
         # One list for both: a schedule that changes it reaches the inner optimizer.
         self.param_groups = self.inner.param_groups
         self.state = self.inner.state
-        accumulate_in_float32(p for p, _ in self.pairs)
+        accumulate_in_float32(self.masters)
 
     def _master(self, p: Tensor) -> Tensor:
         """The float32 copy of a bfloat16 parameter, which is noted; any other parameter itself."""
@@ -56,24 +54,24 @@ class MasterWeights(Optimizer):
             return p
         value = p.detach()
         value = value.float() if self.low_bits is None else join_float32(value, low_bits_of(p, self.low_bits))
-        self.pairs.append((p, nn.Parameter(value)))
-        return self.pairs[-1][1]
+        self.masters[p] = nn.Parameter(value)
+        return self.masters[p]
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
         """Hand the gradients over, step, copy the weights back."""
         self._take_over_changes()
-        for p, master in self.pairs:
+        for p, master in self.masters.items():
             master.grad = None if p.grad is None else p.grad.float()
         loss = self.inner.step(closure)
         self._hand_back()
-        for _, master in self.pairs:
+        for master in self.masters.values():
             master.grad = None
         return loss
 
     def _hand_back(self) -> None:
         """Weights become what their copies round to, and the low bits that somebody else keeps what is left of them."""
-        for p, master in self.pairs:
+        for p, master in self.masters.items():
             weight, low_bits = split_float32(master.detach())
             p.copy_(weight)
             if self.low_bits is not None:
@@ -82,21 +80,20 @@ class MasterWeights(Optimizer):
     def _take_over_changes(self) -> None:
         """What someone else wrote into the weights holds, a callback or who has loaded a checkpoint: their copies would
         undo it."""
-        for p, master in self.pairs:
-            master.copy_(self._value(p, master, ...))
+        for p, master in self.masters.items():
+            master.copy_(self.value(p, ...))
 
-    def values(self) -> Value:
-        """What parameters stand for, as their float32 copies have it."""
-        masters = dict(self.pairs)
-        return lambda p, piece: self._value(p, masters[p], piece) if p in masters else p[piece]
+    def value(self, p: Tensor, piece: Piece) -> Tensor:
+        """What a piece of a parameter stands for, as its float32 copy has it.
 
-    def _value(self, p: Tensor, master: Tensor, piece: Piece) -> Tensor:
-        """The float32 copy; where somebody else wrote to the weight, that, with its low bits if they wrote those too.
-
-        No `if` on numbers: the host must not wait.
+        Where somebody else wrote to the weight, it is that, with its low bits if they wrote those too. No `if` on
+        numbers: the host must not wait.
         """
-        weight, own = split_float32(master[piece])
-        value = torch.where(p[piece] != weight, p[piece].float(), master[piece])
+        if p not in self.masters:
+            return p[piece]
+        master = self.masters[p][piece]
+        weight, own = split_float32(master)
+        value = torch.where(p[piece] != weight, p[piece].float(), master)
         if self.low_bits is None:
             return value
         low_bits = self.low_bits[p][piece]
@@ -120,19 +117,19 @@ class MasterWeights(Optimizer):
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget the gradients of parameters and copies."""
         self.inner.zero_grad(set_to_none)
-        for p, _ in self.pairs:
+        for p in self.masters:
             p.grad = None
 
     def state_dict(self) -> dict[str, Any]:
         """The inner optimizer's, and the copies."""
-        return {**self.inner.state_dict(), "masters": [master.detach() for _, master in self.pairs]}
+        return {**self.inner.state_dict(), "masters": [master.detach() for master in self.masters.values()]}
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Both, to the same bits. An optimizer that ran on float32 weights saved no copies: they are the weights."""
         state = dict(state_dict)
-        saved = state.pop("masters", None) or [self._value(p, master, ...) for p, master in self.pairs]
-        for (_, master), value in zip(self.pairs, saved, strict=True):
+        saved = state.pop("masters", None) or [self.value(p, ...) for p in self.masters]
+        for master, value in zip(self.masters.values(), saved, strict=True):
             master.copy_(value)
         self._hand_back()
         self.inner.load_state_dict(state)

@@ -20,6 +20,7 @@ from torch.optim import Optimizer
 
 from rloom.models.low_bits import (
     LowBits,
+    Piece,
     Value,
     accumulate_in_float32,
     accumulates_in_float32,
@@ -135,10 +136,10 @@ class SplitAdamW(Optimizer):
             state[LOW_BITS] = low_bits_of(p, self.low_bits)
         return state
 
-    def values(self) -> Value:
-        """What parameters stand for, with their low bits."""
-        kept = {**self.low_bits, **{p: state[LOW_BITS] for p, state in self.state.items() if LOW_BITS in state}}
-        return lambda p, piece: join_float32(p[piece], kept[p][piece].to(p.device)) if p in kept else p[piece]
+    def value(self, p: Tensor, piece: Piece) -> Tensor:
+        """What a piece of a parameter stands for, with its low bits."""
+        low_bits = self.state.get(p, {}).get(LOW_BITS, self.low_bits.get(p))
+        return p[piece] if low_bits is None else join_float32(p[piece], low_bits[piece].to(p.device))
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """As torch's, which would round the state to the parameters' bfloat16: the saved numbers are put back.
@@ -205,7 +206,7 @@ def values_of(optimizer: Any) -> Value:
     """
     # accelerate wraps it.
     inner = getattr(optimizer, "optimizer", optimizer)
-    return inner.values() if isinstance(inner, SplitAdamW | MasterWeights) else as_they_are
+    return inner.value if isinstance(inner, SplitAdamW | MasterWeights) else as_they_are
 
 
 def can_keep_low_bits(cls: Any, options: dict[str, Any]) -> bool:

@@ -22,13 +22,9 @@ class Reference:
 
     weights: MovingAverage
 
-    def use(self, policy: Any) -> AbstractContextManager[Any]:
-        """A context manager that yields the module to call."""
+    def use(self, policy: Any, *, head_only: bool = False) -> AbstractContextManager[Any]:
+        """A context manager that yields the module to call; with `head_only` its output layer alone may be called."""
         raise NotImplementedError
-
-    def use_head(self, policy: Any) -> AbstractContextManager[Any]:
-        """The same where its output layer alone is called."""
-        return self.use(policy)
 
     def staying(self) -> AbstractContextManager[None]:
         """A context manager: what comes to the device meanwhile stays until its end, however often it is used."""
@@ -64,17 +60,10 @@ class FrozenReference(Reference):
         self._home: dict[int, tuple[Tensor, Tensor]] = {}
 
     @contextmanager
-    def use(self, policy: Any) -> Iterator[Any]:
+    def use(self, policy: Any, *, head_only: bool = False) -> Iterator[Any]:
         """Yields the copy; one that is kept in the host's memory comes to the device meanwhile."""
         with self.staying():
-            self._bring(self.model, policy)
-            yield self.model
-
-    @contextmanager
-    def use_head(self, policy: Any) -> Iterator[Any]:
-        """Yields the copy, of which the output layer alone has come."""
-        with self.staying():
-            self._bring(self.model.get_output_embeddings(), policy)  # type: ignore[operator]
+            self._bring(self.model.get_output_embeddings() if head_only else self.model, policy)  # type: ignore[operator]
             yield self.model
 
     @contextmanager
@@ -121,7 +110,7 @@ class AdapterReference(Reference):
         self.weights = MovingAverage(frozen | self.shared, moves=follows)
 
     @contextmanager
-    def use(self, policy: Any) -> Iterator[Any]:
+    def use(self, policy: Any, *, head_only: bool = False) -> Iterator[Any]:
         """Yields the policy itself, with its adapters switched."""
         trained = [(policy.get_parameter(name), kept) for name, kept in self.shared.items()]
         # DeepSpeed places and casts the policy only when training begins: hence `to`.

@@ -44,13 +44,8 @@ class SplitWeights:
         self.params = [p for p in model.parameters() if p.dtype == torch.float32 and id(p) not in left]
         self.low_bits: dict[Tensor, Tensor] = {}
         for p in self.params:
-            weight, low_bits = split_float32(p.data)
-            p.data = weight
-            if p.requires_grad:
-                self.low_bits[p] = low_bits
-            elif bool(low_bits.any()):
-                # Wanted when the model is saved, and not before.
-                self.low_bits[p] = low_bits.cpu()
+            p.data, low_bits = split_float32(p.data)
+            self._keep(p, low_bits)
         _known[base_of(model)] = self
 
     @contextmanager
@@ -88,9 +83,15 @@ class SplitWeights:
         """Split what `p` holds now: the upper bits go to where its weight lies, graphs and views included."""
         upper, low_bits = split_float32(p.data.float().contiguous())
         weight.copy_(upper)
+        self._keep(p, low_bits)
+
+    def _keep(self, p: Tensor, low_bits: Tensor) -> None:
         if p in self.low_bits:
             self.low_bits[p].copy_(low_bits)
+        elif p.requires_grad:
+            self.low_bits[p] = low_bits
         elif bool(low_bits.any()):
+            # Of a frozen weight: wanted when the model is saved, and not before.
             self.low_bits[p] = low_bits.cpu()
 
 

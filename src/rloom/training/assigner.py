@@ -140,7 +140,7 @@ class CreditAssigner:
         policy, reference = self.passes.policy, self.passes.reference
         assert reference is not None
         size = policy.get_output_embeddings().weight.shape[0]
-        using = functools.partial(reference.use_head, policy)
+        using = functools.partial(reference.use, policy, head_only=True)
         with reference.staying():  # not for the backward, whose memory it would take; its head comes again there
             return batch.to_table(exact_kl_chunks(stats.head, self.passes.by_reference(batch).head, size, using))
 
