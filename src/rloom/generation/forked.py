@@ -1,5 +1,6 @@
-"""Generation with the library's own cache, forked: prompts are run once, and their keys and values repeated for the
-group. For models that the native engine does not fit (other attention, position biases) but whose cache can be forked.
+"""Generation with the library's own cache, forked: each prompt is run once, and its keys and values are repeated for
+the group. For models that the native engine does not fit (other attention, position biases) but whose cache can be
+repeated.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from torch import Tensor
 from rloom.errors import EngineError
 from rloom.generation.base import Sampling, is_end, nothing_asked
 from rloom.generation.native.noise import key_of
-from rloom.generation.native.sampler import Sampler
+from rloom.generation.native.sampler import Drawn, Sampler
 from rloom.generation.padding import pad_left
 from rloom.models.verify import (
     Tolerance,
@@ -108,6 +109,7 @@ class ForkedEngine:
         return rows
 
     def _seen(self, prompts: Sequence[Prompt], k: int, logits: Tensor) -> Tensor | None:
+        """Which tokens occur in each row, (B·K, V), for the repetition penalty; None without one."""
         if self.sampler.penalty == 1.0:
             return None
         seen = torch.zeros(logits.shape, dtype=torch.bool, device=logits.device)
@@ -115,7 +117,8 @@ class ForkedEngine:
             seen[index * k : (index + 1) * k, torch.tensor(prompt.token_ids, device=logits.device)] = True
         return seen
 
-    def _take(self, rows: list[Completion], drawn: Any) -> None:
+    def _take(self, rows: list[Completion], drawn: Drawn) -> None:
+        """Add the tokens that were drawn to the rows that have not ended."""
         for row, token, numbers in zip(rows, drawn.tokens.tolist(), drawn.stats().tolist(), strict=True):
             if row.stop_reason:
                 continue

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 import torch._functorch.config as functorch_config
 from torch import Tensor
-from transformers import AttentionInterface
+from transformers import AttentionInterface, PretrainedConfig
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from rloom.models.block_attention import attend_blocks
@@ -78,16 +78,16 @@ def _current() -> _Running:
     return _here.running or _active.trained
 
 
-def attention_of(config: Any) -> Any:
-    """The attention in use, as `set_attn_implementation` takes it back: a vision tower may have one of its own."""
+def attention_of(config: PretrainedConfig) -> Any:
+    """The attention in use, in the form that `set_attn_implementation` takes: a vision tower may have its own."""
     inner = {name: attention_of(part) for name in config.sub_configs if (part := getattr(config, name)) is not None}
     return {"": config._attn_implementation, **inner} if inner else config._attn_implementation
 
 
-def attention_for_text(config: Any, ours: str = NAME) -> Any:
-    """Ours for the text, and for a tower of images the one that it has: its rows are not packed."""
+def attention_for_text(config: PretrainedConfig, ours: str = NAME) -> Any:
+    """Our attention for the text; a tower of images keeps the one that it has, since its rows are not packed."""
 
-    def within(part: Any) -> Any:
+    def within(part: PretrainedConfig) -> Any:
         if part is config.get_text_config():
             return ours
         inner = {name: within(p) for name in part.sub_configs if (p := getattr(part, name)) is not None}
@@ -99,9 +99,9 @@ def attention_for_text(config: Any, ours: str = NAME) -> Any:
 
 @contextmanager
 def packed_attention(models: list[Any], layers: CompiledLayers | FusedLayers | None = None) -> Iterator[None]:
-    """Let `models` attend over packed rows meanwhile. Stays set until the backward is done (checkpointing).
+    """Let `models` attend over packed rows until the backward is done: checkpointing runs layers again in it.
 
-    `layers`: a faster form of theirs, which is in use meanwhile.
+    `layers`: a faster form of the models' layers, which is in use meanwhile.
     """
     before = [(model, attention_of(model.config)) for model in models]
     for model in models:

@@ -1,14 +1,17 @@
-"""Triton kernels for what torch would do in many passes over memory. CUDA only; each has a plain twin that tests hold
-it against (`head.py`, `optimizers.py`)."""
+"""Triton kernels of the head and of AdamW, for what torch would do in many passes over memory. CUDA only; each has a
+plain twin that tests hold it against (`head.py`, `optimizers.py`)."""
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+
+if TYPE_CHECKING:
+    from rloom.models.head import LogitTransform
 
 
 @triton.jit
@@ -95,7 +98,7 @@ def _adamw_split(  # type: ignore[no-untyped-def]
     tl.store(exp_avg_sq + offset, v, mask=inside)
 
 
-def row_stats(logits: Tensor, targets: Tensor, transform: Any) -> tuple[Tensor, Tensor, Tensor]:
+def row_stats(logits: Tensor, targets: Tensor, transform: LogitTransform) -> tuple[Tensor, Tensor, Tensor]:
     """Log-probabilities, entropies and log-sum-exps, (N,) each, of contiguous logits (N, V), in one pass."""
     count, width = logits.shape
     outputs = [torch.empty(count, dtype=torch.float32, device=logits.device) for _ in range(3)]
@@ -106,7 +109,7 @@ def row_stats(logits: Tensor, targets: Tensor, transform: Any) -> tuple[Tensor, 
     return outputs[0], outputs[1], outputs[2]
 
 
-def row_grads(logits: Tensor, targets: Tensor, normalizer: Tensor, grads: Tensor, transform: Any) -> Tensor:
+def row_grads(logits: Tensor, targets: Tensor, normalizer: Tensor, grads: Tensor, transform: LogitTransform) -> Tensor:
     """The gradient of Σ grads·log-probabilities with respect to the raw logits, in their place."""
     count, width = logits.shape
     options = (transform.scale, transform.softcap or 1.0, transform.temperature)

@@ -30,7 +30,7 @@ class TokenStats:
 
 
 class Forward:
-    """How to run one model on micro-batches. Reads the model's habits once."""
+    """How to run one model on micro-batches. What its forward accepts and does to logits is looked up once."""
 
     def __init__(self, model: Any, temperature: float, *, keep_logits: bool = False) -> None:
         self.keep_logits = keep_logits
@@ -57,6 +57,7 @@ class Forward:
         )
 
     def _packed(self, batch: MicroBatch, row: PackedRow) -> tuple[dict[str, Any], Tensor | None]:
+        """Inputs of a packed row, and which hidden states predict completion tokens; None: all that reach the head."""
         inputs: dict[str, Any] = {"input_ids": row.input_ids, "position_ids": row.position_ids}
         if batch.prompt_inputs:
             inputs |= fitted_to(self.base, batch.prompt_inputs)
@@ -67,7 +68,8 @@ class Forward:
         return inputs, row.source
 
     def _padded(self, batch: MicroBatch) -> tuple[dict[str, Any], Tensor]:
-        """The hidden states that predict completion tokens: those from the last prompt token on, but the last."""
+        """Inputs of padded rows, and which hidden states predict completion tokens: those from the last prompt token
+        on, but the last."""
         assert batch.input_ids is not None
         rows, length = batch.input_ids.shape
         width = batch.completion_mask.shape[1]

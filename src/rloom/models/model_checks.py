@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from transformers import PretrainedConfig
 
 from rloom.data.batching import Batcher
 from rloom.errors import ConfigError
@@ -172,7 +173,7 @@ def _batch(rollout: Rollout, device: torch.device, *, packed: bool) -> MicroBatc
     return batcher.make(rollout, range(len(rollout)), device)
 
 
-def _random_rollout(config: Any, window: int) -> Rollout:
+def _random_rollout(config: PretrainedConfig, window: int) -> Rollout:
     """Two prompts of different lengths with two completions each, the longer across the window if there is one."""
     length = probe_length(config, PROMPT_LENGTH, window)
     one, other, *completions = probe_tokens(config, length, 4, 5, 3, 6, 2)

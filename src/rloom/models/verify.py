@@ -23,6 +23,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from transformers import PretrainedConfig
 
 from rloom.data.model_inputs import Inputs, fitted_to, join
 from rloom.models.load import base_of
@@ -96,7 +97,7 @@ def plain_logits(model: Any, prompt: list[int], completion: list[int], images: I
     return model(input_ids=ids, **inputs).logits[0, -keep:].clone()
 
 
-def probe_tokens(config: Any, *lengths: int) -> list[list[int]]:
+def probe_tokens(config: PretrainedConfig, *lengths: int) -> list[list[int]]:
     """Random tokens that any vocabulary has, the same each time: one list for each length.
 
     >>> from transformers import LlamaConfig
@@ -107,7 +108,7 @@ def probe_tokens(config: Any, *lengths: int) -> list[list[int]]:
     return [[draw.randrange(vocabulary) for _ in range(length)] for length in lengths]
 
 
-def probe_length(config: Any, usual: int, window: int) -> int:
+def probe_length(config: PretrainedConfig, usual: int, window: int) -> int:
     """The length of the longer probe prompt: across the attention window (0: none), and within the model's positions.
 
     >>> from transformers import LlamaConfig
@@ -124,7 +125,7 @@ TRIED_ON_CPU = 10**11
 """Windows are crossed on a CPU up to this many tokens times weights: ten to twenty seconds."""
 
 
-def window_to_cross(model: Any, config: Any) -> int:
+def window_to_cross(model: nn.Module, config: PretrainedConfig) -> int:
     """The attention window of a model, if a prompt that is longer can be run, and soon enough; else 0.
 
     >>> from transformers import MistralConfig, MistralForCausalLM
@@ -146,7 +147,7 @@ def window_to_cross(model: Any, config: Any) -> int:
     return window
 
 
-def _positions(config: Any) -> int:
+def _positions(config: PretrainedConfig) -> int:
     return getattr(config, "max_position_embeddings", None) or 1024
 
 

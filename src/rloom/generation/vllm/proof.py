@@ -16,12 +16,12 @@ SEED, TOKENS, COMPLETIONS = 0, 8, 2
 PROMPT_LENGTHS = (3, 24)
 
 OTHER = 0.05
-"""Added to all numbers of an adapter, it makes another one, by which is seen whether adapters are used at all."""
+"""Added to all numbers of an adapter, it makes another one. What vLLM draws with that must differ, or it uses none."""
 
 
 @dataclass(slots=True, kw_only=True)
 class Probe:
-    """What vLLM was asked and answered, and what the policy's own forward says to that."""
+    """What vLLM was asked, what it answered, and the log-probabilities of that by the policy's own forward (`own`)."""
 
     prompts: list[Prompt]
     completions: list[list[Completion]]
@@ -55,7 +55,7 @@ class Probe:
 
 
 def probe_sampling(sampling: Sampling) -> Sampling:
-    """As in training, but short and without filters, whose log-probabilities a forward does not have."""
+    """As in training, but short and without filters: a plain forward has no log-probabilities of filtered tokens."""
     return replace(
         sampling, max_completion_length=TOKENS, temperature=sampling.temperature or 1.0, eos_token_ids=(), top_p=1.0,
         top_k=0, min_p=None, repetition_penalty=1.0, extra={},
