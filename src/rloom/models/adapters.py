@@ -57,17 +57,13 @@ def quantization_config(
 
     if load_in_8bit:
         return BitsAndBytesConfig(load_in_8bit=True)
+    named = getattr(torch, dtype, None) if isinstance(dtype, str) else dtype
     return BitsAndBytesConfig(
         load_in_4bit=True,
         bnb_4bit_quant_type=quant_type,
         bnb_4bit_use_double_quant=nested,
-        bnb_4bit_compute_dtype=_compute_dtype(dtype),
+        bnb_4bit_compute_dtype=named if isinstance(named, torch.dtype) else fast_dtype(),
     )
-
-
-def _compute_dtype(dtype: Any) -> torch.dtype:
-    named = getattr(torch, dtype, None) if isinstance(dtype, str) else dtype
-    return named if isinstance(named, torch.dtype) else fast_dtype()
 
 
 def fast_dtype() -> torch.dtype:

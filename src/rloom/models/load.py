@@ -142,14 +142,13 @@ def agree_on_tokens(
     Every end token that the model's generation config declares counts (an end-of-turn token, say), the tokenizer's
     own and, for chat prompts, the special token with which the chat template (a processor has its own) ends a reply.
     """
+    config = model.config.get_text_config()
+    _check_stops(extra_stops, config)
     declared = getattr(model.generation_config, "eos_token_id", None)
-    ends = [] if declared is None else [declared] if isinstance(declared, int) else list(declared)
-    if tokenizer.eos_token_id is not None and tokenizer.eos_token_id not in ends:
-        ends = [tokenizer.eos_token_id, *ends]
-    _check_stops(extra_stops, model.config.get_text_config())
-    for stop in (*extra_stops, end_of_turn(tokenizer, template) if chat else None):
-        if stop is not None and stop not in ends:
-            ends.append(stop)
+    declared = [declared] if isinstance(declared, int) else list(declared or ())
+    own = [] if tokenizer.eos_token_id in declared else [tokenizer.eos_token_id]
+    found = [*own, *declared, *extra_stops, end_of_turn(tokenizer, template) if chat else None]
+    ends = [token for token in dict.fromkeys(found) if token is not None]
     if not ends:
         raise ConfigError(
             "neither the tokenizer nor the model's generation config has an end-of-sequence token, so no completion "
@@ -157,13 +156,12 @@ def agree_on_tokens(
         )
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token_id = ends[0]
-    model.config.get_text_config().pad_token_id = tokenizer.pad_token_id
-    model.generation_config.pad_token_id = tokenizer.pad_token_id
+    config.pad_token_id = model.generation_config.pad_token_id = tokenizer.pad_token_id
     return ends
 
 
-def _check_stops(stops: Sequence[int], config: Any) -> None:
-    """A token that the model does not have would never end anything."""
+def _check_stops(stops: Sequence[int], config: PretrainedConfig) -> None:
+    """Refuse a token that the model does not have: it would never end anything."""
     for stop in stops:
         if not 0 <= stop < config.vocab_size:
             raise ConfigError(
@@ -188,6 +186,7 @@ def end_of_turn(tokenizer: Any, template: str | None = None) -> int | None:
 
 
 def _rendered(tokenizer: Any, template: str | None, contents: list[Any]) -> str:
+    """A user's turn and a reply as the chat template writes them; nothing if it refuses them."""
     turns = [{"role": role, "content": content} for role, content in zip(("user", "assistant"), contents, strict=True)]
     try:
         return tokenizer.apply_chat_template(turns, tokenize=False, chat_template=template)

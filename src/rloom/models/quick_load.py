@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from rloom.errors import ConfigError, UnknownOptionError, check_choice, did_you_mean
+from rloom.errors import ConfigError, UnknownOptionError, check_choice
 from rloom.models import load as loading
 from rloom.models.adapters import fast_dtype, lora, quantization_config
 from rloom.printable import get_logger
@@ -82,6 +82,10 @@ def add_lora(model: Any, *, r: int = 16, use_gradient_checkpointing: bool | str 
     return wrapped
 
 
+NOT_SUPPORTED = {"fast_inference": "engine", "gpu_memory_utilization": "engine", "max_lora_rank": "r"}
+"""Options of Unsloth that have no meaning here, and ours that come nearest."""
+
+
 class FastLanguageModel:
     """`load_model` and `add_lora` under the names that Unsloth gives them."""
 
@@ -90,7 +94,11 @@ class FastLanguageModel:
         model_name: str, max_seq_length: int | None = None, dtype: Any = None, load_in_4bit: bool = False, **kwargs: Any
     ) -> tuple[Any, Any]:
         """A model and its tokenizer. Options of Unsloth that have no meaning here are refused."""
-        _refuse(kwargs, {"fast_inference": "engine", "gpu_memory_utilization": "engine", "max_lora_rank": "r"})
+        for name, instead in NOT_SUPPORTED.items():
+            if kwargs.pop(name, None):
+                raise UnknownOptionError(
+                    f"FastLanguageModel.from_pretrained: `{name}` is not supported; see the option `{instead}`"
+                )
         return load_model(model_name, max_seq_length=max_seq_length, dtype=dtype, load_in_4bit=load_in_4bit, **kwargs)
 
     @staticmethod
@@ -109,11 +117,3 @@ class FastLanguageModel:
     def for_training(model: Any) -> Any:
         """Training mode."""
         return model.train()
-
-
-def _refuse(kwargs: dict[str, Any], known: dict[str, str]) -> None:
-    """Take options that have no meaning here out of `kwargs`; one that is set is an error, which names the option."""
-    for name, instead in known.items():
-        if kwargs.pop(name, None):
-            hint = f"see the option `{instead}`" if instead == "engine" else did_you_mean(name, [instead])
-            raise UnknownOptionError(f"FastLanguageModel.from_pretrained: `{name}` is not supported; {hint}")
