@@ -233,9 +233,9 @@ MUTANTS = [
     Mutant(
         "models/head.py", "        factor = self.scale / self.temperature\n", "        factor = self.scale\n", draw(335)
     ),
-    Mutant("models/two_part.py", "seen = other <= own", "seen = other < own + 2", draw(253)),
+    Mutant("models/block_attention.py", "seen = other <= own", "seen = other < own + 2", draw(253)),
     Mutant(
-        "models/two_part.py",
+        "models/block_attention.py",
         "mask = _causal(width, block.prompt, window, q.device)",
         "mask = _causal(width, block.prompt, None, q.device)",
         "tests/parity/test_architectures.py::test_packed_is_padded_is_plain[mistral, window]",
@@ -259,10 +259,10 @@ MUTANTS = [
         draw(311),
     ),
     Mutant(
-        "models/following.py",
+        "models/moving_average.py",
         "mine[piece].mul_(1 - alpha)",
         "mine[piece].mul_(alpha)",
-        "tests/unit/test_following.py::test_float32_weights_move_as_ever",
+        "tests/unit/test_moving_average.py::test_float32_weights_move_as_ever",
     ),
     # training
     Mutant(
@@ -703,8 +703,8 @@ MUTANTS = [
         "tests/unit/test_generation.py::test_sampling_options_of_the_checkpoint_do_not_leak_in",
     ),
     Mutant(
-        "generation/transformers.py",
-        "        model.train(was_training)\n",
+        "models/verify.py",
+        "        model.train(training)\n",
         "        pass\n",
         "tests/unit/test_generation.py::test_generation_leaves_model_and_random_state_alone",
     ),

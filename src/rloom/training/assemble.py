@@ -23,9 +23,9 @@ from rloom.generation.images import ImageRouter
 from rloom.generation.vllm.options import VllmOptions
 from rloom.models import load as loading
 from rloom.models.fused import FusedLayers
-from rloom.models.gpu import runs_kernels
-from rloom.models.proof import check_head, proves_packed_images, proves_packing
+from rloom.models.model_checks import check_head, proves_packed_images, proves_packing
 from rloom.models.reference import Reference, make_reference
+from rloom.models.triton_support import runs_kernels
 from rloom.observe.completions import TABLE_COLUMNS, CompletionLog
 from rloom.observe.journal import Journal
 from rloom.observe.metrics import Metrics, check_loggable
@@ -315,7 +315,7 @@ def _reference(trainer: Any, policy: Policy, path: str | None, args: Any) -> Ref
         offload=args.offload_reference,
     )
     if other is None and args.sync_ref_model and trainer.precision.split is not None:
-        reference.begin_with(trainer.model, trainer.precision.split.rests)
+        reference.begin_with(trainer.model, trainer.precision.split.low_bits)
     if hasattr(reference, "model"):
         if args.disable_dropout:
             loading.disable_dropout(reference.model)

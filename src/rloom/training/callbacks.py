@@ -8,7 +8,7 @@ import torch
 from transformers import PrinterCallback, ProgressCallback, TrainerCallback
 
 from rloom.data.prompts import PromptEncoder
-from rloom.models.precision import values_of
+from rloom.models.optimizers import values_of
 from rloom.models.reference import Reference
 from rloom.observe.completions import CompletionLog
 from rloom.observe.diagnose import Doctor

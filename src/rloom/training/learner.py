@@ -13,7 +13,7 @@ from torch import Tensor
 
 from rloom.algo import AGGREGATIONS, KL_PLACEMENTS, RATIO_LEVELS, SURROGATES, aggregate, policy_loss
 from rloom.errors import ConfigError
-from rloom.models.precision import added_as_they_come
+from rloom.models.low_bits import added_as_they_come
 from rloom.observe.metrics import Metrics
 from rloom.training.assigner import CreditAssigner
 from rloom.training.passes import Passes, gather, keep, laid_out, trained_rows

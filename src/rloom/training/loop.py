@@ -11,7 +11,7 @@ from torch import nn
 from transformers import Trainer
 
 from rloom.data.plan import UpdatePlan
-from rloom.models.precision import keeps_the_bits
+from rloom.models.optimizers import optimizer_with_low_bits
 from rloom.training.saving import CheckpointedTrainer
 
 
@@ -85,7 +85,7 @@ class UpdateLoop(CheckpointedTrainer):
         if model is None or self.processes.external_optimizer:
             return cls, options
         split = self.precision.split
-        return keeps_the_bits(cls, options, model, split.rests if split is not None else None)
+        return optimizer_with_low_bits(cls, options, model, split.low_bits if split is not None else None)
 
     def _get_grad_norm(self, model: nn.Module, grad_norm: Any = None) -> Any:
         """The norm of the gradient, by which it is decided whether the update is made. A loss scaler (fp16) and

@@ -27,7 +27,7 @@ from torch import Tensor, nn
 
 from rloom.config import RLOOConfig
 from rloom.errors import ProcessError
-from rloom.models.bits import sums_of
+from rloom.models.checksums import checksums_of
 from rloom.training.heartbeat import Heartbeat, begin
 
 BUCKET_MEGABYTES = 25
@@ -314,4 +314,4 @@ def fingerprint(tensors: Iterable[Tensor]) -> str:
     >>> fingerprint([weights]) == fingerprint([weights.clone()]) != fingerprint([weights * (1 + 1e-7)])
     True
     """
-    return hashlib.sha256(repr(sums_of(tensors)).encode()).hexdigest()[:16]
+    return hashlib.sha256(repr(checksums_of(tensors)).encode()).hexdigest()[:16]

@@ -31,7 +31,7 @@ from rloom.evaluation.opponents import choose_win_rate
 from rloom.evaluation.statistics import Estimate
 from rloom.generation.base import Engine
 from rloom.models.load import is_peft_model
-from rloom.models.precision import warn_of_lost_bits
+from rloom.models.optimizers import warn_of_lost_bits
 from rloom.observe.journal import Page, in_turns
 from rloom.observe.trackers import tensorboard_writer
 from rloom.printable import get_logger
