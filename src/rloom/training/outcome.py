@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from rloom.algo import masked_std
-from rloom.rewards.judging import TOTALS
+from rloom.observe.metric_table import is_total
 from rloom.rewards.scored import Scored
 from rloom.types import Group
 
@@ -46,8 +46,8 @@ class Outcome:
             asked=asked * len(groups),
             num_tokens=sum(len(g.prompt.token_ids) + len(c.token_ids) for g in groups for c in g.completions),
             report=list(scored.costs),
-            logged=[(name, value) for name, value in scored.logged if not name.startswith(TOTALS)],
-            totals=_largest([(name, value) for name, value in scored.logged if name.startswith(TOTALS)]),
+            logged=[(name, value) for name, value in scored.logged if not is_total(name)],
+            totals=_largest([(name, value) for name, value in scored.logged if is_total(name)]),
         )
 
     @classmethod

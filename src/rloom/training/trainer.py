@@ -35,7 +35,6 @@ from rloom.models.optimizers import warn_of_lost_bits
 from rloom.observe.journal import Page, in_turns
 from rloom.observe.trackers import tensorboard_writer
 from rloom.printable import get_logger
-from rloom.rewards.judging import TOTALS
 from rloom.seeds import derive_seed
 from rloom.training import arguments, assemble, launch
 from rloom.training.advice import advise
@@ -362,7 +361,7 @@ class RLOOTrainer(UpdateLoop):
         self, output: EvalLoopOutput, batches: list[tuple[Page, Measured]]
     ) -> tuple[EvalLoopOutput, list[tuple[Page, Measured]]]:
         """One evaluation of what several processes have evaluated: as if one had run all batches."""
-        self.metrics.join("eval", self.processes.gather(self.metrics.state_dict()["eval"]), summed=TOTALS)
+        self.metrics.join("eval", self.processes.gather(self.metrics.state_dict()["eval"]))
         pages = self._write_down([page for page, _ in batches])
         own = [one if self.processes.is_main else one.sendable() for _, one in batches]
         measured = self.processes.to_main(own)
