@@ -98,7 +98,7 @@ def test_rotation_is_replaced_for_those_who_ask_alone():
     assert rotate.rloom_kinds == {True: True}
     calls = []
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(fused._Turn, "apply", lambda *inputs: calls.append(1))
+        patch.setattr(fused._Rotate, "apply", lambda *inputs: calls.append(1))
         rotate(q, q, angles, angles)
         assert not calls
         with layers.used(), torch.no_grad():

@@ -18,7 +18,7 @@ from rloom.generation.native.sampler import Drawn, Sampler
 from rloom.generation.padding import pad_left
 from rloom.models.verify import (
     Tolerance,
-    accepted_by,
+    accepted,
     evaluating,
     largest_difference,
     plain_logits,
@@ -35,22 +35,17 @@ class _Fork:
 
     def __init__(self, model: Any, prompts: list[list[int]], k: int) -> None:
         self.model = model
-        accepts = accepted_by(model)
-        self.with_positions = "position_ids" in accepts
         device = next(model.parameters()).device
         ids, mask = (x.to(device) for x in pad_left(prompts, 0))
         inputs = self._inputs(ids, mask, (mask.cumsum(-1) - 1).clamp(min=0))
-        if "logits_to_keep" in accepts:
-            inputs["logits_to_keep"] = 1
-        output = model(**inputs, use_cache=True)
+        output = model(**inputs, **accepted(model, logits_to_keep=1), use_cache=True)
         self.cache = output.past_key_values
         self.cache.batch_repeat_interleave(k)
         self.logits = output.logits[:, -1].repeat_interleave(k, 0)  # (B·K, V)
         self.mask = mask.repeat_interleave(k, 0)
 
     def _inputs(self, ids: Tensor, mask: Tensor, positions: Tensor) -> dict[str, Any]:
-        inputs = {"input_ids": ids, "attention_mask": mask}
-        return {**inputs, "position_ids": positions} if self.with_positions else inputs
+        return {"input_ids": ids, "attention_mask": mask, **accepted(self.model, position_ids=positions)}
 
     def step(self, tokens: Tensor) -> None:
         """Take one more token per row in, (B·K,)."""

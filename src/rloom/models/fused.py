@@ -50,15 +50,15 @@ class _Norm(torch.autograd.Function):
         return (*_kernels().norm_grads(grad, *ctx.saved_tensors), None)
 
 
-class _Turn(torch.autograd.Function):
+class _Rotate(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
         ctx.save_for_backward(cos, sin)
-        return _kernels().turn(q, k, cos, sin)
+        return _kernels().rotate(q, k, cos, sin)
 
     @staticmethod
     def backward(ctx: Any, dq: Tensor, dk: Tensor) -> tuple[Any, ...]:
-        return (*_kernels().turn(dq, dk, *ctx.saved_tensors, back=True), None, None)
+        return (*_kernels().rotate(dq, dk, *ctx.saved_tensors, back=True), None, None)
 
 
 class _Gate(torch.autograd.Function):
@@ -247,7 +247,7 @@ def _replace_rotation(module: Any) -> bool:
     # Some take one tensor at a time.
     if list(inspect.signature(own).parameters)[:4] != ["q", "k", "cos", "sin"]:
         return False
-    # Whether the kernel does the same, by whether all of a head is turned or a part.
+    # Whether the kernel does the same, by whether all of a head is rotated or a part.
     kinds: dict[bool, bool] = {}
 
     def apply_rotary_pos_emb(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *args: Any, **kwargs: Any) -> Any:
@@ -257,20 +257,20 @@ def _replace_rotation(module: Any) -> bool:
         whole = cos.shape[-1] == q.shape[-1]
         # Tried with heads of this model, whose kernel is compiled then.
         if whole not in kinds:
-            kinds[whole] = _turns_the_same(own, q, k, cos)
+            kinds[whole] = _rotates_the_same(own, q, k, cos)
         if not kinds[whole]:
             return own(q, k, cos, sin)
         if _here.later is not None and whole:
             _here.later(cos, sin)
             return q, k
-        return _Turn.apply(q, k, cos, sin)
+        return _Rotate.apply(q, k, cos, sin)
 
     apply_rotary_pos_emb.rloom_kinds = kinds  # type: ignore[attr-defined]
     setattr(module, ROTATION, apply_rotary_pos_emb)
     return True
 
 
-def _turns_the_same(own: Function, q: Tensor, k: Tensor, cos: Tensor) -> bool:
+def _rotates_the_same(own: Function, q: Tensor, k: Tensor, cos: Tensor) -> bool:
     """Whether the kernel rotates as a model's own function does.
 
     Tried in a thread of its own: checkpointing, in which the first call may be, notes what this one's tensors save.
@@ -282,7 +282,7 @@ def _turns_the_same(own: Function, q: Tensor, k: Tensor, cos: Tensor) -> bool:
         shapes: list[tuple[int, ...]] = [(1, x.shape[1], 5, x.shape[-1]) for x in (q, k)]
         with torch.cuda.device(q.device) if q.is_cuda else nullcontext():
             return _does_the_same(
-                lambda q, k: own(q, k, *angles), lambda q, k: _Turn.apply(q, k, *angles), shapes, q.detach()
+                lambda q, k: own(q, k, *angles), lambda q, k: _Rotate.apply(q, k, *angles), shapes, q.detach()
             )
 
     with ThreadPoolExecutor(1) as thread:
@@ -290,14 +290,14 @@ def _turns_the_same(own: Function, q: Tensor, k: Tensor, cos: Tensor) -> bool:
 
 
 def _fits(q: Tensor, k: Tensor, cos: Tensor) -> bool:
-    turned = cos.shape[-1]
+    rotated = cos.shape[-1]
     return (
         q.dim() == k.dim() == 4
         and cos.dim() == 3
         and cos.shape[1] == q.shape[2] == k.shape[2]
         and cos.shape[0] in (1, len(q))
-        and turned % 2 == 0
-        and turned <= q.shape[-1] == k.shape[-1]
+        and rotated % 2 == 0
+        and rotated <= q.shape[-1] == k.shape[-1]
         and q.dtype == k.dtype
         and q.dtype in (torch.bfloat16, torch.float16, torch.float32)
     )

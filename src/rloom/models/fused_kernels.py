@@ -91,11 +91,11 @@ def _warps(width: int) -> int:
 
 
 @triton.jit
-def _turn_heads(  # type: ignore[no-untyped-def]
+def _rotate_heads(  # type: ignore[no-untyped-def]
     x, out, c1, c2, s1, s2, HEADS: tl.constexpr, BH: tl.constexpr, HALF: tl.constexpr, BD: tl.constexpr,
     REST: tl.constexpr, BR: tl.constexpr, BACK: tl.constexpr, x_h,
 ):  # fmt: skip
-    """One token's heads, from `x` on and to `out`; the first 2 · HALF numbers of each are turned, the others copied."""
+    """One token's heads from `x` to `out`: the first 2 · HALF numbers of each are rotated, the others copied."""
     h, d = tl.arange(0, BH)[:, None], tl.arange(0, BD)[None, :]
     there = (h < HEADS) & (d < HALF)
     first = tl.load(x + h * x_h + d, mask=there, other=0.0).to(tl.float32)
@@ -114,12 +114,12 @@ def _turn_heads(  # type: ignore[no-untyped-def]
 
 
 @triton.jit(do_not_specialize=["tokens", "cos_b", "sin_b"])
-def _turn(  # type: ignore[no-untyped-def]
+def _rotate(  # type: ignore[no-untyped-def]
     q, k, q_out, k_out, cos, sin, q_b, q_h, q_t, k_b, k_h, k_t, cos_b, cos_t, sin_b, sin_t, tokens,
     HEADS: tl.constexpr, KV: tl.constexpr, BH: tl.constexpr, BK: tl.constexpr, HALF: tl.constexpr, BD: tl.constexpr,
     REST: tl.constexpr, BR: tl.constexpr, BACK: tl.constexpr,
 ):  # fmt: skip
-    """Queries and keys of one token turned by its angles, or (BACK) their gradients turned back, to (B, T, H, D)."""
+    """Queries and keys of one token rotated by its angles, or (BACK) their gradients rotated back, to (B, T, H, D)."""
     token, batch = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
     d = tl.arange(0, BD)[None, :]
     known = d < HALF
@@ -129,24 +129,26 @@ def _turn(  # type: ignore[no-untyped-def]
     s1 = tl.load(sin, mask=known, other=0.0).to(tl.float32)
     s2 = tl.load(sin + HALF, mask=known, other=0.0).to(tl.float32)
     line = (batch * tokens + token) * (2 * HALF + REST)
-    _turn_heads(
+    _rotate_heads(
         q + batch * q_b + token * q_t, q_out + line * HEADS, c1, c2, s1, s2, HEADS, BH, HALF, BD, REST, BR, BACK, q_h
     )
-    _turn_heads(k + batch * k_b + token * k_t, k_out + line * KV, c1, c2, s1, s2, KV, BK, HALF, BD, REST, BR, BACK, k_h)
+    _rotate_heads(
+        k + batch * k_b + token * k_t, k_out + line * KV, c1, c2, s1, s2, KV, BK, HALF, BD, REST, BR, BACK, k_h
+    )
 
 
-def turn(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *, back: bool = False) -> tuple[Tensor, Tensor]:
-    """q (B, H, T, D) and k (B, H_kv, T, D) turned by angles (B or 1, T, up to D), as views of (B, T, ·, D)."""
+def rotate(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *, back: bool = False) -> tuple[Tensor, Tensor]:
+    """q (B, H, T, D) and k (B, H_kv, T, D) rotated by angles (B or 1, T, up to D), as views of (B, T, ·, D)."""
     batch, heads, tokens, width = q.shape
-    shared, turned = k.shape[1], cos.shape[-1]
+    shared, rotated = k.shape[1], cos.shape[-1]
     q, k, cos, sin = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, cos, sin))
     outs = [x.new_empty((batch, tokens, x.shape[1], width)) for x in (q, k)]
     wide = lambda angles: angles.stride(0) if len(angles) > 1 else 0  # noqa: E731
-    _turn[(tokens, batch)](
+    _rotate[(tokens, batch)](
         q, k, *outs, cos, sin, *q.stride()[:3], *k.stride()[:3], wide(cos), cos.stride(1), wide(sin), sin.stride(1),
         tokens, HEADS=heads, KV=shared, BH=triton.next_power_of_2(heads), BK=triton.next_power_of_2(shared),
-        HALF=turned // 2, BD=max(16, triton.next_power_of_2(turned // 2)), REST=width - turned,
-        BR=max(16, triton.next_power_of_2(max(width - turned, 1))), BACK=back, num_warps=4,
+        HALF=rotated // 2, BD=max(16, triton.next_power_of_2(rotated // 2)), REST=width - rotated,
+        BR=max(16, triton.next_power_of_2(max(width - rotated, 1))), BACK=back, num_warps=4,
     )  # fmt: skip
     return outs[0].transpose(1, 2), outs[1].transpose(1, 2)
 

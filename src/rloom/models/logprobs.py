@@ -14,7 +14,7 @@ from rloom.data.model_inputs import fitted_to
 from rloom.models.head import HeadOutput, LogitTransform, captured_head
 from rloom.models.load import base_of
 from rloom.models.positions import image_positions, rope_index_of
-from rloom.models.verify import accepted_by
+from rloom.models.verify import accepted
 from rloom.types import MicroBatch, PackedRow
 
 
@@ -29,20 +29,18 @@ class TokenStats:
 
 
 class Forward:
-    """How to run one model on micro-batches. What its forward accepts and does to logits is looked up once."""
+    """How to run one model on micro-batches. What it does to its logits is looked up once."""
 
     def __init__(self, model: Any, temperature: float, *, keep_logits: bool = False) -> None:
         self.keep_logits = keep_logits
         self.base = base_of(model)
-        self.accepts = accepted_by(self.base)
         self.rope_index = rope_index_of(self.base)
         self.transform = LogitTransform.of(self.base, temperature)
 
     def __call__(self, model: Any, batch: MicroBatch, *, with_aux_loss: bool = False) -> TokenStats:
         """One forward: log-probability and entropy of each completion token."""
         inputs, source = self._packed(batch, batch.packed) if batch.packed is not None else self._padded(batch)
-        if "use_cache" in self.accepts:
-            inputs["use_cache"] = False
+        inputs |= accepted(self.base, use_cache=False)
         if with_aux_loss:
             inputs["output_router_logits"] = True
         with captured_head(self.base, source, batch.targets, self.transform, keep=self.keep_logits) as outputs:
@@ -62,9 +60,8 @@ class Forward:
             inputs |= fitted_to(self.base, batch.prompt_inputs)
             if self.rope_index is not None:
                 inputs["position_ids"] = image_positions(self.rope_index, batch, row)
-        if "logits_to_keep" in self.accepts:
-            return {**inputs, "logits_to_keep": row.source}, None
-        return inputs, row.source
+        few = accepted(self.base, logits_to_keep=row.source)
+        return inputs | few, None if few else row.source
 
     def _padded(self, batch: MicroBatch) -> tuple[dict[str, Any], Tensor]:
         """Inputs of padded rows, and which hidden states predict completion tokens: those from the last prompt token
@@ -72,13 +69,12 @@ class Forward:
         assert batch.input_ids is not None
         assert batch.places is not None
         length, width = batch.input_ids.shape[1], batch.width
-        keep = width + 1 if "logits_to_keep" in self.accepts else length
+        few = accepted(self.base, logits_to_keep=width + 1)
+        keep = width + 1 if few else length
         source = batch.places // width * keep + (keep - width - 1) + batch.places % width
-        inputs: dict[str, Any] = {"input_ids": batch.input_ids, "attention_mask": batch.attention_mask}
+        inputs = {"input_ids": batch.input_ids, "attention_mask": batch.attention_mask, **few}
         inputs |= fitted_to(self.base, batch.prompt_inputs)
         # Where images have positions in several dimensions, the model alone can count them.
-        if "position_ids" in self.accepts and not (batch.prompt_inputs and self.rope_index):
-            inputs["position_ids"] = batch.position_ids
-        if "logits_to_keep" in self.accepts:
-            inputs["logits_to_keep"] = keep
+        if not (batch.prompt_inputs and self.rope_index):
+            inputs |= accepted(self.base, position_ids=batch.position_ids)
         return inputs, source

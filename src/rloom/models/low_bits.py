@@ -47,6 +47,14 @@ def split_float32(value: Tensor) -> tuple[Tensor, Tensor]:
     return upper.short().view(torch.bfloat16), (bits - (upper << 16)).short()
 
 
+def store_float32(value: Tensor, weight: Tensor, low_bits: Tensor | None) -> None:
+    """Write a float32 number to a bfloat16 weight, and its low bits to where they are kept, if they are."""
+    upper, dropped = split_float32(value)
+    weight.copy_(upper)
+    if low_bits is not None:
+        low_bits.copy_(dropped)
+
+
 def low_bits_of(p: Tensor, low_bits: LowBits) -> Tensor:
     """The low bits of a weight, on its device; zeros, which are noted, where nobody has any.
 

@@ -17,6 +17,7 @@ from rloom.models.low_bits import (
     join_float32,
     low_bits_of,
     split_float32,
+    store_float32,
 )
 
 
@@ -72,10 +73,7 @@ class MasterWeights(Optimizer):
     def _hand_back(self) -> None:
         """Weights become what their copies round to, and the low bits that somebody else keeps what is left of them."""
         for p, master in self.masters.items():
-            weight, low_bits = split_float32(master.detach())
-            p.copy_(weight)
-            if self.low_bits is not None:
-                self.low_bits[p].copy_(low_bits)
+            store_float32(master.detach(), p, None if self.low_bits is None else self.low_bits[p])
 
     def _take_over_changes(self) -> None:
         """What someone else wrote into the weights holds, a callback or who has loaded a checkpoint: their copies would

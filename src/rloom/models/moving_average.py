@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping
 import torch
 from torch import Tensor
 
-from rloom.models.low_bits import Piece, Value, join_float32, split_float32
+from rloom.models.low_bits import Piece, Value, join_float32, store_float32
 
 ELEMENTS_AT_A_TIME = 1 << 22
 """Numbers mixed at once, 16 MiB in float32: a CPU maps larger buffers anew each time."""
@@ -99,9 +99,7 @@ class MovingAverage:
 def _mix(mine: Tensor, low_bits: Tensor, theirs: Tensor, alpha: float) -> None:
     """One piece, on the others' device: weights in the host's memory round as they would there."""
     word = join_float32(mine.to(theirs.device), low_bits.to(theirs.device))
-    weight, dropped = split_float32(word.mul_(1 - alpha).add_(theirs, alpha=alpha))
-    mine.copy_(weight)
-    low_bits.copy_(dropped)
+    store_float32(word.mul_(1 - alpha).add_(theirs, alpha=alpha), mine, low_bits)
 
 
 def _pieces(weight: Tensor) -> Iterator[Piece]:

@@ -27,7 +27,7 @@ from rloom.models.low_bits import (
     as_they_are,
     join_float32,
     low_bits_of,
-    split_float32,
+    store_float32,
 )
 from rloom.models.master_weights import MasterWeights
 from rloom.models.triton_support import runs_kernels
@@ -122,9 +122,7 @@ class SplitAdamW(Optimizer):
             found_inf=self.skip,
         )
         for p, s in halves:
-            weight, low_bits = split_float32(words[id(p)])
-            p.copy_(weight)
-            s[LOW_BITS].copy_(low_bits)
+            store_float32(words[id(p)], p, s[LOW_BITS])
 
     def _state(self, p: Tensor) -> dict[str, Tensor]:
         state = self.state[p]

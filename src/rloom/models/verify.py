@@ -14,6 +14,7 @@ that may be. The checks are:
 
 from __future__ import annotations
 
+import functools
 import inspect
 import logging
 import random
@@ -77,9 +78,23 @@ def evaluating(model: nn.Module) -> Iterator[None]:
         model.train(training)
 
 
+@functools.cache
+def _parameters_of(forward: Callable[..., Any]) -> frozenset[str]:
+    return frozenset(inspect.signature(forward).parameters)
+
+
 def accepted_by(model: Any) -> frozenset[str]:
     """The names of the arguments that a model's forward takes."""
-    return frozenset(inspect.signature(type(base_of(model)).forward).parameters)
+    return _parameters_of(type(base_of(model)).forward)
+
+
+def accepted(model: Any, **arguments: Any) -> dict[str, Any]:
+    """Those of some arguments that a model's forward takes.
+
+    >>> accepted(nn.Linear(2, 2), input="x", use_cache=False)
+    {'input': 'x'}
+    """
+    return {name: value for name, value in arguments.items() if name in accepted_by(model)}
 
 
 def plain_logits(model: Any, prompt: list[int], completion: list[int], images: Inputs | None = None) -> Tensor:
@@ -89,8 +104,7 @@ def plain_logits(model: Any, prompt: list[int], completion: list[int], images: I
     """
     base, keep = base_of(model), len(completion) + 1
     ids = torch.tensor([prompt + completion], device=next(model.parameters()).device)
-    options = {"use_cache": False, "logits_to_keep": keep}
-    inputs: dict[str, Any] = {name: value for name, value in options.items() if name in accepted_by(base)}
+    inputs = accepted(base, use_cache=False, logits_to_keep=keep)
     if images:
         inputs["attention_mask"] = torch.ones_like(ids)
         inputs |= fitted_to(base, join([images], len(prompt), len(completion)))

@@ -133,8 +133,8 @@ def _of_layers(sizes: Sizes) -> list[Callable[[], Any]]:
         lambda: kernels.norm_grads(x, x, weight, scales),
         lambda: kernels.gate(inner, inner),
         lambda: kernels.gate_grads(inner, inner, inner),
-        lambda: kernels.turn(q, k, angles, angles),
-        lambda: kernels.turn(q, k, angles, angles, back=True),
+        lambda: kernels.rotate(q, k, angles, angles),
+        lambda: kernels.rotate(q, k, angles, angles, back=True),
     ]
 
 

@@ -1,0 +1,96 @@
+"""What the self-checks share: evaluation mode, the plain forward, the difference, what a kernel may be off by."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+
+import pytest
+import torch
+from torch import nn
+from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
+
+from rloom.models.verify import (
+    Tolerance,
+    accepted,
+    agrees,
+    difference,
+    evaluating,
+    largest_difference,
+    plain_logits,
+    probe_length,
+    probe_tokens,
+)
+
+SIZES = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2}
+
+
+def llama() -> LlamaForCausalLM:
+    torch.manual_seed(0)
+    return LlamaForCausalLM(LlamaConfig(**SIZES, vocab_size=11))
+
+
+def test_evaluation_mode_ends_with_an_error_too():
+    model = llama().train()
+    with contextlib.suppress(ValueError), evaluating(model):
+        assert not model.training
+        raise ValueError
+    assert model.training
+    with evaluating(model.eval()):
+        pass
+    assert not model.training
+
+
+class WithoutOptions(GPT2LMHeadModel):
+    """A forward that knows tokens alone."""
+
+    def forward(self, input_ids):
+        return super().forward(input_ids)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize(
+    "make",
+    [llama, lambda: WithoutOptions(GPT2Config(n_embd=16, n_layer=1, n_head=2, vocab_size=11, n_positions=16))],
+    ids=["llama", "without options"],
+)
+def test_plain_logits_are_those_that_predict_the_completion_and_one_more(make):
+    model = make().eval()
+    logits = plain_logits(model, [1, 2, 3], [4, 5])
+    expected = model(torch.tensor([[1, 2, 3, 4, 5]])).logits[0, 2:]
+    assert logits.shape == (3, 11)
+    torch.testing.assert_close(logits, expected)
+
+
+def test_arguments_that_a_forward_does_not_take_are_left_out():
+    assert accepted(llama(), use_cache=False, logits_to_keep=2, nonsense=1) == {"use_cache": False, "logits_to_keep": 2}
+    assert accepted(nn.Linear(2, 2), use_cache=False) == {}
+
+
+def test_a_difference_that_is_no_number_is_not_forgotten():
+    good, bad = torch.ones(2), torch.tensor([1.0, math.nan])
+    assert math.isnan(difference(bad, good))
+    assert math.isnan(difference(good, bad))
+    assert math.isnan(largest_difference([good, bad, good], [good, good, good]))
+    assert largest_difference([good, 2 * good], [good, good]) == 1.0
+
+
+def test_the_probe_prompt_crosses_the_window_within_the_positions():
+    config = LlamaConfig(vocab_size=11, max_position_embeddings=64)
+    assert probe_length(config, usual=24, window=0) == 24
+    assert probe_length(config, usual=72, window=0) == 32
+    assert probe_length(config, usual=24, window=40) == 48
+    assert probe_tokens(config, 3, 5) == probe_tokens(config, 3, 5)
+    assert all(0 <= token < 11 for tokens in probe_tokens(config, 100) for token in tokens)
+
+
+def test_a_kernel_that_fails_or_is_wrong_is_told(caplog):
+    def fails():
+        raise RuntimeError("no such instruction")
+
+    assert not agrees(fails, "done in torch")
+    assert "done in torch: the kernel fails (no such instruction)" in caplog.text
+    off = 1 + 2 * Tolerance.KERNEL
+    assert not agrees(lambda: (off * torch.ones(3), torch.ones(3)), "done in torch")
+    assert "done in torch: the kernel is off by 4.0e-02" in caplog.text
+    assert not agrees(lambda: (torch.full((3,), math.nan), torch.ones(3)), None)
