@@ -30,18 +30,15 @@ from rloom.rewards import (
     FunctionReward,
     RewardBatch,
     RewardSet,
-    cgroups,
     code_execution,
-    imports,
-    nursery,
-    sandbox,
-    seccomp,
 )
-from rloom.rewards.code import judge_program
-from rloom.rewards.inside import light_json
-from rloom.rewards.inside.wire import WireError, encode, receive, send
-from rloom.rewards.problems import program_of, read_tests
-from rloom.rewards.sandbox import Limits
+from rloom.rewards.library.code import imports, problems
+from rloom.rewards.library.code.execution import judge_program
+from rloom.rewards.library.code.problems import program_of, read_tests
+from rloom.rewards.sandbox import cgroups, fork_server, sandbox, seccomp
+from rloom.rewards.sandbox.inside import light_json
+from rloom.rewards.sandbox.inside.wire import WireError, encode, receive, send
+from rloom.rewards.sandbox.sandbox import Limits
 
 try:
     sandbox.check_sandbox()
@@ -59,13 +56,13 @@ def needs_sandbox(test):
 def way(request, monkeypatch):
     monkeypatch.setattr(sandbox, "LOOSE", 1)  # who waits here waits for limits, on machines that tests keep busy
     if request.param == "bubblewrap":
-        monkeypatch.setattr(nursery, "works", lambda: False)
+        monkeypatch.setattr(fork_server, "works", lambda: False)
         yield
         return
-    if not nursery.works():
+    if not fork_server.works():
         pytest.skip("sandboxes cannot be forked here")
     monkeypatch.setattr(sandbox, "_anew", lambda *args: pytest.fail("bubblewrap was used instead"))
-    with nursery.kept():
+    with fork_server.kept():
         yield
 
 
@@ -170,8 +167,6 @@ def test_a_program_that_leaves_with_an_error_has_failed():
 
 
 def test_long_completions_are_not_parsed_here(monkeypatch):
-    from rloom.rewards import problems
-
     monkeypatch.setattr(problems.ast, "parse", lambda *args: pytest.fail("parsed"))
     body = "    x = 1\n" * 10_000
     assert problems.program_of(body, prompt="def f(x):\n", entry_point="f") == "def f(x):\n" + body
@@ -247,7 +242,7 @@ def test_a_program_that_sleeps_has_no_more_time_on_a_busy_machine(form, forks, m
     program = "import time\ndef double(x):\n    time.sleep(30)\nif __name__ == '__main__': double(1)"
     tests = {"calls": SIMPLE, "harness": HARNESS, "input": {"inputs": [""], "outputs": [""]}}[form]
     began = time.monotonic()
-    with nursery.kept() if forks else contextlib.nullcontext():
+    with fork_server.kept() if forks else contextlib.nullcontext():
         assert "out of time" in run(program, tests, limits=Limits(seconds=0.5)).why
     assert time.monotonic() - began < 15
 
@@ -589,7 +584,7 @@ def abs(x): return True
 """,
     "wraps what serves the calls": """
 import sys
-wire = sys.modules["rloom.rewards.inside.wire"]
+wire = sys.modules["rloom.rewards.sandbox.inside.wire"]
 wire.Peer.serve = lambda self, request: wire.send(self.write_fd, {"value": True, "share": 1.0, "done": True})
 def double(x): return x
 """,
@@ -602,7 +597,7 @@ frame = sys._getframe()
 while frame:
     peer = frame.f_locals.get("peer", peer); frame = frame.f_back
 def double(x):
-    wire = sys.modules["rloom.rewards.inside.wire"]
+    wire = sys.modules["rloom.rewards.sandbox.inside.wire"]
     for number in range(5):
         for name in ("__globals__", "__class__", "__dict__"):
             try: peer.ask("getattr", wire.Remote(peer, number), (name,), {})
@@ -911,7 +906,7 @@ def test_leaving_is_no_pass():
 
 HELLO = """
 import sys
-sys.modules["rloom.rewards.inside.program"].contents = lambda peer, module: {hello}
+sys.modules["rloom.rewards.sandbox.inside.program"].contents = lambda peer, module: {hello}
 def double(x): return x
 """
 HELLOS = {
@@ -1602,7 +1597,7 @@ def test_marks_of_pytest_where_the_package_is_shown_too():
 
 
 @contextlib.contextmanager
-def forked(home: nursery.Nursery, program: str):
+def forked(home: fork_server.Nursery, program: str):
     """A program in a sandbox that a nursery forks: what it says that it defines, while it goes on."""
     fds = {name: os.pipe() for name in ("ask", "answer")}
     theirs = {"read_fd": fds["ask"][0], "write_fd": fds["answer"][1]}
@@ -1618,9 +1613,9 @@ def forked(home: nursery.Nursery, program: str):
 
 @pytest.fixture
 def home():
-    if MISSING or not nursery.works():
+    if MISSING or not fork_server.works():
         pytest.skip("sandboxes cannot be forked here")
-    home = nursery.Nursery()
+    home = fork_server.Nursery()
     yield home
     home.close()
 
@@ -1631,7 +1626,7 @@ def test_sandboxes_are_forked_where_namespaces_can_be_nested():
     nested = "import ctypes\nprint(ctypes.CDLL(None).unshare(0x10000000 | 0x20000))"  # of users and mounts
     line = [*sandbox.command(Limits(), nested=True), "-c", nested]
     if subprocess.run(line, capture_output=True, text=True).stdout == "0\n" and seccomp.program():
-        assert nursery.works()
+        assert fork_server.works()
 
 
 LEAVES = """
@@ -1780,28 +1775,28 @@ def test_a_request_that_was_interrupted_is_not_answered_to_the_next(home, monkey
     def interrupted():
         raise KeyboardInterrupt
 
-    with nursery.kept():
+    with fork_server.kept():
         assert run(RIGHT).share == 1.0
-        first = nursery._here.kept[()]
+        first = fork_server._here.kept[()]
         monkeypatch.setattr(first, "_hear", interrupted)
         with pytest.raises(KeyboardInterrupt):
             run(RIGHT)
         assert first.lost
         assert run(RIGHT).share == 1.0
-        assert nursery._here.kept.get(()) is not first
+        assert fork_server._here.kept.get(()) is not first
         assert first.process.poll() is not None
 
 
 def test_a_nursery_that_died_is_replaced(home):
-    with nursery.kept():
+    with fork_server.kept():
         assert run(RIGHT).share == 1.0
-        first = nursery._here.kept[()]
+        first = fork_server._here.kept[()]
         first.process.kill()
         first.process.wait()
         assert run(RIGHT).share == 1.0
         assert run(RIGHT, HARNESS).share == 1.0
-        assert nursery._here.kept[()] is not first
-    assert nursery._here.kept is None
+        assert fork_server._here.kept[()] is not first
+    assert fork_server._here.kept is None
 
 
 @pytest.mark.parametrize("tests", FORMS.values(), ids=FORMS)
@@ -1813,13 +1808,13 @@ def test_a_nursery_that_dies_costs_no_program_its_score(home, monkeypatch, tests
     def read(left, fd, size):
         reads.append(fd)
         if len(reads) == moment:
-            (current,) = nursery._here.kept.values()
+            (current,) = fork_server._here.kept.values()
             current.process.kill()
             current.process.wait()
         left.wait(fd, select.POLLIN)
         return os.read(fd, size)
 
-    with nursery.kept():
+    with fork_server.kept():
         assert run(RIGHT, tests).share == 1.0
         monkeypatch.setattr(sandbox.TimeLeft, "read", read)
         assert run(RIGHT, tests, limits=Limits(seconds=30.0)).share == 1.0
@@ -1829,17 +1824,19 @@ def test_a_nursery_that_dies_costs_no_program_its_score(home, monkeypatch, tests
 def test_where_nothing_can_be_forked_each_program_gets_bubblewrap(home, monkeypatch, why):
     if why == "refused":
         own = sandbox.command
-        monkeypatch.setattr(nursery, "command", lambda *args, **options: own(*args))  # which forbids namespaces within
+        monkeypatch.setattr(
+            fork_server, "command", lambda *args, **options: own(*args)
+        )  # which forbids namespaces within
     else:
-        monkeypatch.setattr(nursery, "PROVEN", {"said": []})
-    nursery.works.cache_clear()
+        monkeypatch.setattr(fork_server, "PROVEN", {"said": []})
+    fork_server.works.cache_clear()
     try:
-        assert not nursery.works()
-        with nursery.kept():
+        assert not fork_server.works()
+        with fork_server.kept():
             assert run(RIGHT).share == 1.0
-            assert nursery._here.kept == {}
+            assert fork_server._here.kept == {}
     finally:
-        nursery.works.cache_clear()
+        fork_server.works.cache_clear()
 
 
 def children() -> set[str]:

@@ -19,8 +19,8 @@ import torch
 import rloom
 from rloom.errors import RewardError, UnknownOptionError
 from rloom.rewards import FunctionReward, RewardBatch, RewardSet, format, math_accuracy
-from rloom.rewards.isolation import WorkerGone, WorkerPool
-from rloom.rewards.marks import marks_of
+from rloom.rewards.calling.call_options import marks_of
+from rloom.rewards.calling.worker_pool import WorkerGone, WorkerPool
 
 nan = float("nan")
 
@@ -249,7 +249,7 @@ def test_the_time_limits_of_math_verify_work_in_workers(monkeypatch):
 
     @rloom.reward(isolated=True, time_limit=30.0)
     def probe(completions):
-        from rloom.rewards.accuracy import _timeouts
+        from rloom.rewards.library.accuracy import _timeouts
 
         return [float(sum(_timeouts()))]
 
@@ -277,7 +277,7 @@ def test_workers_end_with_the_pool_and_with_the_trainer(tmp_path):
     assert not [pid for pid in pids if os.path.exists(f"/proc/{pid}")]
     script = textwrap.dedent("""
         import os
-        from rloom.rewards.isolation import WorkerPool
+        from rloom.rewards.calling.worker_pool import WorkerPool
         pool = WorkerPool(1)
         sleep = pool.register(lambda: __import__("time").sleep(100), "sleeps")
         pid = pool.register(lambda: __import__("os").getpid(), "pid")
@@ -690,7 +690,7 @@ def test_a_worker_reads_mathematics_as_this_process_does():
         return [
             [
                 float(sympy.srepr(sympy.sympify(text)) == expected),
-                float(sympy_parser.parse_expr.__module__ == "rloom.rewards.accuracy"),
+                float(sympy_parser.parse_expr.__module__ == "rloom.rewards.library.accuracy"),
             ]
             for text, expected in completions
         ]

@@ -12,8 +12,9 @@ import torch
 from transformers import LlamaConfig, LlamaForSequenceClassification
 
 from rloom.errors import ConfigError, RewardError
-from rloom.rewards import FunctionReward, RewardBatch, RewardSet, judge, judging
-from rloom.rewards.judging import read_preference, read_score
+from rloom.rewards import FunctionReward, RewardBatch, RewardSet, judge
+from rloom.rewards.library import judging
+from rloom.rewards.library.judging import read_preference, read_score
 from tests.conftest import LETTERS, make_tokenizer
 from tests.services import serving
 

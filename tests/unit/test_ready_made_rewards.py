@@ -27,7 +27,7 @@ from rloom.rewards import (
     sentiment,
     think_format_reward,
 )
-from rloom.rewards.marks import marks_of
+from rloom.rewards.calling.call_options import marks_of
 from tests.conftest import LETTERS, make_tokenizer
 
 
@@ -267,8 +267,8 @@ def test_a_missing_package_names_its_extra(monkeypatch, make, package, extra):
             raise ImportError(name)
         return real(name, *args, **kwargs)
 
-    rloom.rewards.text._analyzer.cache_clear()
-    rloom.rewards.text._identifier.cache_clear()
+    rloom.rewards.library.text._analyzer.cache_clear()
+    rloom.rewards.library.text._identifier.cache_clear()
     monkeypatch.setattr(builtins, "__import__", without)
     with pytest.raises(MissingExtraError, match=rf'pip install "rloom\[{extra}\]"'):
         make()

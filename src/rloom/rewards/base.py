@@ -13,7 +13,7 @@ from torch import Tensor
 
 from rloom.errors import RewardError
 from rloom.printable import printable
-from rloom.rewards.marks import Marks
+from rloom.rewards.calling.call_options import Marks
 
 
 @dataclass(slots=True, kw_only=True)

@@ -11,8 +11,8 @@ from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 from rloom.errors import RewardError
 from rloom.rewards.base import Reward
+from rloom.rewards.calling.http_reward import http_reward
 from rloom.rewards.functions import FunctionReward, ObjectReward
-from rloom.rewards.http import http_reward
 from rloom.rewards.model import ModelReward
 
 

@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 from rloom.rewards.base import RewardBatch
-from rloom.rewards.collection import RewardSet
-from rloom.rewards.texts import text_of
+from rloom.rewards.calling.collection import RewardSet
+from rloom.rewards.completion_text import text_of
 
 DEGENERATE = ("empty", "prompt copied", "one token repeated", "format alone", "digits sprayed")
 

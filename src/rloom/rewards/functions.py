@@ -9,7 +9,7 @@ from typing import Any
 
 from rloom.errors import RewardError, did_you_mean
 from rloom.rewards.base import RewardBatch
-from rloom.rewards.marks import Marks, marks_of
+from rloom.rewards.calling.call_options import Marks, marks_of
 
 
 class FunctionReward:

@@ -9,8 +9,8 @@ from torch import nn
 
 from rloom.printable import get_logger
 from rloom.rewards.base import RewardBatch
-from rloom.rewards.marks import Marks
-from rloom.rewards.texts import text_of, without_surrogates
+from rloom.rewards.calling.call_options import Marks
+from rloom.rewards.completion_text import text_of, without_surrogates
 
 logger = get_logger(__name__)
 

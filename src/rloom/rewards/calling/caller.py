@@ -14,10 +14,10 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from rloom.errors import RewardError, did_you_mean
-from rloom.rewards.async_loop import start
 from rloom.rewards.base import Reward, RewardBatch
-from rloom.rewards.isolation import WorkerGone, WorkerPool
-from rloom.rewards.marks import is_coroutine_function
+from rloom.rewards.calling.call_options import is_coroutine_function
+from rloom.rewards.calling.event_loop import start
+from rloom.rewards.calling.worker_pool import WorkerGone, WorkerPool
 
 TRIES = 4
 """Of a call, beside the last, that meets with CUDA graphs: at the beginning several are recorded in a row."""

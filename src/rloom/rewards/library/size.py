@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from rloom.errors import RewardError, checks_options
-from rloom.rewards.marks import mark
+from rloom.rewards.calling.call_options import mark
 
 
 @checks_options

@@ -18,13 +18,11 @@ from typing import Any
 
 from rloom.errors import RewardError, SandboxError, checks_options
 from rloom.printable import get_logger
-from rloom.rewards.compare import equals, shown
-from rloom.rewards.imports import check_imports
-from rloom.rewards.inside.light_json import dumps
-from rloom.rewards.inside.wire import WireError, encode, receive, send
-from rloom.rewards.marks import mark
-from rloom.rewards.nursery import keep, kept, lost, sandboxed
-from rloom.rewards.problems import (
+from rloom.rewards.calling.call_options import mark
+from rloom.rewards.completion_text import text_of, without_surrogates
+from rloom.rewards.library.code.compare import equals, shown
+from rloom.rewards.library.code.imports import check_imports
+from rloom.rewards.library.code.problems import (
     CHECKS_NOTHING,
     Tests,
     imports_of,
@@ -35,8 +33,10 @@ from rloom.rewards.problems import (
     refuse,
     safe_repr,
 )
-from rloom.rewards.sandbox import CoreTime, Limits, check_sandbox, check_site_packages
-from rloom.rewards.texts import text_of, without_surrogates
+from rloom.rewards.sandbox.fork_server import keep, kept, lost, sandboxed
+from rloom.rewards.sandbox.inside.light_json import dumps
+from rloom.rewards.sandbox.inside.wire import WireError, encode, receive, send
+from rloom.rewards.sandbox.sandbox import CoreTime, Limits, check_sandbox, check_site_packages
 
 logger = get_logger(__name__)
 

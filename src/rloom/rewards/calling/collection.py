@@ -16,8 +16,8 @@ from torch import Tensor
 from rloom.errors import RewardError
 from rloom.printable import get_logger
 from rloom.rewards.base import Reward, RewardBatch, as_score, one_per_completion, unique_names
-from rloom.rewards.calling import Answer, Caller, Options, Piece
-from rloom.rewards.isolation import WorkerPool
+from rloom.rewards.calling.caller import Answer, Caller, Options, Piece
+from rloom.rewards.calling.worker_pool import WorkerPool
 from rloom.rewards.scored import Scored
 
 logger = get_logger(__name__)

@@ -7,8 +7,8 @@ from collections.abc import Callable
 from typing import Any
 
 from rloom.errors import RewardError, check_choice, checks_options, needs_extra
-from rloom.rewards.marks import mark, reward
-from rloom.rewards.texts import text_of, without_surrogates
+from rloom.rewards.calling.call_options import mark, reward
+from rloom.rewards.completion_text import text_of, without_surrogates
 
 MAX_CHARACTERS = 20_000
 """What is read of a completion: these measures do not change much beyond, and some take quadratic time."""

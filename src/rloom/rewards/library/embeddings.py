@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from rloom.errors import RewardError, checks_options
-from rloom.rewards.marks import mark
-from rloom.rewards.texts import text_of, without_surrogates
+from rloom.rewards.calling.call_options import mark
+from rloom.rewards.completion_text import text_of, without_surrogates
 
 DEFAULT = "sentence-transformers/all-MiniLM-L6-v2"
 ROWS_PER_FORWARD = 32

@@ -14,8 +14,8 @@ from collections.abc import Callable
 from typing import Any
 
 from rloom.errors import RewardError, checks_options, needs_extra
-from rloom.rewards.marks import mark, reward
-from rloom.rewards.texts import text_of
+from rloom.rewards.calling.call_options import mark, reward
+from rloom.rewards.completion_text import text_of
 
 PARSING_SECONDS, VERIFYING_SECONDS = 10, 5
 

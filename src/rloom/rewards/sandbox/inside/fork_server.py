@@ -18,7 +18,7 @@ import os
 import struct
 import sys
 
-from rloom.rewards.inside.program import limit
+from rloom.rewards.sandbox.inside.program import limit
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -223,6 +223,6 @@ def program(fds: dict[str, int]) -> None:
     data = marshal.loads(text)
     del text
     for name, code in data["modules"]:
-        module = sys.modules["rloom.rewards.inside." + name] = type(sys)("rloom.rewards.inside." + name)
+        module = sys.modules["rloom.rewards.sandbox.inside." + name] = type(sys)("rloom.rewards.sandbox.inside." + name)
         exec(marshal.loads(code), module.__dict__)
-    sys.modules["rloom.rewards.inside." + data["main"]].main({**data["payload"], **fds})
+    sys.modules["rloom.rewards.sandbox.inside." + data["main"]].main({**data["payload"], **fds})

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from rloom.errors import RewardError
-from rloom.rewards.fences import Block, fenced_blocks
-from rloom.rewards.inside.wire import encode
+from rloom.rewards.library.code.fences import Block, fenced_blocks
+from rloom.rewards.sandbox.inside.wire import encode
 
 CHECKS_NOTHING = (
     "these tests check nothing: no assert, no unittest test and no call of the program is reached in them. A function "

@@ -15,7 +15,7 @@ import os
 import struct
 from types import CoroutineType, ModuleType
 
-from rloom.rewards.inside.light_json import dumps, loads
+from rloom.rewards.sandbox.inside.light_json import dumps, loads
 
 # Every program waits for these imports: what is rarely needed, or only said about types, is not among them.
 TYPE_CHECKING = False

@@ -15,7 +15,7 @@ import resource
 import sys
 import types
 
-from rloom.rewards.inside.wire import Peer, WireError, describe, receive, send
+from rloom.rewards.sandbox.inside.wire import Peer, WireError, describe, receive, send
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:

@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import Any
 
 from rloom.errors import RewardError
-from rloom.rewards.sandbox import TimeLeft
+from rloom.rewards.sandbox.sandbox import TimeLeft
 
 WORKER = Path(__file__).with_name("worker.py")
 LOAD_SECONDS, LOAD_TRIES = 300.0, 3

@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 from rloom.errors import RewardError, SandboxError
-from rloom.rewards.sandbox import ENVIRONMENT, Limits, command, interpreter, seccomp_fd
+from rloom.rewards.sandbox.sandbox import ENVIRONMENT, Limits, command, interpreter, seccomp_fd
 
 TRY = """
 import importlib, os, sys

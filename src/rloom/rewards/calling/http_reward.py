@@ -14,8 +14,8 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from rloom.errors import RewardError, checks_options
-from rloom.rewards.marks import mark
-from rloom.rewards.web import JsonService, bearer
+from rloom.rewards.calling.call_options import mark
+from rloom.rewards.calling.json_service import JsonService, bearer
 
 TOKEN_VARIABLE = "RLOOM_REWARD_TOKEN"
 

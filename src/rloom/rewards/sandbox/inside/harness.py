@@ -18,8 +18,8 @@ import types
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from rloom.rewards.inside.program import begin
-from rloom.rewards.inside.wire import Judged, Peer, WireError, receive, send
+from rloom.rewards.sandbox.inside.program import begin
+from rloom.rewards.sandbox.inside.wire import Judged, Peer, WireError, receive, send
 
 if TYPE_CHECKING:
     import unittest
@@ -58,7 +58,7 @@ def main(payload: dict[str, Any]) -> None:
 
 def pytest_here() -> Any:
     """The part of pytest that is there for tests that name it; None for others, which do not wait for it."""
-    return sys.modules.get("rloom.rewards.inside.like_pytest")
+    return sys.modules.get("rloom.rewards.sandbox.inside.like_pytest")
 
 
 # -- what the tests see

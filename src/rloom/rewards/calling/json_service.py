@@ -18,7 +18,7 @@ from urllib.parse import SplitResult, parse_qsl, quote, unquote, urlsplit, urlun
 
 from rloom.errors import RewardError, needs_extra
 from rloom.printable import get_logger
-from rloom.rewards.async_loop import BackgroundLoop
+from rloom.rewards.calling.event_loop import BackgroundLoop
 
 logger = get_logger(__name__)
 

@@ -17,7 +17,7 @@ import platform
 import struct
 from collections.abc import Iterable
 
-from rloom.rewards.syscalls import ALLOWED, NEWEST
+from rloom.rewards.sandbox.syscalls import ALLOWED, NEWEST
 
 LOAD, JUMP_EQUAL, JUMP_AT_LEAST, JUMP_ANY_BIT, RETURN = 0x20, 0x15, 0x35, 0x45, 0x06
 ALLOW, REFUSE, KILL = 0x7FFF0000, 0x00050000, 0x80000000

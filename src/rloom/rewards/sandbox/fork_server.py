@@ -24,10 +24,10 @@ from typing import Any
 
 from rloom.errors import SandboxError
 from rloom.printable import get_logger
-from rloom.rewards import seccomp
-from rloom.rewards.cgroups import Group
-from rloom.rewards.inside.wire import WireError, receive
-from rloom.rewards.sandbox import (
+from rloom.rewards.sandbox import seccomp
+from rloom.rewards.sandbox.cgroups import Group
+from rloom.rewards.sandbox.inside.wire import WireError, receive
+from rloom.rewards.sandbox.sandbox import (
     ANY_VERSION,
     PROGRAM,
     ROLES,

@@ -25,9 +25,9 @@ from typing import Any, Protocol
 
 from rloom.errors import SandboxError
 from rloom.printable import get_logger
-from rloom.rewards import seccomp
-from rloom.rewards.cgroups import JOIN, Group, group
-from rloom.rewards.processes import look
+from rloom.rewards.sandbox import seccomp
+from rloom.rewards.sandbox.cgroups import JOIN, Group, group
+from rloom.rewards.sandbox.process_tree import look
 
 logger = get_logger(__name__)
 
@@ -48,10 +48,10 @@ BOOTSTRAP = """
 import marshal, sys
 data = marshal.loads(sys.stdin.buffer.read())
 Module = type(sys)
-for name in ("rloom", "rloom.rewards", "rloom.rewards.inside"):
+for name in ("rloom", "rloom.rewards", "rloom.rewards.sandbox", "rloom.rewards.sandbox.inside"):
     sys.modules[name] = Module(name)
 for name, code in data["modules"]:
-    module = sys.modules["rloom.rewards.inside." + name] = Module("rloom.rewards.inside." + name)
+    module = sys.modules["rloom.rewards.sandbox.inside." + name] = Module("rloom.rewards.sandbox.inside." + name)
     exec(marshal.loads(code), module.__dict__)
 module.main(data["payload"])
 """
@@ -82,7 +82,7 @@ ROLES = {
     "program": PROGRAM,
     "tests": (*PROGRAM, "harness"),
     "tests with pytest": (*PROGRAM, "like_pytest", "harness"),
-    "nursery": (*PROGRAM, "nursery"),
+    "nursery": (*PROGRAM, "fork_server"),
 }
 """What runs in a sandbox, and the modules of ours that it needs there; the last has its `main`."""
 MISSING = (

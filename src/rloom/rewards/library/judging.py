@@ -21,9 +21,9 @@ from typing import Any
 
 from rloom.errors import RewardError, check_choice, checks_options
 from rloom.printable import get_logger
-from rloom.rewards.marks import mark
-from rloom.rewards.texts import text_of
-from rloom.rewards.web import JsonService, bearer
+from rloom.rewards.calling.call_options import mark
+from rloom.rewards.calling.json_service import JsonService, bearer
+from rloom.rewards.completion_text import text_of
 
 logger = get_logger(__name__)
 
