@@ -14,13 +14,13 @@ import pytest
 
 from rloom.errors import SandboxError
 from rloom.rewards import code_execution
-from rloom.rewards.sandbox import fork_server, sandbox
+from rloom.rewards.sandbox import bubblewrap, fork_server
 
 FOLDER = Path(__file__).parent.parent / "programs"
 FILES = ("functions", "continued", "scripts", "completions")
 
 try:
-    sandbox.check_sandbox()
+    bubblewrap.check_sandbox()
     MISSING = ""
 except SandboxError as error:
     MISSING = str(error)

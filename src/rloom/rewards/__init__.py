@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from rloom.rewards.library.code.execution import code_execution
     from rloom.rewards.library.embeddings import semantic_similarity
     from rloom.rewards.library.form import format, json_schema, think_format_reward
-    from rloom.rewards.library.judging import judge
+    from rloom.rewards.library.judging.judge import judge
     from rloom.rewards.library.size import get_repetition_penalty_reward, get_soft_overlong_punishment, length
     from rloom.rewards.library.text import bleu, language, rouge, sentiment
     from rloom.rewards.model import ModelReward
@@ -45,7 +45,7 @@ _HOMES = {
     "library.embeddings": ("semantic_similarity",),
     "library.form": ("format", "json_schema", "think_format_reward"),
     "calling.http_reward": ("http_reward",),
-    "library.judging": ("judge",),
+    "library.judging.judge": ("judge",),
     "functions": ("FunctionReward", "ObjectReward"),
     "library.text": ("bleu", "language", "rouge", "sentiment"),
     "library.size": ("get_repetition_penalty_reward", "get_soft_overlong_punishment", "length"),

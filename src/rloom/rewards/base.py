@@ -13,7 +13,7 @@ from torch import Tensor
 
 from rloom.errors import RewardError
 from rloom.printable import printable
-from rloom.rewards.calling.call_options import Marks
+from rloom.rewards.calling.call_options import CallOptions
 
 
 @dataclass(slots=True, kw_only=True)
@@ -95,7 +95,7 @@ class Reward(Protocol):
     """One source of scores."""
 
     name: str
-    marks: Marks
+    call_options: CallOptions
 
     def score(self, batch: RewardBatch) -> Any:
         """One number, or None for "not applicable", per completion; or a coroutine that returns that."""

@@ -9,7 +9,7 @@ from typing import Any
 
 from rloom.errors import RewardError, did_you_mean
 from rloom.rewards.base import RewardBatch
-from rloom.rewards.calling.call_options import Marks, marks_of
+from rloom.rewards.calling.call_options import CallOptions, call_options_of
 
 
 class FunctionReward:
@@ -25,7 +25,7 @@ class FunctionReward:
         self.name = callable_name(function)
         self.positional = _positional_only(function)
         self.accepted, self.required = _accepted(function)  # accepted None: everything
-        self.marks = marks_of(function)
+        self.call_options = call_options_of(function)
 
     def score(self, batch: RewardBatch) -> Any:
         """Call the function, with what it takes."""
@@ -55,7 +55,7 @@ class ObjectReward:
     def __init__(self, scorer: Any) -> None:
         self.scorer = scorer
         self.name = type(scorer).__name__
-        self.marks: Marks = marks_of(scorer)
+        self.call_options: CallOptions = call_options_of(scorer)
 
     def score(self, batch: RewardBatch) -> Any:
         """Ask the object."""

@@ -9,7 +9,7 @@ from torch import nn
 
 from rloom.printable import get_logger
 from rloom.rewards.base import RewardBatch
-from rloom.rewards.calling.call_options import Marks
+from rloom.rewards.calling.call_options import CallOptions
 from rloom.rewards.completion_text import text_of, without_surrogates
 
 logger = get_logger(__name__)
@@ -22,7 +22,7 @@ class ModelReward:
 
     def __init__(self, model: nn.Module, tokenizer: Any, *, name: str, template_kwargs: dict[str, Any]) -> None:
         self.model, self.tokenizer, self.name, self.template_kwargs = model, tokenizer, name, template_kwargs
-        self.marks = Marks()
+        self.call_options = CallOptions()
         # `rloom train-reward` notes on a model that it was trained on texts with an end token.
         self.ending = (tokenizer.eos_token or "") if getattr(model.config, "ends_with_eos", False) else ""
         self._told = False

@@ -21,8 +21,8 @@ logger = get_logger(__name__)
 
 MAX_BODY = 256 * 2**20
 FIELDS = ("prompts", "completions", "completion_ids", "columns")
+# Names of this machine, as a Host header has them: all of it, since what is parsed may hide another behind it.
 OWN_HOST = re.compile(r"(localhost|127\.0\.0\.1|\[::1\])(:[0-9]{1,5})?", re.IGNORECASE)
-"""Names of this machine, as a Host header has them: all of it, since what is parsed may hide another behind it."""
 
 
 class BadRequest(Exception):
@@ -52,7 +52,7 @@ class RewardServer(ThreadingHTTPServer):
             )
         self.rewards, self.token = rewards, (token or "").strip() or None
         # A plain function is never called twice at a time; what runs in workers or threads sorts that out itself.
-        self.one_by_one = any(not (c.marks.isolated or c.marks.threads or c.is_async) for c in rewards.callers)
+        self.one_by_one = any(not (c.options.isolated or c.options.threads or c.is_async) for c in rewards.callers)
         self.lock = threading.Lock()
         super().__init__((host, port), Handler)
 

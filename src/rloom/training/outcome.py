@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from rloom.algo import masked_std
-from rloom.rewards.library.judging import TOTALS
+from rloom.rewards.library.judging.judge_client import TOTALS
 from rloom.rewards.scored import Scored
 from rloom.types import Group
 

@@ -34,7 +34,7 @@ from rloom.models.precision import warn_of_lost_bits
 from rloom.observe.journal import Page, in_turns
 from rloom.observe.trackers import tensorboard_writer
 from rloom.printable import get_logger
-from rloom.rewards.library.judging import TOTALS
+from rloom.rewards.library.judging.judge_client import TOTALS
 from rloom.seeds import derive_seed
 from rloom.training import assemble, contest, launch, loaders
 from rloom.training.advice import advise

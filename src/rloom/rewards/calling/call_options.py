@@ -14,58 +14,61 @@ ATTRIBUTE = "__rloom_reward__"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Marks:
+class CallOptions:
     """What [`reward`] notes. The defaults are TRL's way: one call with the whole batch, in the trainer's process."""
 
     streaming: bool = False  # called per group, as soon as the group is there
     isolated: bool = False  # called per sample, in worker processes
-    per_sample: bool = False  # called once per sample; what is isolated always is
+    per_sample: bool = False  # called once per sample; isolated functions always are
     threads: bool = False  # called in several threads: for functions that wait for something outside Python
     time_limit: float | None = None  # seconds per sample (isolated) or call (async)
     concurrency: int | None = None  # calls of an async function, or of one in threads, that run at a time
     at_start: Callable[[], None] | None = None  # called first in each of its worker processes or threads
 
 
-def marks_of(function: Any) -> Marks:
-    """The marks of a function, also of one that is wrapped in a partial; the defaults if it has none."""
+def call_options_of(function: Any) -> CallOptions:
+    """The call options of a function, also of one that is wrapped in a partial; the defaults if it has none."""
     found = getattr(function, ATTRIBUTE, None)
     while found is None and isinstance(function, functools.partial):
         function = function.func
         found = getattr(function, ATTRIBUTE, None)
-    return found if isinstance(found, Marks) else Marks()
+    return found if isinstance(found, CallOptions) else CallOptions()
 
 
-def mark(function: Any, **options: Any) -> Any:
-    """Note how a function wants to be called, on top of what is noted already."""
-    check_options("reward", options, [field.name for field in fields(Marks)])
-    before = marks_of(function)
-    marks = replace(before, **options)
-    if "at_start" not in options and (marks.isolated, marks.threads) != (before.isolated, before.threads):
-        marks = replace(marks, at_start=None)  # it was for the other way to call the function
-    _check(function, marks)
+def set_call_options(function: Any, **changes: Any) -> Any:
+    """Note how a function wants to be called, on top of what is noted already. Returns the function."""
+    check_options("reward", changes, [field.name for field in fields(CallOptions)])
+    before = call_options_of(function)
+    options = replace(before, **changes)
+    # What is called at the start was chosen for one way to call the function, and does not suit another.
+    if "at_start" not in changes and (options.isolated, options.threads) != (before.isolated, before.threads):
+        options = replace(options, at_start=None)
+    _check(function, options)
     try:
-        setattr(function, ATTRIBUTE, marks)
+        setattr(function, ATTRIBUTE, options)
     except AttributeError:
-        raise RewardError(f"{function!r} takes no marks: wrap it in a function of your own, and mark that") from None
+        raise RewardError(
+            f"{function!r} takes no call options: wrap it in a function of your own, and give them to that"
+        ) from None
     return function
 
 
-def _check(function: Any, marks: Marks) -> None:
+def _check(function: Any, options: CallOptions) -> None:
     is_async = is_coroutine_function(function)
-    if marks.time_limit is not None and not (isinstance(marks.time_limit, (int, float)) and marks.time_limit > 0):
-        raise RewardError(f"time_limit must be a number of seconds above 0, not {marks.time_limit!r}")
-    if marks.concurrency is not None and marks.concurrency < 1:
-        raise RewardError(f"concurrency must be at least 1, not {marks.concurrency}")
-    if marks.time_limit is not None and not (marks.isolated or is_async):
+    if options.time_limit is not None and not (isinstance(options.time_limit, (int, float)) and options.time_limit > 0):
+        raise RewardError(f"time_limit must be a number of seconds above 0, not {options.time_limit!r}")
+    if options.concurrency is not None and options.concurrency < 1:
+        raise RewardError(f"concurrency must be at least 1, not {options.concurrency}")
+    if options.time_limit is not None and not (options.isolated or is_async):
         raise RewardError(
             "time_limit has no effect on a function that runs in the trainer's own process, where nothing can cut it "
             "off: add isolated=True, or make it async"
         )
-    if marks.at_start is not None and not (marks.isolated or (marks.threads and not is_async)):
+    if options.at_start is not None and not (options.isolated or (options.threads and not is_async)):
         raise RewardError(
             "at_start is for functions with isolated=True, or with threads=True and not async; for others call it first"
         )
-    if marks.concurrency is not None and (marks.isolated or not (is_async or marks.threads)):
+    if options.concurrency is not None and (options.isolated or not (is_async or options.threads)):
         raise RewardError("concurrency is for async functions, and for those with threads=True; others run one by one")
 
 
@@ -100,6 +103,6 @@ def reward(function: Callable[..., Any] | None = None, /, **options: Any) -> Any
     rloom.errors.UnknownOptionError: reward() has no option 'straeming'; did you mean 'streaming'?
     """
     if function is None:
-        return lambda f: mark(f, **options)
+        return lambda f: set_call_options(f, **options)
     # A copy: a built-in reward, or one that is used elsewhere too, stays as it is.
-    return mark(functools.update_wrapper(functools.partial(function), function), **options)
+    return set_call_options(functools.update_wrapper(functools.partial(function), function), **options)

@@ -1,6 +1,6 @@
-"""Calling one reward on some completions, in the way that it is marked for: here, in threads, in workers, on the loop.
+"""Calling one reward on some completions, in the way that it asks for: here, in threads, in workers, on the event loop.
 
-Every call ends in an [`Answer`]: what the function returned, or why it did not, what it logged, how long it took.
+Every call ends in a [`CallResult`]: what the function returned, or why it did not, what it logged, how long it took.
 """
 
 from __future__ import annotations
@@ -8,8 +8,9 @@ from __future__ import annotations
 import asyncio
 import time
 import types
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -17,17 +18,20 @@ from rloom.errors import RewardError, did_you_mean
 from rloom.rewards.base import Reward, RewardBatch
 from rloom.rewards.calling.call_options import is_coroutine_function
 from rloom.rewards.calling.event_loop import start
-from rloom.rewards.calling.worker_pool import WorkerGone, WorkerPool
+from rloom.rewards.calling.worker_pool import WorkerPool
+from rloom.rewards.calling.worker_process import WorkerGone
 
-TRIES = 4
-"""Of a call, beside the last, that meets with CUDA graphs: at the beginning several are recorded in a row."""
+# How often a call is repeated that met with the recording of a CUDA graph: at first several are recorded in a row.
+RETRIES = 4
+# How many samples are made ready for workers at a time: the first are scored while the others are made ready.
+SAMPLES_AT_ONCE = 64
 
+# Raises for a metric that a function may not log.
 CheckMetric = Callable[[str, Any], None] | None
-"""Raises for a metric that a function may not log."""
 
 
 @dataclass(slots=True, kw_only=True)
-class Answer:
+class CallResult:
     """What came of one call. `failure` is "errors", "timeouts" or "crashes" where `error` is set."""
 
     values: Any = None
@@ -39,24 +43,25 @@ class Answer:
 
 
 @dataclass(slots=True, kw_only=True)
-class Piece:
+class PendingCall:
     """A call that is under way, or done, and the rows of the batch that it is for."""
 
     rows: list[int]
     future: Future[Any]
-    read: Callable[[Future[Any]], Answer] = lambda future: future.result()
+    read: Callable[[Future[Any]], CallResult] = lambda future: future.result()
 
-    def answer(self) -> Answer:
-        """What came of it, when it is done."""
+    def result(self) -> CallResult:
+        """What came of it. Waits until it is done."""
         try:
             return self.read(self.future)
-        except CancelledError:  # by the function itself
-            return Answer(error=RewardError("the call was cancelled"), failure="errors")
+        except CancelledError:
+            # The function itself has cancelled it.
+            return CallResult(error=RewardError("the call was cancelled"), failure="errors")
 
 
 @dataclass(slots=True, kw_only=True)
-class Options:
-    """What holds for all rewards of a run, where a function's own marks do not say otherwise."""
+class CallDefaults:
+    """What holds for all rewards of a run, where a function's own call options do not say otherwise."""
 
     workers: int = 1
     time_limit: float = 60.0
@@ -70,39 +75,44 @@ class Caller:
         self,
         reward: Reward,
         name: str,
-        options: Options,
+        defaults: CallDefaults,
         pool: WorkerPool,
         when: tuple[str, tuple[Any, ...]] | None = None,
         check_metric: CheckMetric = None,
     ) -> None:
-        self.reward, self.name, self.options, self.pool, self.when = reward, name, options, pool, when
+        self.reward, self.name, self.defaults, self.pool, self.when = reward, name, defaults, pool, when
         self.check_metric = check_metric
-        self.marks = reward.marks
+        self.options = reward.call_options
         self.function = getattr(reward, "function", None)
         self.is_async = self.function is not None and is_coroutine_function(self.function)
-        self.time_limit = self.marks.time_limit or options.time_limit
+        self.time_limit = self.options.time_limit or defaults.time_limit
         self._threads: ThreadPoolExecutor | None = None
         self._at_start_error: BaseException | None = None
-        self._gate: asyncio.Semaphore | None = None
-        if self.marks.isolated and self.function is None:
+        self._semaphore: asyncio.Semaphore | None = None
+        if self.options.isolated and self.function is None:
             raise RewardError(f"isolated=True is for functions; '{name}' is a {type(reward).__name__}")
-        self._key = pool.register(_by_name(reward), name, self.marks.at_start) if self.marks.isolated else None
+        self._key = pool.register(_by_name(reward), name, self.options.at_start) if self.options.isolated else -1
 
     @property
     def streaming(self) -> bool:
         """Whether it may be called with a part of the completions, as soon as that part is there."""
-        return self.marks.streaming or self.marks.isolated or self.marks.per_sample
+        return self.options.streaming or self.options.isolated or self.options.per_sample
 
-    def begin(self, batch: RewardBatch) -> list[Piece]:
+    @property
+    def runs_here(self) -> bool:
+        """Whether `begin` returns only when the function has."""
+        return not (self.streaming or self.is_async or self.options.threads)
+
+    def begin(self, batch: RewardBatch) -> list[PendingCall]:
         """Start scoring a batch, or the rows of it that the reward is for. A plain function is called here and now."""
         rows = self._rows(batch)
         if not rows:
             return []
-        if self.marks.isolated:
+        if self.options.isolated:
             return self._in_workers(batch, rows)
-        parts = [[row] for row in rows] if self.marks.per_sample else [rows]
+        parts = [[row] for row in rows] if self.options.per_sample else [rows]
         whole = len(parts[0]) == len(batch)
-        return [Piece(rows=part, future=self._start(batch if whole else batch.take(part))) for part in parts]
+        return [PendingCall(rows=part, future=self._start(batch if whole else batch.take(part))) for part in parts]
 
     def _rows(self, batch: RewardBatch) -> list[int]:
         if self.when is None:
@@ -115,19 +125,22 @@ class Caller:
             )
         return [row for row, value in enumerate(batch.columns[column]) if value in values]
 
-    def _start(self, batch: RewardBatch) -> Future[Answer]:
+    def _start(self, batch: RewardBatch) -> Future[CallResult]:
         if self.is_async:
             return start(self._on_loop(batch))
-        if self.streaming or self.marks.threads:
+        if not self.runs_here:
             return self._executor().submit(self.call, batch)
-        answer: Future[Answer] = Future()
-        answer.set_result(self.call(batch))
-        return answer
+        done: Future[CallResult] = Future()
+        done.set_result(self.call(batch))
+        return done
+
+    # -- in this process
 
     def _executor(self) -> ThreadPoolExecutor:
-        if self._threads is None:  # a function that does not say that it may is never called twice at a time
-            # Twice as many threads as cores: they wait for something most of the time.
-            count = (self.marks.concurrency or 2 * self.options.workers) if self.marks.threads else 1
+        if self._threads is None:
+            # Twice as many threads as cores, since they wait for something most of the time. A function that does not
+            # say that it may is never called twice at a time.
+            count = (self.options.concurrency or 2 * self.defaults.workers) if self.options.threads else 1
             self._threads = ThreadPoolExecutor(
                 count, thread_name_prefix=f"rloom-{self.name}", initializer=self._begin_thread
             )
@@ -136,70 +149,62 @@ class Caller:
     def _begin_thread(self) -> None:
         """What the function wants done first. Where that fails, calls do: a broken pool would end the run."""
         try:
-            if self.marks.at_start is not None:
-                self.marks.at_start()
+            if self.options.at_start is not None:
+                self.options.at_start()
         except (Exception, SystemExit) as error:
             self._at_start_error = _as_error(error)
 
-    def call(self, batch: RewardBatch) -> Answer:
+    def call(self, batch: RewardBatch) -> CallResult:
         """Call it here and now."""
-        answer = Answer()
-        began = time.perf_counter()
-        try:
+        result = CallResult()
+        with _timed(result):
             if self._at_start_error is not None:
                 raise self._at_start_error
-            values = self._score(batch, answer)
-            if isinstance(values, Awaitable):  # an async function in disguise (a lambda around one)
-                values = start(_awaited(values)).result()
-            answer.values = values
-        except (Exception, SystemExit) as error:
-            answer.error, answer.failure = _as_error(error), "errors"
-        answer.seconds = time.perf_counter() - began
-        return answer
+            values = self._score(batch, result)
+            # A lambda around an async function is not known to be one.
+            result.values = start(_awaited(values)).result() if isinstance(values, Awaitable) else values
+        return result
 
-    def _score(self, batch: RewardBatch, answer: Answer) -> Any:
-        """Again, if a model of its own met with a CUDA graph that the engine recorded meanwhile."""
-        for _ in range(TRIES):
+    def _score(self, batch: RewardBatch, result: CallResult) -> Any:
+        """Call the reward; again, if a model of its own met with a CUDA graph that the engine recorded meanwhile."""
+        for retries_left in reversed(range(RETRIES + 1)):
             try:
-                return self.reward.score(_recorded(batch, answer, self.check_metric))
+                return self.reward.score(_recorded(batch, result, self.check_metric))
             except RuntimeError as error:
-                from rloom.models.capture import is_in_the_way, wait_for_others  # torch is there, after such an error
+                # torch is there, after such an error.
+                from rloom.models.capture import is_in_the_way, wait_for_others
 
-                if not is_in_the_way(error):
+                if not retries_left or not is_in_the_way(error):
                     raise
-                answer.extra.clear()
-                answer.metrics.clear()
+                result.extra.clear()
+                result.metrics.clear()
                 wait_for_others()
-        return self.reward.score(_recorded(batch, answer, self.check_metric))
+        raise AssertionError("unreachable")
 
-    async def _on_loop(self, batch: RewardBatch) -> Answer:
-        if self._gate is None:
-            self._gate = asyncio.Semaphore(self.marks.concurrency or self.options.concurrency)
-        answer = Answer()
-        async with self._gate:
-            began = time.perf_counter()
-            try:
-                call = self.reward.score(_recorded(batch, answer, self.check_metric))
-                answer.values = await asyncio.wait_for(_awaited(call), self.marks.time_limit)
-            except TimeoutError as error:
-                late = self.marks.time_limit is not None and time.perf_counter() - began >= self.marks.time_limit
-                answer.error, answer.failure = error, "timeouts" if late else "errors"
-            except (Exception, SystemExit) as error:
-                answer.error, answer.failure = _as_error(error), "errors"
-            answer.seconds = time.perf_counter() - began
-        return answer
+    async def _on_loop(self, batch: RewardBatch) -> CallResult:
+        if self._semaphore is None:
+            self._semaphore = asyncio.Semaphore(self.options.concurrency or self.defaults.concurrency)
+        result, limit = CallResult(), self.options.time_limit
+        async with self._semaphore:
+            with _timed(result):
+                call = self.reward.score(_recorded(batch, result, self.check_metric))
+                result.values = await asyncio.wait_for(_awaited(call), limit)
+        if isinstance(result.error, TimeoutError) and limit is not None and result.seconds >= limit:
+            result.failure = "timeouts"
+        return result
 
-    def _in_workers(self, batch: RewardBatch, rows: list[int]) -> list[Piece]:
-        assert self._key is not None
+    # -- in worker processes
+
+    def _in_workers(self, batch: RewardBatch, rows: list[int]) -> list[PendingCall]:
         futures: list[Future[Any]] = []
         per_sample, shared = self._portable(batch)
-        for first in range(0, len(rows), 64):  # the first are being scored while the others are made ready
+        for first in range(0, len(rows), SAMPLES_AT_ONCE):
             samples = [
                 {name: [values[row]] for name, values in per_sample.items()} | shared
-                for row in rows[first : first + 64]
+                for row in rows[first : first + SAMPLES_AT_ONCE]
             ]
             futures += self.pool.submit(self._key, samples, self.time_limit)
-        return [Piece(rows=[row], future=f, read=self._from_worker) for row, f in zip(rows, futures, strict=True)]
+        return [PendingCall(rows=[row], future=f, read=self._from_worker) for row, f in zip(rows, futures, strict=True)]
 
     def _portable(self, batch: RewardBatch) -> tuple[dict[str, Any], dict[str, Any]]:
         """Arguments as they can travel to a worker: those with a value per sample, and those that all samples share."""
@@ -209,28 +214,39 @@ class Caller:
             shared["trainer_state"] = _snapshot(arguments["trainer_state"])
         return {name: values for name, values in arguments.items() if name not in shared}, shared
 
-    def _from_worker(self, done: Future[dict[str, Any]]) -> Answer:
+    def _from_worker(self, done: Future[dict[str, Any]]) -> CallResult:
         error = done.exception()
         if isinstance(error, TimeoutError):
-            return Answer(error=error, failure="timeouts", seconds=self.time_limit)
+            return CallResult(error=error, failure="timeouts", seconds=self.time_limit)
         if error is not None:
-            return Answer(error=error, failure="crashes" if isinstance(error, WorkerGone) else "errors")
+            return CallResult(error=error, failure="crashes" if isinstance(error, WorkerGone) else "errors")
         reply = done.result()
-        answer = Answer(seconds=reply["seconds"], extra=reply.get("extra", {}))
-        answer.metrics = [(name, value) for name, value in reply.get("metrics", [])]
+        metrics = [(name, value) for name, value in reply.get("metrics", [])]
+        result = CallResult(seconds=reply["seconds"], extra=reply.get("extra", {}), metrics=metrics)
         if "error" in reply:
             kind, message, trace = reply["error"]
-            answer.error = RewardError(f"{kind}: {message}\n\nin a worker process:\n{trace}")
-            answer.failure = "errors"
+            result.error = RewardError(f"{kind}: {message}\n\nin a worker process:\n{trace}")
+            result.failure = "errors"
         else:
-            answer.values = _returned(reply["value"])
-        return answer
+            result.values = _returned(reply["value"])
+        return result
 
     def close(self) -> None:
         """End its threads."""
         if self._threads is not None:
             self._threads.shutdown(wait=False, cancel_futures=True)
             self._threads = None
+
+
+@contextmanager
+def _timed(result: CallResult) -> Iterator[None]:
+    """Note how long a call takes, and its exception as its failure."""
+    began = time.perf_counter()
+    try:
+        yield
+    except (Exception, SystemExit) as error:
+        result.error, result.failure = _as_error(error), "errors"
+    result.seconds = time.perf_counter() - began
 
 
 def _by_name(reward: Any) -> Any:
@@ -244,7 +260,8 @@ def _by_name(reward: Any) -> Any:
 async def _awaited(value: Awaitable[Any]) -> Any:
     try:
         return await value
-    except SystemExit as error:  # which would end the event loop on its way
+    except SystemExit as error:
+        # It would end the event loop on its way.
         raise _as_error(error) from None
 
 
@@ -253,19 +270,19 @@ def _as_error(error: BaseException) -> BaseException:
     return RewardError(f"it called sys.exit({error.code!r})") if isinstance(error, SystemExit) else error
 
 
-def _recorded(batch: RewardBatch, answer: Answer, check_metric: CheckMetric) -> RewardBatch:
+def _recorded(batch: RewardBatch, result: CallResult, check_metric: CheckMetric) -> RewardBatch:
     """A copy for the function, with logging that is kept for later: calls may come from other threads, in any order."""
     count = len(batch)
 
     def log_extra(column: str, values: list[Any]) -> None:
         if len(values) != count:
             raise RewardError(f"log_extra({column!r}, …) got {len(values)} values for {count} completions")
-        answer.extra[column] = list(values)
+        result.extra[column] = list(values)
 
     def log_metric(name: str, value: float) -> None:
         if check_metric is not None:
             check_metric(name, value)
-        answer.metrics.append((name, value))
+        result.metrics.append((name, value))
 
     return replace(batch.own(), log_extra=log_extra, log_metric=log_metric)
 
@@ -278,17 +295,9 @@ def _snapshot(state: Any) -> Any:
     return types.SimpleNamespace(**plain)
 
 
-class Strange:
-    """Stands for a value that a worker could not send, so that the complaint names its type."""
-
-    def __init__(self, kind: str, text: str) -> None:
-        self.kind, self.text = kind, text
-
-    def __str__(self) -> str:
-        return self.text
-
-
 def _returned(value: Any) -> Any:
+    """What a function returned, as its worker sent it. In place of a value that JSON does not know stands one that has
+    its type's name and its text, so that the complaint shows these."""
     if isinstance(value, dict) and set(value) == {"type", "text"}:
-        return type(value["type"], (Strange,), {})(value["type"], value["text"])
+        return type(value["type"], (), {"__str__": lambda _: value["text"]})()
     return [_returned(v) for v in value] if isinstance(value, list) else value

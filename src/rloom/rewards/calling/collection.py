@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 import os
 from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import wait
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -16,16 +15,14 @@ from torch import Tensor
 from rloom.errors import RewardError
 from rloom.printable import get_logger
 from rloom.rewards.base import Reward, RewardBatch, as_score, one_per_completion, unique_names
-from rloom.rewards.calling.caller import Answer, Caller, Options, Piece
+from rloom.rewards.calling.caller import CallDefaults, Caller, CallResult, PendingCall
 from rloom.rewards.calling.worker_pool import WorkerPool
 from rloom.rewards.scored import Scored
 
 logger = get_logger(__name__)
 
-REASON = 500
-"""So much of an exception's message is kept for each sample; the whole is in the log, or in what is raised."""
-Part = tuple[int, RewardBatch, list[list[Piece]]]
-"""A group's position, its completions, and for each reward the calls that are under way for it."""
+# Characters of an exception's message that are kept for each sample; the whole is in the log, or in what is raised.
+MAX_REASON = 500
 
 
 class RewardSet:
@@ -69,18 +66,22 @@ class RewardSet:
         self.names = unique_names([reward.name for reward in rewards])
         self.weights = torch.tensor(weights if weights is not None else [1.0] * len(rewards), dtype=torch.float32)
         self.on_error, self.table_columns, self.check_metric = on_error, table_columns, check_metric
-        options = Options(workers=workers or min(_cores(), 8), time_limit=time_limit, concurrency=concurrency)
-        self.pool = WorkerPool(options.workers)
-        routes = list(when) if when is not None else [None] * len(self.rewards)
+        defaults = CallDefaults(workers=workers or min(_cores(), 8), time_limit=time_limit, concurrency=concurrency)
+        self.pool = WorkerPool(defaults.workers)
         self.callers = [
-            Caller(reward, name, options, self.pool, route, check_metric)
-            for reward, name, route in zip(self.rewards, self.names, routes, strict=True)
+            Caller(reward, name, defaults, self.pool, route, check_metric)
+            for reward, name, route in zip(self.rewards, self.names, when or [None] * len(rewards), strict=True)
         ]
 
     @property
     def streaming(self) -> bool:
         """Whether any reward can begin before all completions are there."""
         return any(caller.streaming for caller in self.callers)
+
+    @property
+    def score_on_error(self) -> float | None:
+        """The score of a sample on which a function failed, where that does not end the run."""
+        return None if isinstance(self.on_error, str) else float(self.on_error)
 
     def begin(self) -> Scoring:
         """The scoring of one rollout, whose groups can be added as they come."""
@@ -97,176 +98,193 @@ class RewardSet:
             caller.close()
 
 
+@dataclass(slots=True, kw_only=True)
+class StreamedGroup:
+    """A group that was handed over while others were still being generated."""
+
+    position: int  # its place in the rollout
+    batch: RewardBatch
+    calls: list[list[PendingCall]]  # for each reward
+
+    def cancel(self) -> None:
+        """Call off what has not begun."""
+        for call in (call for calls in self.calls for call in calls):
+            call.future.cancel()
+
+
 class Scoring:
     """The scoring of one rollout: `add` each group as it comes, then `score` all of them.
 
-    Rewards that are marked for it are called per group, while generation goes on; others by `score`, once, with all
-    completions.
+    Streaming rewards are called per group, while generation goes on; others by `score`, once, with all completions.
     """
 
     def __init__(self, rewards: RewardSet) -> None:
-        self.rewards, self.callers, self.names = rewards, rewards.callers, rewards.names
-        self.scored: Scored | None = None  # what the last call of `score` returned
-        self._parts: list[Part] = []
-        self._unseen: list[tuple[int, Piece, RewardBatch]] = []  # calls under way, whose failure should be seen early
+        self.rewards, self.callers = rewards, rewards.callers
+        # What the last call of `score` returned.
+        self.scored: Scored | None = None
+        self._groups: list[StreamedGroup] = []
+        # Calls under way, whose failure should be seen early.
+        self._unseen: list[tuple[int, PendingCall, RewardBatch]] = []
 
     # -- while groups come in
 
     def add(self, position: int, group: RewardBatch) -> None:
-        """Start scoring a group with the rewards that are marked for it. `position` is its place in the batch.
+        """Start scoring a group with the streaming rewards. `position` is its place in the batch.
 
         Where a failure stops the run, one of an earlier group does so here: there is no use in generating the rest.
         """
         group = group.own()
-        pieces = [caller.begin(group) if caller.streaming else [] for caller in self.callers]
-        self._parts.append((position, group, pieces))
-        self._unseen += [(index, piece, group) for index, several in enumerate(pieces) for piece in several]
+        calls = [caller.begin(group) if caller.streaming else [] for caller in self.callers]
+        self._groups.append(StreamedGroup(position=position, batch=group, calls=calls))
+        self._unseen += [(index, call, group) for index, several in enumerate(calls) for call in several]
         if self.rewards.on_error == "raise":
             self._raise_early()
 
     def _raise_early(self) -> None:
         done = [entry for entry in self._unseen if entry[1].future.done()]
         self._unseen = [entry for entry in self._unseen if not entry[1].future.done()]
-        for index, piece, group in done:
-            answer = piece.answer()
-            if answer.error is not None and answer.failure == "errors":
-                self._failed(index, answer.error, answer.failure, piece.rows, group, {})
+        for index, call, group in done:
+            result = call.result()
+            if result.error is not None and result.failure == "errors":
+                _Column(self.rewards, index, group).fail(result.error, result.failure, call.rows)
 
     def cancel(self) -> None:
         """Let go of groups that will not be asked for: generation failed, or somebody else scored them."""
-        _cancel(self._parts)
-        self._parts, self._unseen = [], []
+        for group in self._groups:
+            group.cancel()
+        self._groups, self._unseen = [], []
 
     # -- when all are there
 
     def score(self, batch: RewardBatch) -> Scored:
         """What all rewards say about the batch. Calls that `add` has begun for the same completions are taken over."""
-        parts, self._parts, self._unseen = sorted(self._parts, key=lambda part: part[0]), [], []
-        if not _are_of(parts, batch):  # nothing, or something else, was added before
-            _cancel(parts)
-            parts = []
+        self._groups.sort(key=lambda group: group.position)
+        # Where nothing, or something else, was added before.
+        if not _are_of(self._groups, batch):
+            self.cancel()
+        groups, self._groups, self._unseen = self._groups, [], []
         self.scored = scored = Scored.nothing(len(batch), len(self.callers))
         # What runs elsewhere is started first, so that it goes on while plain functions run here.
-        order = sorted(range(len(self.callers)), key=lambda index: self._runs_here(self.callers[index]))
-        begun = {index: self._pieces(index, batch, parts) for index in order}
-        columns = [self._settled(index, begun[index], batch, scored) for index in range(len(self.callers))]
+        order = sorted(range(len(self.callers)), key=lambda index: self.callers[index].runs_here)
+        begun = {index: self._calls(index, batch, groups) for index in order}
+        columns = [_Column(self.rewards, i, batch, scored).of(begun[i]) for i in range(len(self.callers))]
         scored.scores = torch.tensor(columns, dtype=torch.float32).T.contiguous()
         _warn_unscored(scored.scores, batch)
         return scored
 
-    @staticmethod
-    def _runs_here(caller: Caller) -> bool:
-        return not (caller.streaming or caller.is_async or caller.marks.threads)
-
-    def _pieces(self, index: int, batch: RewardBatch, parts: list[Part]) -> list[Piece]:
-        if not parts or not self.callers[index].streaming:
+    def _calls(self, index: int, batch: RewardBatch, groups: list[StreamedGroup]) -> list[PendingCall]:
+        """The calls of one reward, whose rows are those of the whole batch."""
+        if not groups or not self.callers[index].streaming:
             return self.callers[index].begin(batch)
-        pieces, first = [], 0
-        for _, group, several in parts:
-            pieces += [replace(p, rows=[first + row for row in p.rows]) for p in several[index]]
-            first += len(group)
-        return pieces
+        calls, first = [], 0
+        for group in groups:
+            calls += [replace(call, rows=[first + row for row in call.rows]) for call in group.calls[index]]
+            first += len(group.batch)
+        return calls
 
-    def _settled(self, index: int, pieces: list[Piece], batch: RewardBatch, scored: Scored) -> list[float]:
-        """One reward's column of scores, from the answers of its calls; the rest goes into the record, in the batch's
-        order."""
-        column: list[float] = [math.nan] * len(batch)
-        failures: dict[str, int] = {}
+
+class _Column:
+    """One reward's column of scores, made from the results of its calls. What else they say goes into the record."""
+
+    def __init__(self, rewards: RewardSet, index: int, batch: RewardBatch, scored: Scored | None = None) -> None:
+        self.rewards, self.index, self.batch, self.scored = rewards, index, batch, scored
+        self.name = rewards.names[index]
+        self.failures: dict[str, int] = {}
+
+    def of(self, calls: list[PendingCall]) -> list[float]:
+        """The scores; NaN for None."""
+        assert self.scored is not None
+        column = [math.nan] * len(self.batch)
         extra: dict[str, list[Any]] = {}
         seconds = 0.0
-        wait([piece.future for piece in pieces[-1:]])  # to wake up once, not for each: others need the time
-        for piece in pieces:
-            answer = piece.answer()
-            seconds += answer.seconds
-            for row, value in zip(piece.rows, self._values(index, answer, piece.rows, batch, failures), strict=True):
+        # Wait for the last first, to wake up once and not for each: others need the time.
+        wait([call.future for call in calls[-1:]])
+        for call in calls:
+            result = call.result()
+            seconds += result.seconds
+            for row, value in zip(call.rows, self._values(result, call.rows), strict=True):
                 column[row] = math.nan if value is None else value
-            for title, values in answer.extra.items():
-                for row, value in zip(piece.rows, values, strict=True):
-                    extra.setdefault(title, [None] * len(batch))[row] = value
-            self._take_logged(index, answer.metrics, batch, scored)
-        self._take_columns(index, extra, batch, scored)
-        scored.note_cost(self.names[index], column, failures, seconds)
+            for title, values in result.extra.items():
+                for row, value in zip(call.rows, values, strict=True):
+                    extra.setdefault(title, [None] * len(self.batch))[row] = value
+            self._log_metrics(result.metrics, self.scored)
+        self._add_columns(extra, self.scored)
+        self.scored.note_cost(self.name, column, self.failures, seconds)
         return column
 
-    def _take_logged(self, index: int, metrics: list[tuple[str, Any]], batch: RewardBatch, scored: Scored) -> None:
-        check = self.rewards.check_metric
+    def _log_metrics(self, metrics: list[tuple[str, Any]], scored: Scored) -> None:
         try:
             for name, value in metrics:
-                if check is not None:  # what a worker sent was not checked yet
-                    check(name, value)
+                # What a worker sent was not checked yet.
+                if self.rewards.check_metric is not None:
+                    self.rewards.check_metric(name, value)
                 scored.logged.append((name, float(value)))
         except RewardError as error:
-            raise _noted(error, self.names[index], batch) from None
+            raise self._noted(error) from None
 
-    def _take_columns(self, index: int, extra: dict[str, list[Any]], batch: RewardBatch, scored: Scored) -> None:
+    def _add_columns(self, extra: dict[str, list[Any]], scored: Scored) -> None:
         for column, values in extra.items():
-            if column in self.rewards.table_columns or column in self.names:
-                error = RewardError(
-                    f"log_extra({column!r}, …): that column of the table is the trainer's own; choose another"
+            if column in self.rewards.table_columns or column in self.rewards.names:
+                raise self._noted(
+                    RewardError(
+                        f"log_extra({column!r}, …): that column of the table is the trainer's own; choose another"
+                    )
                 )
-                raise _noted(error, self.names[index], batch)
             scored.add_column(column, values)
 
-    def _values(
-        self, index: int, answer: Answer, rows: list[int], batch: RewardBatch, failures: dict[str, int]
-    ) -> list[float | None]:
+    def _values(self, result: CallResult, rows: list[int]) -> list[float | None]:
         """The values of one call, or what its failure costs."""
-        name = self.names[index]
-        if answer.error is not None:
-            self._failed(index, answer.error, answer.failure, rows, batch, failures)
-            return [self._instead] * len(rows)
+        if result.error is not None:
+            return self.fail(result.error, result.failure, rows)
         try:
-            values = one_per_completion(answer.values, name, len(rows))
+            values = one_per_completion(result.values, self.name, len(rows))
         except RewardError as error:
-            self._failed(index, error, "errors", rows, batch, failures)
-            return [self._instead] * len(rows)
-        result = []
+            return self.fail(error, "errors", rows)
+        scores: list[float | None] = []
         for row, value in zip(rows, values, strict=True):
             try:
-                result.append(as_score(value, name, row))
+                scores.append(as_score(value, self.name, row))
             except RewardError as error:
-                self._failed(index, error, "errors", [row], batch, failures)
-                result.append(self._instead)
-        return result
+                scores += self.fail(error, "errors", [row])
+        return scores
 
-    @property
-    def _instead(self) -> float | None:
-        on_error = self.rewards.on_error
-        return None if isinstance(on_error, str) else float(on_error)
-
-    def _failed(
-        self,
-        index: int,
-        error: BaseException,
-        kind: str,
-        rows: list[int],
-        batch: RewardBatch,
-        failures: dict[str, int],
-    ) -> None:
-        """Raise, or count and say so: once per rollout and kind, with the first sample's prompt."""
-        name = self.names[index]
+    def fail(self, error: BaseException, kind: str, rows: list[int]) -> list[float | None]:
+        """The scores of rows on which a call failed. Raises where failures end the run; else counts them, and warns of
+        the first of each kind in a rollout."""
         if self.scored is not None:
-            reason = f"{kind}: {type(error).__name__}: {_message(error):.{REASON}}"
-            self.scored.note_failure(index, name, rows, reason)
+            reason = f"{kind}: {type(error).__name__}: {_message(error):.{MAX_REASON}}"
+            self.scored.note_failure(self.index, self.name, rows, reason)
         if kind == "errors" and self.rewards.on_error == "raise":
-            if len(rows) < len(batch):
-                error.add_note(f"sample {rows[0]}: its prompt begins {str(batch.prompts[rows[0]])[:100]!r}")
-            raise _noted(error, name, batch)
-        failures[kind] = failures.get(kind, 0) + len(rows)
-        if failures[kind] > len(rows):
-            return
+            if len(rows) < len(self.batch):
+                error.add_note(f"sample {rows[0]}: its prompt begins {str(self.batch.prompts[rows[0]])[:100]!r}")
+            raise self._noted(error)
+        if kind not in self.failures:
+            self._warn(error, kind, rows)
+        self.failures[kind] = self.failures.get(kind, 0) + len(rows)
+        return [self.rewards.score_on_error] * len(rows)
+
+    def _warn(self, error: BaseException, kind: str, rows: list[int]) -> None:
+        limit = self.rewards.callers[self.index].time_limit
         what, why = {
             "errors": ("failed", f": {type(error).__name__}: {_message(error)}"),
-            "timeouts": (f"was not done after {self.callers[index].time_limit:g} seconds and was cut off", ""),
+            "timeouts": (
+                f"was not done after {limit:g} seconds and was cut off",
+                "",
+            ),
             "crashes": ("took its worker process with it", f": {_message(error)}"),
         }[kind]
-        cost = "no score" if self._instead is None else f"the score {self._instead:g}"
+        instead = self.rewards.score_on_error
         logger.warning(
             "The reward function '%s' %s on %s %s%s\nFurther ones in this rollout are counted in rewards/%s/%s. The "
             "sample's prompt begins: %.200r, its completion: %.200r",
-            name, what, _samples(rows), cost, why, name, kind, str(batch.prompts[rows[0]]),
-            str(batch.completions[rows[0]]),
+            self.name, what, _samples(rows), "no score" if instead is None else f"the score {instead:g}", why,
+            self.name, kind, str(self.batch.prompts[rows[0]]), str(self.batch.completions[rows[0]]),
         )  # fmt: skip
+
+    def _noted(self, error: BaseException) -> BaseException:
+        kind = "texts, since the prompts are texts" if isinstance(self.batch.prompts[0], str) else "lists of messages"
+        error.add_note(f"in the reward '{self.name}', on {len(self.batch)} completions, which are {kind}")
+        return error
 
 
 def _samples(rows: list[int]) -> str:
@@ -277,26 +295,22 @@ def _samples(rows: list[int]) -> str:
     return f"sample {rows[0]}, which gets" if len(rows) == 1 else f"samples {rows[0]} to {rows[-1]}, which get"
 
 
-def _are_of(parts: list[Part], batch: RewardBatch) -> bool:
-    """Whether what was streamed is what is asked for now; a trainer of the user's own may have changed it since."""
-    starts = list(itertools.accumulate((len(group) for _, group, _ in parts), initial=0))
-    return starts[-1] == len(batch) and all(
-        group.holds_the_same(batch.take(range(first, first + len(group))))
-        for first, (_, group, _) in zip(starts, parts, strict=False)
-    )
-
-
-def _cancel(parts: list[Part]) -> None:
-    for _, _, pieces in parts:
-        for piece in (p for several in pieces for p in several):
-            piece.future.cancel()
-
-
 def _message(error: BaseException) -> str:
     try:
         return str(error)
-    except Exception:  # an exception of the user's own
+    except Exception:
+        # An exception of the user's own may refuse even that.
         return ""
+
+
+def _are_of(groups: list[StreamedGroup], batch: RewardBatch) -> bool:
+    """Whether what was streamed is what is asked for now; a trainer of the user's own may have changed it since."""
+    first = 0
+    for group in groups:
+        if not group.batch.holds_the_same(batch.take(range(first, min(first + len(group.batch), len(batch))))):
+            return False
+        first += len(group.batch)
+    return first == len(batch)
 
 
 def _cores() -> int:
@@ -304,12 +318,6 @@ def _cores() -> int:
     several on this machine."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return max(1, cores // max(1, int(os.environ.get("LOCAL_WORLD_SIZE") or 1)))
-
-
-def _noted(error: BaseException, name: str, batch: RewardBatch) -> BaseException:
-    kind = "texts, since the prompts are texts" if isinstance(batch.prompts[0], str) else "lists of messages"
-    error.add_note(f"in the reward '{name}', on {len(batch)} completions, which are {kind}")
-    return error
 
 
 def _warn_unscored(scores: Tensor, batch: RewardBatch) -> None:

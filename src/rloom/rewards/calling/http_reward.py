@@ -14,7 +14,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from rloom.errors import RewardError, checks_options
-from rloom.rewards.calling.call_options import mark
+from rloom.rewards.calling.call_options import set_call_options
 from rloom.rewards.calling.json_service import JsonService, bearer
 
 TOKEN_VARIABLE = "RLOOM_REWARD_TOKEN"
@@ -76,7 +76,7 @@ def http_reward(
         return [score for scores in senders[0].map(lambda p: _scores(service, p), payloads) for score in scores]
 
     http_reward_function.__name__ = service_name(url)
-    return mark(http_reward_function, streaming=True, threads=True, concurrency=concurrency)
+    return set_call_options(http_reward_function, streaming=True, threads=True, concurrency=concurrency)
 
 
 def service_name(url: str) -> str:

@@ -22,8 +22,8 @@ from rloom.rewards.calling.event_loop import BackgroundLoop
 
 logger = get_logger(__name__)
 
+# Status codes after which asking again makes sense.
 AGAIN = {408, 425, 429, 500, 502, 503, 504}
-"""Answers after which asking again makes sense."""
 LOOPBACK = {"127.0.0.1", "localhost", "::1"}
 
 
@@ -51,8 +51,8 @@ def redacted(parts: SplitResult) -> str:
     return urlunsplit((parts.scheme, f"{host}:{parts.port}" if parts.port else host, parts.path, "", ""))
 
 
+# An event loop for requests alone: only there can one be cut off in the middle of whatever it waits for.
 _requests = BackgroundLoop("rloom-web")
-"""For requests alone: only there can one be cut off in the middle of whatever it waits for."""
 
 
 class Unavailable(Exception):

@@ -13,9 +13,10 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
-from rloom.errors import RewardError, checks_options, needs_extra
-from rloom.rewards.calling.call_options import mark, reward
+from rloom.errors import RewardError, checks_options
+from rloom.rewards.calling.call_options import reward, set_call_options
 from rloom.rewards.completion_text import text_of
+from rloom.rewards.library.inputs import column_of, optional_package
 
 PARSING_SECONDS, VERIFYING_SECONDS = 10, 5
 
@@ -33,11 +34,8 @@ def _timeouts() -> tuple[int | None, int | None]:
 
 
 def _parse(text: str, **options: Any) -> list[Any]:
-    try:
-        from math_verify import parse
-    except ImportError:
-        raise needs_extra("math_accuracy", "math-verify", "math") from None
-    return parse(text, parsing_timeout=_timeouts()[0], **options)
+    math_verify = optional_package("math_verify", what="math_accuracy", package="math-verify", extra="math")
+    return math_verify.parse(text, parsing_timeout=_timeouts()[0], **options)
 
 
 def _verify(gold: list[Any], answer: list[Any]) -> float:
@@ -48,12 +46,10 @@ def _verify(gold: list[Any], answer: list[Any]) -> float:
 
 def _strict_latex(text: str) -> list[Any]:
     """Answers in well-formed LaTeX only, a boxed one first."""
-    try:
-        from latex2sympy2_extended import NormalizationConfig
-        from math_verify import LatexExtractionConfig
-    except ImportError:
-        raise needs_extra("accuracy_reward", "math-verify", "math") from None
-    config = LatexExtractionConfig(
+    math_verify = optional_package("math_verify", what="accuracy_reward", package="math-verify", extra="math")
+    from latex2sympy2_extended import NormalizationConfig
+
+    config = math_verify.LatexExtractionConfig(
         normalization_config=NormalizationConfig(units=True), boxed_match_priority=0, try_extract_without_anchor=False
     )
     return _parse(text, extraction_config=[config], extraction_mode="first_match")
@@ -68,7 +64,8 @@ def _quick_numbers() -> None:
     """
     try:
         from sympy.parsing import sympy_parser
-    except ImportError:  # the first call says what is missing
+    except ImportError:
+        # The first call says what is missing.
         return
     plain = sympy_parser.parse_expr
     names: dict[str, Any] = {}
@@ -88,8 +85,8 @@ def _quick_numbers() -> None:
 
 
 WORDS = re.compile(r"(?<![\\A-Za-z])[A-Za-z]{3,}")
+# Characters at the end of a completion in which the answer is looked for.
 MAX_CHARACTERS = 100_000
-"""The answer is looked for in the last so many characters: it stands at the end."""
 
 
 @reward(streaming=True, isolated=True, at_start=_quick_numbers)
@@ -105,9 +102,8 @@ def math_accuracy(
     >>> math_accuracy([r"So it is \boxed{\frac{1}{2}}.", "It is 7."], solution=["0.5", "8"])
     [1.0, 0.0]
     """
-    right = solution if solution is not None else answer
-    if right is None:
-        raise RewardError("math_accuracy needs a column 'solution' or 'answer' with the right answers")
+    needed = "math_accuracy needs a column 'solution' or 'answer' with the right answers"
+    right = column_of({"solution": solution, "answer": answer}, "solution", "answer", needed=needed)
     return [_math_score(text_of(c)[-MAX_CHARACTERS:], r) for c, r in zip(completions, right, strict=True)]
 
 
@@ -116,7 +112,8 @@ def _math_score(text: str, right: Any) -> float | None:
         return None
     gold_text = str(right).rsplit("####", 1)[-1].strip()
     gold = _parse(gold_text)
-    if not gold and not WORDS.search(gold_text):  # LaTeX without its dollars; words would pass for products of letters
+    # It may be LaTeX without its dollars. Words would pass for products of letters.
+    if not gold and not WORDS.search(gold_text):
         gold = _parse(f"${gold_text}$")
     if not gold:
         return None
@@ -143,8 +140,8 @@ def _last_boxed(text: str) -> str | None:
 
 
 STATED = re.compile(r"(?:answer|choice|option)\s{0,9}(?:is|:|=)?\s{0,9}\*{0,4}\s{0,9}[\(\[]?([A-Z])\b", re.IGNORECASE)
+# Characters at the end of a completion in which a stated choice is looked for.
 STATED_CHARACTERS = 2000
-"""Where a choice is stated: at the end."""
 LONE = re.compile(r"(?<![A-Za-z])[\(\[]?([A-Z])[\)\].:]?(?![A-Za-z'])")
 
 
@@ -174,9 +171,8 @@ def choice_accuracy(
     >>> choice_accuracy(["The answer is (B).", "A", "A, B or C"], answer=["B", "B", "B"])
     [1.0, 0.0, 0.0]
     """
-    right = answer if answer is not None else solution
-    if right is None:
-        raise RewardError("choice_accuracy needs a column 'answer' or 'solution' with the right letters")
+    needed = "choice_accuracy needs a column 'answer' or 'solution' with the right letters"
+    right = column_of({"solution": solution, "answer": answer}, "answer", "solution", needed=needed)
     letters = [chosen_letter(text_of(c)[-MAX_CHARACTERS:]) for c in completions]
     return [None if r is None else float(c == _right_letter(r)) for c, r in zip(letters, right, strict=True)]
 
@@ -229,15 +225,12 @@ def _after(text: str, delimiters: list[str]) -> str | None:
 
 
 def _accuracies(texts: list[str | None], solution: list[str], log_extra: Any) -> list[float | None]:
-    rewards: list[float | None] = []
+    scores: list[float | None] = []
     golds, answers = [], []
     for text, right in zip(texts, solution, strict=True):
         gold = _parse(right) if text is not None else None
         answer = _strict_latex(text) if text is not None and gold else []
-        if text is None:
-            rewards.append(0.0)
-        else:
-            rewards.append(_verify(gold, answer) if gold else None)
+        scores.append(_verify(gold, answer) if gold else 0.0 if text is None else None)
         nothing = "[incomplete reasoning]" if text is None else "[unparseable]"
         golds.append(str(gold) if gold else nothing)
         answers.append(str(answer) if answer else nothing if text is None or gold else "[skipped]")
@@ -245,7 +238,7 @@ def _accuracies(texts: list[str | None], solution: list[str], log_extra: Any) ->
         log_extra("solution", list(solution))
         log_extra("gold_parsed", golds)
         log_extra("answer_parsed", answers)
-    return rewards
+    return scores
 
 
 @checks_options
@@ -269,11 +262,11 @@ def get_cosine_scaled_reward(
     def cosine_scaled_reward(
         completions: list[Any], solution: list[str], completion_ids: list[list[int]], **kwargs: Any
     ) -> list[float | None]:
-        rewards: list[float | None] = []
+        scores: list[float | None] = []
         for right, ids in zip(accuracy_reward(completions, solution), completion_ids, strict=True):
             low, high = (min_value_correct, max_value_correct) if right else (max_value_wrong, min_value_wrong)
             share = 0.5 * (1.0 + math.cos(math.pi * min(len(ids) / max_len, 1.0)))
-            rewards.append(None if right is None else low + (high - low) * share)
-        return rewards
+            scores.append(None if right is None else low + (high - low) * share)
+        return scores
 
-    return mark(cosine_scaled_reward, streaming=True, isolated=True, at_start=_quick_numbers)
+    return set_call_options(cosine_scaled_reward, streaming=True, isolated=True, at_start=_quick_numbers)

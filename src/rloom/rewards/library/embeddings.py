@@ -10,8 +10,9 @@ import torch
 from torch import Tensor
 
 from rloom.errors import RewardError, checks_options
-from rloom.rewards.calling.call_options import mark
+from rloom.rewards.calling.call_options import set_call_options
 from rloom.rewards.completion_text import text_of, without_surrogates
+from rloom.rewards.library.inputs import column_of
 
 DEFAULT = "sentence-transformers/all-MiniLM-L6-v2"
 ROWS_PER_FORWARD = 32
@@ -85,18 +86,17 @@ def semantic_similarity(
     loaded: list[Encoder] = []
 
     def semantic_similarity_reward(completions: list[Any], **columns: Any) -> list[float | None]:
-        if column not in columns:
-            raise RewardError(f"semantic_similarity needs a column '{column}' with a text to compare with")
+        needed = f"semantic_similarity needs a column '{column}' with a text to compare with"
+        references = column_of(columns, column, needed=needed)
         if not loaded:
             loaded.append(Encoder(model, tokenizer, device=device))
-        rows = [i for i, reference in enumerate(columns[column]) if reference is not None]
-        scores: list[float | None] = [None] * len(completions)
-        if rows:
-            vectors = loaded[0]([text_of(completions[i]) for i in rows] + [str(columns[column][i]) for i in rows])
-            cosines = (vectors[: len(rows)] * vectors[len(rows) :]).sum(-1)
-            for row, value in zip(rows, cosines.tolist(), strict=True):
-                scores[row] = value
-        return scores
+        rows = [i for i, reference in enumerate(references) if reference is not None]
+        if not rows:
+            return [None] * len(completions)
+        vectors = loaded[0]([text_of(completions[i]) for i in rows] + [str(references[i]) for i in rows])
+        cosines = (vectors[: len(rows)] * vectors[len(rows) :]).sum(-1)
+        by_row = dict(zip(rows, cosines.tolist(), strict=True))
+        return [by_row.get(row) for row in range(len(completions))]
 
     semantic_similarity_reward.__name__ = "semantic_similarity"
-    return mark(semantic_similarity_reward, streaming=True)
+    return set_call_options(semantic_similarity_reward, streaming=True)

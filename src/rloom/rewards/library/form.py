@@ -7,9 +7,10 @@ import re
 from collections.abc import Callable
 from typing import Any
 
-from rloom.errors import RewardError, checks_options, needs_extra
-from rloom.rewards.calling.call_options import mark, reward
+from rloom.errors import RewardError, checks_options
+from rloom.rewards.calling.call_options import reward, set_call_options
 from rloom.rewards.completion_text import text_of
+from rloom.rewards.library.inputs import column_of, optional_package
 
 JSON_FENCE = re.compile(r"```(?:json)?[ \t]*\n(.*?)```", re.DOTALL)
 
@@ -34,7 +35,7 @@ def format(pattern: str, *, flags: int = re.DOTALL, search: bool = False) -> Cal
         return [float(match(text_of(c)) is not None) for c in completions]
 
     format_reward.__name__ = "format"
-    return mark(format_reward, streaming=True, isolated=True)
+    return set_call_options(format_reward, streaming=True, isolated=True)
 
 
 @reward(streaming=True)
@@ -60,21 +61,17 @@ def json_schema(schema: dict[str, Any] | None = None, *, column: str = "schema")
     >>> json_schema({"type": "object", "required": ["name"]})(['{"name": "Ada"}', "[]", "no"])
     [1.0, 0.0, 0.0]
     """
-    try:
-        import jsonschema
-    except ImportError:
-        raise needs_extra("json_schema", "jsonschema", "json") from None
+    jsonschema = optional_package("jsonschema", what="json_schema", package="jsonschema", extra="json")
     if schema is not None:
         _checked_schema(schema)
 
     def json_schema_reward(completions: list[Any], **columns: Any) -> list[float | None]:
-        if schema is None and column not in columns:
-            raise RewardError(f"json_schema needs a schema, or a column '{column}' with one for each row")
-        schemas = [schema] * len(completions) if schema is not None else columns[column]
+        needed = f"json_schema needs a schema, or a column '{column}' with one for each row"
+        schemas = [schema] * len(completions) if schema is not None else column_of(columns, column, needed=needed)
         return [_fits(text_of(c), s, jsonschema) for c, s in zip(completions, schemas, strict=True)]
 
     json_schema_reward.__name__ = "json_schema"
-    return mark(json_schema_reward, streaming=True, isolated=True)
+    return set_call_options(json_schema_reward, streaming=True, isolated=True)
 
 
 def _checked_schema(schema: Any) -> Any:

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from rloom.errors import RewardError, checks_options
-from rloom.rewards.calling.call_options import mark
+from rloom.rewards.calling.call_options import set_call_options
 
 
 @checks_options
@@ -24,7 +24,7 @@ def length(*, minimum: int = 0, maximum: int | None = None, margin: int = 1) -> 
         return [max(0.0, 1.0 - distance / margin) for distance in outside]
 
     length_reward.__name__ = "length"
-    return mark(length_reward, streaming=True)
+    return set_call_options(length_reward, streaming=True)
 
 
 @checks_options
@@ -44,7 +44,7 @@ def get_soft_overlong_punishment(max_completion_len: int, soft_punish_cache: int
             for n in map(len, completion_ids)
         ]
 
-    return mark(soft_overlong_punishment_reward, streaming=True)
+    return set_call_options(soft_overlong_punishment_reward, streaming=True)
 
 
 @checks_options
@@ -64,7 +64,7 @@ def get_repetition_penalty_reward(ngram_size: int = 3, max_penalty: float = -1.0
     def repetition_penalty_reward(completion_ids: list[list[int]], **kwargs: Any) -> list[float]:
         return [repeated_share(ids, ngram_size) * max_penalty or 0.0 for ids in completion_ids]
 
-    return mark(repetition_penalty_reward, streaming=True)
+    return set_call_options(repetition_penalty_reward, streaming=True)
 
 
 def repeated_share(ids: list[int], size: int) -> float:

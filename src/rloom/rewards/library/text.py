@@ -6,12 +6,13 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
-from rloom.errors import RewardError, check_choice, checks_options, needs_extra
-from rloom.rewards.calling.call_options import mark, reward
+from rloom.errors import check_choice, checks_options
+from rloom.rewards.calling.call_options import reward, set_call_options
 from rloom.rewards.completion_text import text_of, without_surrogates
+from rloom.rewards.library.inputs import column_of, optional_package
 
+# Characters that are read of a completion: these measures do not change much beyond, and some take quadratic time.
 MAX_CHARACTERS = 20_000
-"""What is read of a completion: these measures do not change much beyond, and some take quadratic time."""
 
 
 @checks_options
@@ -29,30 +30,27 @@ def language(code: str | None = None, *, column: str = "language") -> Callable[.
         check_choice("language", code, sorted(identifier.labels))
 
     def language_reward(completions: list[Any], **columns: Any) -> list[float | None]:
-        if code is None and column not in columns:
-            raise RewardError(f"language needs a code, or a column '{column}' with one for each row")
-        codes = [code] * len(completions) if code is not None else columns[column]
+        needed = f"language needs a code, or a column '{column}' with one for each row"
+        codes = [code] * len(completions) if code is not None else column_of(columns, column, needed=needed)
         return [_probability(text_of(c), wanted) for c, wanted in zip(completions, codes, strict=True)]
 
     language_reward.__name__ = "language"
-    return mark(language_reward, streaming=True, isolated=True)
+    return set_call_options(language_reward, streaming=True, isolated=True)
 
 
 @functools.cache
 def _identifier() -> Any:
-    try:
-        from py3langid.langid import MODEL_FILE, LanguageIdentifier
-    except ImportError:
-        raise needs_extra("language", "py3langid", "text") from None
-    return LanguageIdentifier.from_model_file(MODEL_FILE, norm_probs=True)
+    langid = optional_package("py3langid.langid", what="language", package="py3langid", extra="text")
+    return langid.LanguageIdentifier.from_model_file(langid.MODEL_FILE, norm_probs=True)
 
 
 def _probability(text: str, code: str | None) -> float | None:
     if code is None:
         return None
     text = without_surrogates(text[:MAX_CHARACTERS]).strip()
+    # Digits and signs are in no language.
     if not any(character.isalpha() for character in text):
-        return 0.0  # digits and signs are in no language
+        return 0.0
     return float(dict(_identifier().rank(text)).get(code, 0.0))
 
 
@@ -69,11 +67,8 @@ def sentiment(completions: list[Any], **kwargs: Any) -> list[float]:
 
 @functools.cache
 def _analyzer() -> Any:
-    try:
-        from vaderSentiment.vaderSentiment import SentimentIntensityAnalyzer
-    except ImportError:
-        raise needs_extra("sentiment", "vaderSentiment", "text") from None
-    return SentimentIntensityAnalyzer()
+    name = "vaderSentiment.vaderSentiment"
+    return optional_package(name, what="sentiment", package="vaderSentiment", extra="text").SentimentIntensityAnalyzer()
 
 
 @checks_options
@@ -84,22 +79,17 @@ def rouge(kind: str = "rougeL", *, column: str = "reference", stem: bool = True)
     [0.8]
     """
     check_choice("kind", kind, ("rouge1", "rouge2", "rouge3", "rougeL", "rougeLsum"))
-    try:
-        import rouge_score  # noqa: F401
-    except ImportError:
-        raise needs_extra("rouge", "rouge-score", "text") from None
+    optional_package("rouge_score", what="rouge", package="rouge-score", extra="text")
 
     def rouge_reward(completions: list[Any], **columns: Any) -> list[float | None]:
         scorer = _rouge_scorer(kind, stem)
-        scores: list[float | None] = []
-        for completion, references in zip(completions, _references(columns, column, "rouge"), strict=True):
-            text = text_of(completion)[:MAX_CHARACTERS]
-            several = [references] if isinstance(references, str) else references
-            scores.append(None if several is None else max(scorer.score(r, text)[kind].fmeasure for r in several))
-        return scores
+        return [
+            None if references is None else max(scorer.score(r, text)[kind].fmeasure for r in references)
+            for text, references in _with_references(completions, columns, column, "rouge")
+        ]
 
     rouge_reward.__name__ = kind
-    return mark(rouge_reward, streaming=True, isolated=True)
+    return set_call_options(rouge_reward, streaming=True, isolated=True)
 
 
 @functools.cache
@@ -116,22 +106,17 @@ def bleu(*, column: str = "reference") -> Callable[..., list[float | None]]:
     >>> bleu()(["the cat sat on the mat"], reference=["the cat sat on the mat"])
     [1.0]
     """
-    try:
-        import sacrebleu  # noqa: F401
-    except ImportError:
-        raise needs_extra("bleu", "sacrebleu", "text") from None
+    optional_package("sacrebleu", what="bleu", package="sacrebleu", extra="text")
 
     def bleu_reward(completions: list[Any], **columns: Any) -> list[float | None]:
         scorer = _bleu_scorer()
-        scores: list[float | None] = []
-        for completion, references in zip(completions, _references(columns, column, "bleu"), strict=True):
-            text = text_of(completion)[:MAX_CHARACTERS]
-            several = [references] if isinstance(references, str) else references
-            scores.append(None if several is None else min(scorer.sentence_score(text, several).score / 100, 1.0))
-        return [None if score is None else round(score, 10) for score in scores]
+        return [
+            None if references is None else round(min(scorer.sentence_score(text, references).score / 100, 1.0), 10)
+            for text, references in _with_references(completions, columns, column, "bleu")
+        ]
 
     bleu_reward.__name__ = "bleu"
-    return mark(bleu_reward, streaming=True, isolated=True)
+    return set_call_options(bleu_reward, streaming=True, isolated=True)
 
 
 @functools.cache
@@ -141,7 +126,13 @@ def _bleu_scorer() -> Any:
     return BLEU(effective_order=True)
 
 
-def _references(columns: dict[str, Any], column: str, what: str) -> Any:
-    if column not in columns:
-        raise RewardError(f"{what} needs a column '{column}' with a text (or several) to compare with")
-    return columns[column]
+def _with_references(
+    completions: list[Any], columns: dict[str, Any], column: str, what: str
+) -> list[tuple[str, list[str] | None]]:
+    """The text of each completion, and the references to compare it with."""
+    needed = f"{what} needs a column '{column}' with a text (or several) to compare with"
+    references = column_of(columns, column, needed=needed)
+    return [
+        (text_of(completion)[:MAX_CHARACTERS], [reference] if isinstance(reference, str) else reference)
+        for completion, reference in zip(completions, references, strict=True)
+    ]

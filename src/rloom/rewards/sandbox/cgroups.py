@@ -24,11 +24,11 @@ JOIN = 'echo $$ >"$1"'
 PREFIX = "rloom-"
 END_SECONDS = 1.0
 _numbers = itertools.count()
+# Groups whose last process had not ended yet when it was killed.
 _left: list[Path] = []
-"""Of sandboxes whose last process had not ended yet when it was killed."""
 
 
-class Group:
+class ControlGroup:
     """A control group whose processes together have at most so many bytes of memory."""
 
     def __init__(self, parent: Path, max_bytes: int) -> None:
@@ -37,10 +37,10 @@ class Group:
         try:
             if (self.folder / "memory.max").exists():
                 (self.folder / "memory.max").write_text(str(max_bytes))
-                _put_where_known(self.folder / "memory.swap.max", 0)
+                _write_if_there(self.folder / "memory.swap.max", 0)
             else:
                 (self.folder / "memory.limit_in_bytes").write_text(str(max_bytes))
-                _put_where_known(self.folder / "memory.memsw.limit_in_bytes", max_bytes)
+                _write_if_there(self.folder / "memory.memsw.limit_in_bytes", max_bytes)
         except OSError:
             self.folder.rmdir()
             raise
@@ -51,30 +51,33 @@ class Group:
         return self.folder / "cgroup.procs"
 
     def close(self) -> None:
-        """Put it away, now or when its last process has ended."""
+        """Remove it, now or when its last process has ended."""
         _left.append(self.folder)
-        put_away()
+        remove_empty()
 
 
-def group(max_bytes: int) -> Group | None:
-    """A group for a sandbox; None where there can be none."""
+def new_group(max_bytes: int) -> ControlGroup | None:
+    """A control group for a sandbox; None where there can be none."""
     folder = parent()
     if folder is None:
         return None
     try:
-        return Group(folder, max_bytes)
-    except OSError as error:  # too many of them, say
-        logger.info("a sandbox is without a bound as a whole: %s", error)
+        return ControlGroup(folder, max_bytes)
+    except OSError as error:
+        # There are too many of them, say.
+        logger.info("a sandbox has no limit on its memory as a whole: %s", error)
         return None
 
 
-def put_away() -> None:
-    """Remove the groups whose processes are over."""
+def remove_empty() -> None:
+    """Remove the groups whose processes have all ended."""
     for folder in list(_left):
-        with contextlib.suppress(OSError):  # busy: next time
+        # A group that is busy is removed next time.
+        with contextlib.suppress(OSError):
             folder.rmdir()
         if not folder.exists():
-            with contextlib.suppress(ValueError):  # another thread was first
+            # Another thread may have been first.
+            with contextlib.suppress(ValueError):
                 _left.remove(folder)
 
 
@@ -83,7 +86,8 @@ def parent() -> Path | None:
     """The folder that groups can be made in, found out once by making one and having a process join it."""
     try:
         places = candidates(Path("/proc/self/cgroup").read_text(), Path("/proc/self/mountinfo").read_text())
-    except OSError:  # no Linux
+    except OSError:
+        # This is not Linux.
         return None
     for place in places:
         try:
@@ -91,7 +95,7 @@ def parent() -> Path | None:
         except (OSError, subprocess.SubprocessError) as error:
             logger.info("sandboxes cannot have control groups in %s: %s", place, error)
             continue
-        _forget(place)
+        _remove_stale(place)
         atexit.register(_at_exit)
         return place
     return None
@@ -125,7 +129,7 @@ def candidates(groups: str, mounts: str) -> list[Path]:
 
 
 def _try(place: Path) -> None:
-    trial = Group(place, 2**28)
+    trial = ControlGroup(place, 2**28)
     try:
         line = ["sh", "-c", JOIN, "sh", str(trial.processes)]
         subprocess.run(line, check=True, timeout=60, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
@@ -133,8 +137,8 @@ def _try(place: Path) -> None:
         trial.close()
 
 
-def _forget(place: Path) -> None:
-    """Remove what was left by a process that was killed."""
+def _remove_stale(place: Path) -> None:
+    """Remove the groups that were left by a process that was killed."""
     for folder in place.glob(f"{PREFIX}*-*"):
         pid = folder.name.removeprefix(PREFIX).split("-")[0]
         if pid.isdigit() and not Path("/proc", pid).exists():
@@ -144,13 +148,13 @@ def _forget(place: Path) -> None:
 
 def _at_exit() -> None:
     end = time.monotonic() + END_SECONDS
-    put_away()
+    remove_empty()
     while _left and time.monotonic() < end:
         time.sleep(0.01)
-        put_away()
+        remove_empty()
 
 
-def _put_where_known(path: Path, number: int) -> None:
-    """Swap is bounded too, where the kernel counts it."""
+def _write_if_there(path: Path, number: int) -> None:
+    """Write a limit on swap, where the kernel counts that."""
     if path.exists():
         path.write_text(str(number))

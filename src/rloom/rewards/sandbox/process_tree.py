@@ -8,23 +8,26 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 RUNNABLE = "R"
+# The most processes that are looked at: a sandbox has far fewer.
 MAX_PROCESSES = 1000
-"""That are looked at: a sandbox has far fewer."""
 
 
-def look(pids: Iterable[int]) -> tuple[bool, float]:
-    """Whether any of some processes, or of what they started, runs or waits for a core; and the seconds of a core that
-    all of them have used, also those that are over and were waited for. (True, 0) where the kernel does not tell."""
+def cpu_use(pids: Iterable[int]) -> tuple[bool, float]:
+    """Whether any of some processes, or of what they started, runs or waits for a core; and the CPU seconds that all of
+    them have used, with those that have ended and were waited for. (True, 0) where the kernel does not tell."""
     if not _children(os.getpid(), threading.get_native_id()).exists():
         return True, 0.0
-    wants, ticks = False, 0
+    runnable, ticks = False, 0
     for pid in _tree(pids):
         try:
-            ticks += sum(map(int, _fields(Path(f"/proc/{pid}/stat"))[11:15]))  # its own, and its children's
-            wants = wants or any(_fields(task / "stat")[0] == RUNNABLE for task in Path(f"/proc/{pid}/task").iterdir())
-        except OSError:  # it is over
+            # User and system time, of the process itself and of its children.
+            ticks += sum(map(int, _fields(Path(f"/proc/{pid}/stat"))[11:15]))
+            states = (_fields(task / "stat")[0] for task in Path(f"/proc/{pid}/task").iterdir())
+            runnable = runnable or RUNNABLE in states
+        except OSError:
+            # The process has ended.
             continue
-    return wants, ticks / os.sysconf("SC_CLK_TCK")
+    return runnable, ticks / os.sysconf("SC_CLK_TCK")
 
 
 def _tree(pids: Iterable[int]) -> Iterator[int]:
@@ -45,5 +48,5 @@ def _children(pid: int, thread: int) -> Path:
 
 
 def _fields(stat: Path) -> list[str]:
-    """What is said after a process's name, which may hold anything: its state first."""
+    """What follows a process's name, which may hold anything; the first is its state."""
     return stat.read_text(errors="replace").rpartition(")")[2].split()

@@ -22,24 +22,24 @@ from rloom.rewards.sandbox.syscalls import ALLOWED, NEWEST
 LOAD, JUMP_EQUAL, JUMP_AT_LEAST, JUMP_ANY_BIT, RETURN = 0x20, 0x15, 0x35, 0x45, 0x06
 ALLOW, REFUSE, KILL = 0x7FFF0000, 0x00050000, 0x80000000
 NUMBER_AT, ARCH_AT, ARGUMENTS_AT = 0, 4, 16
+# CLONE_NEWUSER and its like, as `clone` takes them.
 NEW_NAMESPACES = 0x7E020000 | 0x80
-"""CLONE_NEWUSER and its like, as `clone` takes them."""
+# Beyond this, x86-64 numbers another set of calls.
 X32 = 0x40000000
-"""Beyond this, x86-64 numbers another set of calls."""
 ARCHITECTURES = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}
 CLONE = {"x86_64": 56, "aarch64": 220}
 CLONE3 = 435
 FCNTL = {"x86_64": 72, "aarch64": 25}
+# Copies, flags, owners and locks of files; asking for leases, sizes of pipes, seals. Not: setting these, and watches of
+# folders (F_NOTIFY).
 FCNTL_COMMANDS = (*range(12), 36, 37, 38, 1025, 1030, 1032, 1034)
-"""Copies, flags, owners and locks of files; asking for leases, sizes of pipes, seals. Not: setting these, and watches
-of folders (F_NOTIFY)."""
+# `socket` and `socketpair`.
 SOCKETS = {"x86_64": (41, 53), "aarch64": (198, 199)}
-"""`socket` and `socketpair`."""
+# The sockets that there are: each sandbox has a network of its own for these, which leads nowhere.
 FAMILIES = {"AF_UNIX": 1, "AF_INET": 2, "AF_INET6": 10}
-"""The sockets that there are: each sandbox has a network of its own for these, which leads nowhere."""
 
+# An instruction: what to do, how many lines to skip if a test holds and if not, and the number that it is about.
 Line = tuple[int, int, int, int]
-"""What to do, how many lines to leave out if a test holds and if not, and the number that it is about."""
 
 
 def program(machine: str | None = None) -> bytes | None:

@@ -9,8 +9,8 @@ OPENING = re.compile(r"([ \t]*)(`{3,}(?=[^`]*$)|~{3,})(.*)")
 LIST_ITEM = re.compile(r" {0,3}([-+*]|\d{1,9}[.)])(?=[ \t]|$)")
 QUOTE = re.compile(r" {0,3}> ?")
 OTHER_BLOCK = re.compile(r" {0,3}(#{1,6}( |$)|([-*_] *){3,}$)")
+# From this column on a line is indented code, and a fence in it a part of that.
 INDENTED = 4
-"""Columns from which on a line is code already, and its fence a part of that."""
 MAX_DEPTH = 20
 
 

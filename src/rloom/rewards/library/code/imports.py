@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 from rloom.errors import RewardError, SandboxError
-from rloom.rewards.sandbox.sandbox import ENVIRONMENT, Limits, command, interpreter, seccomp_fd
+from rloom.rewards.sandbox.bubblewrap import interpreter, run_python
 
 TRY = """
 import importlib, os, sys
@@ -32,17 +32,12 @@ def check_imports(names: tuple[str, ...], site_packages: tuple[str, ...]) -> Non
 
 @functools.lru_cache(maxsize=256)
 def _failures(names: tuple[str, ...], site_packages: tuple[str, ...]) -> list[str]:
-    with seccomp_fd() as fd:
-        line = [*command(Limits(), site_packages, filter_fd=fd), "-c", TRY, *names]
-        fds = [f for f in [fd] if f >= 0]
-        try:
-            result = subprocess.run(
-                line, capture_output=True, text=True, timeout=IMPORT_SECONDS, pass_fds=fds, env=ENVIRONMENT
-            )
-        except subprocess.TimeoutExpired:
-            raise RewardError(
-                f"tests import {', '.join(names)}, which took over {IMPORT_SECONDS:g} seconds in a sandbox"
-            ) from None
+    try:
+        result = run_python(TRY, *names, site_packages=site_packages, seconds=IMPORT_SECONDS)
+    except subprocess.TimeoutExpired:
+        raise RewardError(
+            f"tests import {', '.join(names)}, which took over {IMPORT_SECONDS:g} seconds in a sandbox"
+        ) from None
     if result.returncode != 0:
         raise SandboxError(f"the sandbox's Python ended while importing {', '.join(names)}: {result.stderr[-300:]}")
     return result.stdout.splitlines()

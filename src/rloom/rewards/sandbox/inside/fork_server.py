@@ -8,7 +8,8 @@ that is read-only already, behind the same filter of system calls.
 
 from __future__ import annotations
 
-import _signal  # type: ignore[import-not-found]  # `signal` takes longer to import than all that is here
+# `signal` takes longer to import than all that is here.
+import _signal  # type: ignore[import-not-found]
 import _socket
 import ctypes
 import fcntl
@@ -24,19 +25,19 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:
     from typing import Any
 
+# Mounts, System V and message queues, users, processes, network. Host name and control groups need capabilities.
 NEW_NAMESPACES = 0x20000 | 0x08000000 | 0x10000000 | 0x20000000 | 0x40000000
-"""Mounts, System V and message queues, users, processes, network. Host name and control groups need capabilities."""
 READ_ONLY, NOSUID, NODEV, NOEXEC, REMOUNT, OF_THIS_MOUNT = 1, 2, 4, 8, 32, 4096
 MADE = b"made"
 MAX_REQUEST = 4096
 MAX_FDS = 16
+# In /tmp and /dev/shm each: the kernel keeps a kilobyte for every file, which counts as nobody's memory or disk.
 MAX_FILES = 4096
-"""In /tmp and /dev/shm each: the kernel keeps a kilobyte for every file, which counts as nobody's memory or disk."""
 SET_INTERFACE_FLAGS, UP = 0x8914, 1
 DROP_FROM_BOUNDS, SET_FILTER, NO_NEW_PRIVILEGES = 24, 22, 38
 CAPABILITIES_VERSION_3 = 0x20080522
+# The descriptor of the socket that requests come by, whatever number it had in the process that they come from.
 CONTROL = 3
-"""The descriptor of the socket that requests come by, whatever number it had in the process that they come from."""
 
 # Keeps Python's lock in calls: there is no other thread, and a copy made while it was let go might wait for it.
 libc = ctypes.PyDLL(None, use_errno=True)

@@ -68,7 +68,7 @@ abs_ = abs  # which `approx` takes an argument by the name of
 
 
 def fixture(function: Any = None, **options: Any) -> Any:
-    """Marks a function whose value, or what it yields, tests get by its name. It is made anew for each test."""
+    """CallOptions a function whose value, or what it yields, tests get by its name. It is made anew for each test."""
     if function is None:
         return functools.partial(fixture, **options)
     function.__fixture__ = options
@@ -76,7 +76,7 @@ def fixture(function: Any = None, **options: Any) -> Any:
 
 
 def parametrize(names: Any, values: Any, **options: Any) -> Callable[[Any], Any]:
-    """Marks a test that is run once for each of some values."""
+    """CallOptions a test that is run once for each of some values."""
     listed = [name.strip() for name in names.split(",")] if isinstance(names, str) else list(names)
     rows = [dict(zip(listed, value if len(listed) > 1 else [value], strict=True)) for value in values]
 

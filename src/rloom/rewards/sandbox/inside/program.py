@@ -21,12 +21,12 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:
     from typing import Any
 
+# Bytes that are kept of what a program says about its end.
 MAX_WORDS = 300
-"""Of what a program says about its end."""
+# Files that hold back what is written to them.
 WRITTEN = (io.TextIOWrapper, io.BufferedWriter, io.BufferedRandom)
-"""Files that hold back what is written to them."""
+# The file that a program is told it stands in. No such file is there.
 FILE = "/tmp/program.py"
-"""What a program is told that it stands in. No such file is there."""
 
 
 def limit(limits: dict[str, int]) -> None:

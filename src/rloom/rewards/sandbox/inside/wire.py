@@ -25,9 +25,10 @@ if TYPE_CHECKING:
 
 MAX_DEPTH = 100
 MAX_MESSAGE = 4 * 2**20
+# The most lists, dicts and items in a message: three bytes of a message can make an object of a hundred.
 MAX_ITEMS = 2**19
-"""Of lists, dicts and what is in them: three bytes of a message can make an object of a hundred."""
 EXACT = 2**53
+# Types beyond the built-in ones that travel by value, and the arguments that they are rebuilt from.
 REBUILT: dict[tuple[str, str], Callable[[Any], list[Any]]] = {
     ("decimal", "Decimal"): lambda d: [str(d)],
     ("fractions", "Fraction"): lambda f: [str(f)],
@@ -38,13 +39,12 @@ REBUILT: dict[tuple[str, str], Callable[[Any], list[Any]]] = {
     ("datetime", "datetime"): lambda d: [d.isoformat()],
     ("datetime", "time"): lambda t: [t.isoformat()],
 }
-"""Types beyond the built-in ones that travel by value, and the arguments that they are rebuilt from."""
 FROM_TEXT = {("datetime", "datetime"), ("datetime", "time")}
 PLAIN_TYPES = (bool, int, float, complex, str, bytes, bytearray, list, tuple, dict, set, frozenset, range, object, type)
+# Kinds of numpy's arrays that travel by value.
 NUMBERS = ("bool", "int", "uint", "float", "complex")
-"""Kinds of numpy's arrays that travel by value."""
+# The most hexadecimal digits of a whole number that is accepted.
 MAX_NUMBER = 2**18
-"""Hexadecimal digits of a whole number that is believed."""
 
 
 class WireError(Exception):
@@ -287,9 +287,9 @@ for _name in OPERATIONS:
         setattr(Remote, _name, _forwarded(_name))
 
 
+# What tests may do with an object of the program: what it yields is judged when it is plain data.
 USABLE = {"__len__", "__iter__", "__next__", "__reversed__", "__str__", "__repr__", "__getitem__", "__setitem__",
           "__delitem__", "__enter__", "__exit__"}  # fmt: skip
-"""What tests may do with an object of the program: what it yields is judged when it is plain data."""
 
 
 class Judged(Remote):
