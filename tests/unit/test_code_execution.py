@@ -591,7 +591,8 @@ def abs(x): return True
     "wraps what serves the calls": """
 import sys
 wire = sys.modules["rloom.rewards.sandbox.inside.wire"]
-wire.Peer.serve = lambda self, request: wire.send(self.write_fd, {"value": True, "share": 1.0, "done": True})
+remote = sys.modules["rloom.rewards.sandbox.inside.remote"]
+remote.Peer.serve = lambda self, request: wire.send(self.write_fd, {"value": True, "share": 1.0, "done": True})
 def double(x): return x
 """,
     "asks the tests for their names": """
@@ -603,10 +604,10 @@ frame = sys._getframe()
 while frame:
     peer = frame.f_locals.get("peer", peer); frame = frame.f_back
 def double(x):
-    wire = sys.modules["rloom.rewards.sandbox.inside.wire"]
+    remote = sys.modules["rloom.rewards.sandbox.inside.remote"]
     for number in range(5):
         for name in ("__globals__", "__class__", "__dict__"):
-            try: peer.ask("getattr", wire.Remote(peer, number), (name,), {})
+            try: peer.ask("getattr", remote.Remote(peer, number), (name,), {})
             except Exception: pass
     return x
 """,
@@ -1784,7 +1785,7 @@ def test_a_request_that_was_interrupted_is_not_answered_to_the_next(home, monkey
     with fork_server.fork_servers():
         assert run(RIGHT).share == 1.0
         first = fork_server._local.servers[()]
-        monkeypatch.setattr(first, "_hear", interrupted)
+        monkeypatch.setattr(first, "_receive", interrupted)
         with pytest.raises(KeyboardInterrupt):
             run(RIGHT)
         assert first.lost

@@ -1,4 +1,4 @@
-"""What a reward is worth to RLOO, found out before a run: how it spreads, where it ties, and what games it.
+"""What a reward function is worth to RLOO, found out before a run: how its scores spread and tie, and what games it.
 
 Only differences within a group teach anything, so that is what is looked at. And a policy finds whatever scores: so
 completions that nobody wants are scored too.
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -34,7 +34,7 @@ class Sample:
 
 @dataclass(slots=True, kw_only=True)
 class Report:
-    """What was found of one reward. `problems` are reasons not to train with it as it is, `remarks` things to know."""
+    """What was found of one function. `problems` are reasons not to train with it, `remarks` things to know."""
 
     name: str
     count: int
@@ -57,7 +57,7 @@ class Report:
 
 
 def check_rewards(rewards: RewardSet, samples: Sequence[Sample]) -> list[Report]:
-    """Score the completions, then the degenerate ones, and say for each reward what came of it."""
+    """Score the completions, then the degenerate ones, and say for each function what came of it."""
     batch = _batch(samples)
     scored = rewards.score(batch)
     costs = dict(scored.costs)
@@ -78,15 +78,11 @@ def _batch(samples: Sequence[Sample]) -> RewardBatch:
     return RewardBatch(
         prompts=[s.prompt for s, _ in rows],
         completions=[s.completions[i] for s, i in rows],
-        completion_ids=[_ids(s, i) for s, i in rows],
+        # Where there was no tokenizer, characters stand for token ids.
+        completion_ids=[
+            s.completion_ids[i] if s.completion_ids else [ord(c) for c in text_of(s.completions[i])] for s, i in rows
+        ],
         columns={name: [s.columns.get(name) for s, _ in rows] for name in names},
-    )
-
-
-def _ids(sample: Sample, index: int) -> list[int]:
-    """Token ids; where there was no tokenizer, characters stand for them."""
-    return (
-        sample.completion_ids[index] if sample.completion_ids else [ord(c) for c in text_of(sample.completions[index])]
     )
 
 
@@ -175,7 +171,7 @@ def _skeleton(text: str) -> str:
 def _degenerate_scores(
     rewards: RewardSet, samples: Sequence[Sample]
 ) -> tuple[dict[str, list[float | None]], dict[str, dict[str, int]]]:
-    """The mean score of each kind, for each reward, None where it gave none; and how many it failed on, by name."""
+    """The mean score of each kind, for each function, None where it gave none; and how many it failed on, by name."""
     result, failures = {}, {}
     for kind in DEGENERATE:
         odd = [
@@ -221,7 +217,7 @@ def _judged(report: Report) -> Report:
     return report
 
 
-def _judge_degenerate(report: Report, problem: Any) -> None:
+def _judge_degenerate(report: Report, problem: Callable[[str], None]) -> None:
     """A completion that nobody wants should not do as well as the best, nor far better than the mean."""
     for kind, score in report.degenerate.items():
         if score is None or report.std == 0.0:

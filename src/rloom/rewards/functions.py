@@ -23,8 +23,12 @@ class FunctionReward:
     def __init__(self, function: Callable[..., Any]) -> None:
         self.function = function
         self.name = callable_name(function)
-        self.positional = _positional_only(function)
-        self.accepted, self.required = _accepted(function)  # accepted None: everything
+        parameters = _parameters(function)
+        named = [p for p in parameters if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
+        self.positional = [p.name for p in named if p.kind is p.POSITIONAL_ONLY]
+        self.required = [p.name for p in named if p.default is p.empty]
+        takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters)
+        self.accepted = None if takes_all else [p.name for p in named]
         self.call_options = call_options_of(function)
 
     def score(self, batch: RewardBatch) -> Any:
@@ -69,22 +73,9 @@ def callable_name(function: Callable[..., Any]) -> str:
     return getattr(function, "__name__", type(function).__name__)
 
 
-def _accepted(function: Callable[..., Any]) -> tuple[list[str] | None, list[str]]:
-    """Names of parameters, None where the function takes any keyword; and of those that it cannot do without."""
+def _parameters(function: Callable[..., Any]) -> list[inspect.Parameter]:
+    """What a function takes; any keyword, where it has no signature, as some builtins."""
     try:
-        parameters = inspect.signature(function).parameters.values()
-    except (TypeError, ValueError):  # some builtins have no signature
-        return None, []
-    named = [p for p in parameters if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
-    required = [p.name for p in named if p.default is p.empty]
-    if any(p.kind is p.VAR_KEYWORD for p in parameters):
-        return None, required
-    return [p.name for p in named], required
-
-
-def _positional_only(function: Callable[..., Any]) -> list[str]:
-    try:
-        parameters = inspect.signature(function).parameters.values()
+        return list(inspect.signature(function).parameters.values())
     except (TypeError, ValueError):
-        return []
-    return [p.name for p in parameters if p.kind is p.POSITIONAL_ONLY]
+        return [inspect.Parameter("anything", inspect.Parameter.VAR_KEYWORD)]

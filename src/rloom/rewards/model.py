@@ -31,7 +31,8 @@ class ModelReward:
     def score(self, batch: RewardBatch) -> list[float]:
         """The model's first logit for each completion."""
         texts = [self._text(p, c) for p, c in zip(batch.prompts, batch.completions, strict=True)]
-        texts = [without_surrogates(text) for text in texts]  # which no tokenizer takes
+        # No tokenizer takes surrogates.
+        texts = [without_surrogates(text) for text in texts]
         scores: list[float] = []
         for start in range(0, len(texts), ROWS_PER_FORWARD):
             scores += self._forward(texts[start : start + ROWS_PER_FORWARD])

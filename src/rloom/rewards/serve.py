@@ -8,6 +8,7 @@ import math
 import re
 import sys
 import threading
+from contextlib import AbstractContextManager, nullcontext
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
@@ -52,8 +53,8 @@ class RewardServer(ThreadingHTTPServer):
             )
         self.rewards, self.token = rewards, (token or "").strip() or None
         # A plain function is never called twice at a time; what runs in workers or threads sorts that out itself.
-        self.one_by_one = any(not (c.options.isolated or c.options.threads or c.is_async) for c in rewards.callers)
-        self.lock = threading.Lock()
+        one_by_one = any(not (c.options.isolated or c.options.threads or c.is_async) for c in rewards.callers)
+        self.lock: AbstractContextManager[Any] = threading.Lock() if one_by_one else nullcontext()
         super().__init__((host, port), Handler)
 
     def handle_error(self, request: Any, client_address: Any) -> None:
@@ -69,10 +70,7 @@ class RewardServer(ThreadingHTTPServer):
         batch = _batch(request)
         if not len(batch):
             return []
-        if self.one_by_one:
-            with self.lock:
-                scores = self.rewards.score(batch).scores
-        else:
+        with self.lock:
             scores = self.rewards.score(batch).scores
         return [None if math.isnan(value) else value for value in scores[:, 0].tolist()]
 
@@ -101,13 +99,15 @@ class Handler(BaseHTTPRequestHandler):
 
     server: RewardServer
     protocol_version = "HTTP/1.1"
-    timeout = 60  # a client that says nothing does not hold a thread for ever
+    # A client that says nothing does not hold a thread for ever.
+    timeout = 60
     server_version, sys_version = "rloom", ""
 
     def do_GET(self) -> None:
         """Whether the service is up, and what it scores with."""
         if "Content-Length" in self.headers or "Transfer-Encoding" in self.headers:
-            self.close_connection = True  # what nobody reads would be taken for the next request
+            # A body that nobody reads would be taken for the next request.
+            self.close_connection = True
         if self.path != "/health":
             return self._answer(404, {"error": "GET /health and POST /score are all there is"})
         try:
@@ -123,11 +123,13 @@ class Handler(BaseHTTPRequestHandler):
             request = self._request()
             self._answer(200, {"scores": self.server.score(request)})
         except BadRequest as error:
-            self.close_connection = True  # the body may not have been read
+            # The body may not have been read.
+            self.close_connection = True
             self._answer(error.status, {"error": str(error)})
         except (ConnectionError, TimeoutError):
             self.close_connection = True
-        except Exception as error:  # the reward's own, which asking again does not mend; and the service goes on
+        except Exception as error:
+            # The reward itself failed, which asking again does not mend. The service goes on.
             logger.exception("the reward failed")
             self._answer(422, {"error": f"{type(error).__name__}: {shown(error, 2000)}"})
 
@@ -138,7 +140,8 @@ class Handler(BaseHTTPRequestHandler):
         if self.server.token and not hmac.compare_digest(given, f"Bearer {self.server.token}".encode()):
             raise BadRequest("the token is missing or wrong", 401)
         self._check_host()
-        if self.headers.get_content_type() != "application/json":  # which a page in a browser cannot send unasked
+        # A page in a browser cannot send this type unasked.
+        if self.headers.get_content_type() != "application/json":
             raise BadRequest("the Content-Type must be application/json", 415)
 
     def _check_host(self) -> None:
@@ -149,7 +152,8 @@ class Handler(BaseHTTPRequestHandler):
 
     def _request(self) -> Any:
         length = self.headers.get("Content-Length", "")
-        if not re.fullmatch("[0-9]{1,18}", length):  # other scripts have digits too
+        # `\d` would take digits of other scripts too.
+        if not re.fullmatch("[0-9]{1,18}", length):
             raise BadRequest("a Content-Length is needed", 411)
         if int(length) > MAX_BODY:
             raise BadRequest(f"more than {MAX_BODY} bytes; send fewer completions at a time", 413)

@@ -6,11 +6,12 @@ import functools
 import inspect
 from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
-from typing import Any
+from typing import Any, TypeVar
 
 from rloom.errors import RewardError, check_options
 
 ATTRIBUTE = "__rloom_reward__"
+F = TypeVar("F")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,7 +36,7 @@ def call_options_of(function: Any) -> CallOptions:
     return found if isinstance(found, CallOptions) else CallOptions()
 
 
-def set_call_options(function: Any, **changes: Any) -> Any:
+def set_call_options(function: F, **changes: Any) -> F:
     """Note how a function wants to be called, on top of what is noted already. Returns the function."""
     check_options("reward", changes, [field.name for field in fields(CallOptions)])
     before = call_options_of(function)
@@ -51,6 +52,12 @@ def set_call_options(function: Any, **changes: Any) -> Any:
             f"{function!r} takes no call options: wrap it in a function of your own, and give them to that"
         ) from None
     return function
+
+
+def named_reward(function: F, name: str, **options: Any) -> F:
+    """Give a function the name that metrics carry, and call options. Returns the function."""
+    function.__name__ = name  # type: ignore[attr-defined]
+    return set_call_options(function, **options)
 
 
 def _check(function: Any, options: CallOptions) -> None:

@@ -1,4 +1,5 @@
-"""Calling one reward on some completions, in the way that it asks for: here, in threads, in workers, on the event loop.
+"""Calling one reward function on some completions, in the way that it asks for: here, in threads, in worker processes,
+on the event loop.
 
 Every call ends in a [`CallResult`]: what the function returned, or why it did not, what it logged, how long it took.
 """
@@ -61,7 +62,7 @@ class PendingCall:
 
 @dataclass(slots=True, kw_only=True)
 class CallDefaults:
-    """What holds for all rewards of a run, where a function's own call options do not say otherwise."""
+    """What holds for all reward functions of a run, where their own call options do not say otherwise."""
 
     workers: int = 1
     time_limit: float = 60.0
@@ -69,7 +70,7 @@ class CallDefaults:
 
 
 class Caller:
-    """Starts calls of one reward."""
+    """Starts calls of one reward function."""
 
     def __init__(
         self,
@@ -104,7 +105,7 @@ class Caller:
         return not (self.streaming or self.is_async or self.options.threads)
 
     def begin(self, batch: RewardBatch) -> list[PendingCall]:
-        """Start scoring a batch, or the rows of it that the reward is for. A plain function is called here and now."""
+        """Start scoring a batch, or the rows of it that the function is for. A plain function is called at once."""
         rows = self._rows(batch)
         if not rows:
             return []
@@ -166,7 +167,7 @@ class Caller:
         return result
 
     def _score(self, batch: RewardBatch, result: CallResult) -> Any:
-        """Call the reward; again, if a model of its own met with a CUDA graph that the engine recorded meanwhile."""
+        """Call the function; again, if a model of its own met with a CUDA graph that the engine recorded meanwhile."""
         for retries_left in reversed(range(RETRIES + 1)):
             try:
                 return self.reward.score(_recorded(batch, result, self.check_metric))

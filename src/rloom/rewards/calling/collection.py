@@ -1,4 +1,4 @@
-"""All rewards of a run: calls them, checks what they return, and keeps one column of scores each."""
+"""All reward functions of a run: calls them, checks what they return, and keeps one column of scores each."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ MAX_REASON = 500
 
 
 class RewardSet:
-    """All rewards of a run.
+    """All reward functions of a run.
 
     `score` scores completions that are all there; `begin` begins with a rollout whose groups are still to come.
 
     Args:
-        rewards: what scores.
-        weights: one per reward; None: 1 each.
-        when: for each reward (column, values), the rows that it is for; None: all.
+        rewards: the functions, models and services that score.
+        weights: one per score; None: 1 each.
+        when: for each of them (column, values), the rows that it is for; None: all.
         on_error: what a failing function costs: "raise" (the run), "none" (its samples' scores), or a number that they
             get instead. A sample that hung or killed its worker never costs the run.
         workers: worker processes, and threads for functions that take them; None: one per core, at most 8.
@@ -75,7 +75,7 @@ class RewardSet:
 
     @property
     def streaming(self) -> bool:
-        """Whether any reward can begin before all completions are there."""
+        """Whether any function can begin before all completions are there."""
         return any(caller.streaming for caller in self.callers)
 
     @property
@@ -88,7 +88,7 @@ class RewardSet:
         return Scoring(self)
 
     def score(self, batch: RewardBatch) -> Scored:
-        """What all rewards say about a batch of completions that is there as a whole."""
+        """The scores of a batch of completions that is there as a whole."""
         return self.begin().score(batch)
 
     def close(self) -> None:
@@ -104,7 +104,7 @@ class StreamedGroup:
 
     position: int  # its place in the rollout
     batch: RewardBatch
-    calls: list[list[PendingCall]]  # for each reward
+    calls: list[list[PendingCall]]  # for each reward function
 
     def cancel(self) -> None:
         """Call off what has not begun."""
@@ -115,7 +115,7 @@ class StreamedGroup:
 class Scoring:
     """The scoring of one rollout: `add` each group as it comes, then `score` all of them.
 
-    Streaming rewards are called per group, while generation goes on; others by `score`, once, with all completions.
+    Streaming functions are called per group, while generation goes on; others by `score`, once, with all completions.
     """
 
     def __init__(self, rewards: RewardSet) -> None:
@@ -129,7 +129,7 @@ class Scoring:
     # -- while groups come in
 
     def add(self, position: int, group: RewardBatch) -> None:
-        """Start scoring a group with the streaming rewards. `position` is its place in the batch.
+        """Start scoring a group with the streaming functions. `position` is its place in the batch.
 
         Where a failure stops the run, one of an earlier group does so here: there is no use in generating the rest.
         """
@@ -157,7 +157,7 @@ class Scoring:
     # -- when all are there
 
     def score(self, batch: RewardBatch) -> Scored:
-        """What all rewards say about the batch. Calls that `add` has begun for the same completions are taken over."""
+        """The scores of the batch. Calls that `add` has begun for the same completions are taken over."""
         self._groups.sort(key=lambda group: group.position)
         # Where nothing, or something else, was added before.
         if not _are_of(self._groups, batch):
@@ -173,7 +173,7 @@ class Scoring:
         return scored
 
     def _calls(self, index: int, batch: RewardBatch, groups: list[StreamedGroup]) -> list[PendingCall]:
-        """The calls of one reward, whose rows are those of the whole batch."""
+        """The calls of one function, whose rows are those of the whole batch."""
         if not groups or not self.callers[index].streaming:
             return self.callers[index].begin(batch)
         calls, first = [], 0
@@ -184,7 +184,7 @@ class Scoring:
 
 
 class _Column:
-    """One reward's column of scores, made from the results of its calls. What else they say goes into the record."""
+    """One function's column of scores, made from the results of its calls. What else they say goes into the record."""
 
     def __init__(self, rewards: RewardSet, index: int, batch: RewardBatch, scored: Scored | None = None) -> None:
         self.rewards, self.index, self.batch, self.scored = rewards, index, batch, scored

@@ -24,7 +24,8 @@ class BackgroundLoop:
     def __init__(self, name: str) -> None:
         self.name = name
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._lock = threading.Lock()  # several threads may ask at once: what one loop made, no other can use
+        # Several threads may ask at once, and what one loop made no other can use.
+        self._lock = threading.Lock()
 
     def start(self, coroutine: Coroutine[Any, Any, Any]) -> Future[Any]:
         """Run a coroutine there."""
@@ -39,7 +40,7 @@ class BackgroundLoop:
 
 
 def _run(loop: asyncio.AbstractEventLoop) -> None:
-    """For ever: a reward that calls sys.exit() would end the loop, and all that wait for it would wait on."""
+    """Run for ever: a function that calls sys.exit() would end the loop, and all that wait for it would wait on."""
     while not loop.is_closed():
         with contextlib.suppress(SystemExit):
             loop.run_forever()

@@ -14,7 +14,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from rloom.errors import RewardError, checks_options
-from rloom.rewards.calling.call_options import set_call_options
+from rloom.rewards.calling.call_options import named_reward
 from rloom.rewards.calling.json_service import JsonService, bearer
 
 TOKEN_VARIABLE = "RLOOM_REWARD_TOKEN"
@@ -75,8 +75,7 @@ def http_reward(
         payloads = [_part(fields, sent, slice(start, start + batch_size)) for start in starts]
         return [score for scores in senders[0].map(lambda p: _scores(service, p), payloads) for score in scores]
 
-    http_reward_function.__name__ = service_name(url)
-    return set_call_options(http_reward_function, streaming=True, threads=True, concurrency=concurrency)
+    return named_reward(http_reward_function, service_name(url), streaming=True, threads=True, concurrency=concurrency)
 
 
 def service_name(url: str) -> str:
@@ -118,4 +117,5 @@ def _scores(service: JsonService, payload: dict[str, Any]) -> list[Any]:
         raise RewardError(f"{service.url} answered {shown!r}; {{'scores': [one number per completion]}} is expected")
     if len(scores) != len(payload["completions"]):
         raise RewardError(f"{service.url} answered {len(scores)} scores for {len(payload['completions'])} completions")
-    return [service.safe(score) if isinstance(score, str) else score for score in scores]  # a message may show it
+    # A message may show a text that the service sent in place of a number.
+    return [service.safe(score) if isinstance(score, str) else score for score in scores]

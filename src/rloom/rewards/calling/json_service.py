@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import base64
 import functools
+import itertools
 import json
 import logging
 import random
@@ -13,12 +14,15 @@ import threading
 import time
 import weakref
 import zlib
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from urllib.parse import SplitResult, parse_qsl, quote, unquote, urlsplit, urlunsplit
 
 from rloom.errors import RewardError, needs_extra
 from rloom.printable import get_logger
 from rloom.rewards.calling.event_loop import BackgroundLoop
+
+if TYPE_CHECKING:
+    import httpx
 
 logger = get_logger(__name__)
 
@@ -33,7 +37,8 @@ def bearer(token: str | None, where: str) -> dict[str, str]:
     >>> bearer(" abc\\n", "the environment's TOKEN"), bearer("", "here")
     ({'Authorization': 'Bearer abc'}, {})
     """
-    token = (token or "").strip()  # files and shells like to add a line's end
+    # Files and shells like to add a line's end.
+    token = (token or "").strip()
     if not token:
         return {}
     if not re.fullmatch(r"[\x21-\x7e]+", token):
@@ -94,17 +99,18 @@ class JsonService:
             raise RewardError(f"retries must not be negative, not {retries}")
         self.headers = {**_login(parts), **(headers or {})}
         _check_headers(self.headers)
-        self.url = redacted(parts)  # for messages; where to send has the query, which may be a key
-        self._target = self.url + (f"?{parts.query}" if parts.query else "")
+        # The address for messages. The one to send to has the query too, which may be a key.
+        self.url = redacted(parts)
         self._query = parts.query
-        self._secrets = _forms([*_queried(parts), *_passwords(parts), *map(_secret, self.headers.items())])
+        self._target = self.url + (f"?{parts.query}" if parts.query else "")
+        self._secrets = _secrets(parts, self.headers)
         self.timeout, self.retries, self.backoff = timeout, retries, backoff
         self.interval = 60.0 / requests_per_minute if requests_per_minute else 0.0
         self.max_bytes, self.local = max_bytes, parts.hostname in LOOPBACK
         if "Authorization" in self.headers and parts.scheme == "http" and not self.local:
             logger.warning("a token is sent to %s unencrypted; use https, or a tunnel", parts.hostname)
         self.tries = 0
-        self._client: Any = None
+        self._client: httpx.AsyncClient | None = None
         self._lock = threading.Lock()
         self._next = 0.0
 
@@ -114,35 +120,31 @@ class JsonService:
     def post(self, payload: Any) -> Any:
         """The answer to a request; a [`RewardError`] when there is none to be had."""
         body = json.dumps(payload).encode()
-        for attempt in range(self.retries + 1):
+        for attempt in itertools.count():
+            self._wait_for_turn()
             try:
-                return self._try(body)
+                return _requests.start(self._try(self._connected(), body)).result()
             except Unavailable as error:
                 if attempt == self.retries:
                     raise RewardError(f"{self.url}: no answer after {attempt + 1} tries; the last: {error}") from None
                 wait = max(self.backoff * 2**attempt * (1 + random.random() / 4), error.wait)
                 logger.info("%s: %s; trying again in %.1f seconds", self.url, error, wait)
                 time.sleep(min(wait, 60.0))
-        raise AssertionError
+        raise AssertionError("unreachable")
 
-    def _try(self, body: bytes) -> Any:
-        self._wait_for_turn()
-        client = self._connected()
-        return _requests.start(self._within_time(client, body)).result()
-
-    async def _within_time(self, client: Any, body: bytes) -> Any:
+    async def _try(self, client: httpx.AsyncClient, body: bytes) -> Any:
         """One try, for which there is one deadline: each byte of a service that drips is within httpx's own limits."""
         import httpx
 
         try:
-            response, received = await asyncio.wait_for(self._asked(client, body), self.timeout)
+            response, received = await asyncio.wait_for(self._send(client, body), self.timeout)
         except (TimeoutError, httpx.TimeoutException):
             raise Unavailable(f"not done after {self.timeout:g} seconds") from None
         except (httpx.HTTPError, httpx.InvalidURL) as error:
             raise Unavailable(self.safe(f"{type(error).__name__}: {error}")) from None
         return self._read(response, received)
 
-    async def _asked(self, client: Any, body: bytes) -> tuple[Any, bytes]:
+    async def _send(self, client: httpx.AsyncClient, body: bytes) -> tuple[httpx.Response, bytes]:
         headers = {"Content-Type": "application/json", "Accept-Encoding": "gzip", **self.headers}
         received = bytearray()
         async with client.stream("POST", self._target, content=body, headers=headers) as response:
@@ -179,7 +181,7 @@ class JsonService:
             return [self.safe(v) for v in value]
         return {self.safe(k): self.safe(v) for k, v in value.items()} if isinstance(value, dict) else value
 
-    def _read(self, response: Any, received: bytes) -> Any:
+    def _read(self, response: httpx.Response, received: bytes) -> Any:
         # Cut only after secrets are out: half of one would not be found.
         text = self.safe(received[:10_000].decode("utf-8", "replace").strip())[:300]
         if response.status_code in AGAIN:
@@ -200,7 +202,7 @@ class JsonService:
             self._next = turn + self.interval
         time.sleep(turn - now)
 
-    def _connected(self) -> Any:
+    def _connected(self) -> httpx.AsyncClient:
         with self._lock:
             if self._client is None:
                 try:
@@ -211,26 +213,12 @@ class JsonService:
                 self._client = httpx.AsyncClient(
                     timeout=self.timeout, limits=limits, follow_redirects=False, trust_env=not self.local
                 )
-                if "?" in self._target:  # httpx logs the address of each request
-                    logging.getLogger("httpx").addFilter(_Without(self._query))
-                weakref.finalize(self, _close, self._client)
+                if self._query:
+                    # httpx logs the address of each request, and the query may be a key.
+                    query = self._query
+                    logging.getLogger("httpx").addFilter(lambda record: query not in record.getMessage())
+                weakref.finalize(self, lambda client: _requests.start(client.aclose()), self._client)
             return self._client
-
-
-def _close(client: Any) -> None:
-    _requests.start(client.aclose())
-
-
-class _Without(logging.Filter):
-    """Keeps records out of a log that hold a secret."""
-
-    def __init__(self, secret: str) -> None:
-        super().__init__()
-        self.secret = secret
-
-    def filter(self, record: logging.LogRecord) -> bool:
-        """Whether a record may be written."""
-        return self.secret not in record.getMessage()
 
 
 def _address(url: str) -> SplitResult:
@@ -259,29 +247,18 @@ def _check_headers(headers: dict[str, str]) -> None:
             raise RewardError(f"the header {name!r} has a value that no header can carry: a text of ASCII, on one line")
 
 
-def _secret(header: tuple[str, str]) -> str:
-    """What of a header must not be shown; whatever its name is, a long value may be a key."""
-    name, value = header
-    known = name.lower() in ("authorization", "x-api-key", "api-key", "cookie")
-    return value.split(" ")[-1] if known or len(value) >= 12 else ""
+def _secrets(parts: SplitResult, headers: dict[str, str]) -> list[str]:
+    """What must not be shown of an address and of headers: as it is, and as it stands in JSON and in addresses; the
+    longest first. A key has over 3 characters. Whatever a header's name is, a long value may be a key.
 
-
-def _queried(parts: SplitResult) -> list[str]:
-    return [parts.query, *(value for _, value in parse_qsl(parts.query))]
-
-
-def _passwords(parts: SplitResult) -> list[str]:
-    return [parts.password or "", unquote(parts.password or "")]
-
-
-def _forms(secrets: list[str]) -> list[str]:
-    """Secrets as they are, and as they stand in JSON and in addresses; the longest first. A key has over 3 characters.
-
-    >>> _forms(['to"ken', "", "abc"])
+    >>> _secrets(urlsplit("https://host"), {"Cookie": 'to"ken', "Accept": "all"})
     ['to%22ken', 'to\\\\"ken', 'to"ken']
     """
-    long = [s for s in secrets if len(s) > 3]
-    forms = {form for s in long for form in (s, json.dumps(s)[1:-1], quote(s, safe=""))}
+    keys = ("authorization", "x-api-key", "api-key", "cookie")
+    found = [value.split(" ")[-1] for name, value in headers.items() if name.lower() in keys or len(value) >= 12]
+    found += [parts.query, *(value for _, value in parse_qsl(parts.query))]
+    found += [parts.password or "", unquote(parts.password or "")]
+    forms = {form for s in found if len(s) > 3 for form in (s, json.dumps(s)[1:-1], quote(s, safe=""))}
     return sorted(forms, key=lambda form: (-len(form), form))
 
 

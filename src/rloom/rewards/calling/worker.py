@@ -1,7 +1,7 @@
 """A worker process: loads reward functions and calls them, one sample at a time.
 
 It is started by path, so that nothing of the trainer comes with it: no torch, no main script. Requests come pickled;
-answers go back as JSON, since the function that wrote them may not be trusted.
+replies go back as JSON, since the function that wrote them may not be trusted.
 """
 
 from __future__ import annotations
@@ -19,30 +19,27 @@ import struct
 import sys
 import time
 import traceback
-from typing import Any
+from typing import Any, BinaryIO
 
 PR_SET_PDEATHSIG = 1
-PROGRESS = struct.Struct("Qd")  # as in isolation.py
+# As in worker_process.py.
+PROGRESS = struct.Struct("Qd")
 TOGETHER_SECONDS = 0.02
 
 
-def read(fd: int) -> bytes | None:
+def read(requests: BinaryIO) -> bytes | None:
     """One message; None at the end."""
-    data = b""
-    size = 4
-    while len(data) < size:
-        part = os.read(fd, min(size - len(data), 2**20))
-        if not part:
-            return None
-        data += part
-        if size == 4 and len(data) == 4:
-            size += struct.unpack(">I", data)[0]
-    return data[4:]
+    header = requests.read(4)
+    if len(header) < 4:
+        return None
+    (size,) = struct.unpack(">I", header)
+    body = requests.read(size)
+    return body if len(body) == size else None
 
 
-def write(fd: int, answers: list[str]) -> None:
-    """One message: several answers, each as JSON."""
-    body = f"[{','.join(answers)}]".encode()
+def write(fd: int, replies: list[str]) -> None:
+    """One message: several replies, each as JSON."""
+    body = f"[{','.join(replies)}]".encode()
     data = memoryview(struct.pack(">I", len(body)) + body)
     while data:
         data = data[os.write(fd, data) :]
@@ -65,11 +62,13 @@ def plain(value: Any, depth: int = 0) -> Any:
     if not isinstance(value, (str, bytes)):
         try:
             return float(value)
-        except Exception:  # no number
+        except Exception:
+            # It is no number.
             pass
     try:
         return {"type": type(value).__name__, "text": str(value)[:100]}
-    except Exception:  # a class of the user's own
+    except Exception:
+        # A class of the user's own may refuse even that.
         return {"type": type(value).__name__, "text": ""}
 
 
@@ -92,10 +91,10 @@ def call(function: Any, arguments: dict[str, Any]) -> dict[str, Any]:
         value = function(**arguments)
         if inspect.isawaitable(value):
             value = asyncio.run(_awaited(value))
-        answer: dict[str, Any] = {"value": plain(value)}
+        reply: dict[str, Any] = {"value": plain(value)}
     except BaseException as error:
-        answer = {"error": described(error)}
-    return {**answer, "extra": extra, "metrics": metrics, "seconds": time.perf_counter() - began}
+        reply = {"error": described(error)}
+    return {**reply, "extra": extra, "metrics": metrics, "seconds": time.perf_counter() - began}
 
 
 def described(error: BaseException) -> list[str]:
@@ -106,12 +105,12 @@ def described(error: BaseException) -> list[str]:
         return [type(error).__name__, "", ""]
 
 
-def as_json(answer: dict[str, Any]) -> str:
-    """An answer as JSON, or why there is none: the samples after it must not be kept waiting for it."""
+def as_json(reply: dict[str, Any]) -> str:
+    """A reply as JSON, or why there is none: the samples after it must not be kept waiting for it."""
     try:
-        return json.dumps(answer)
+        return json.dumps(reply)
     except Exception as error:
-        return json.dumps({"error": described(error), "seconds": answer["seconds"]})
+        return json.dumps({"error": described(error), "seconds": reply["seconds"]})
 
 
 async def _awaited(value: Any) -> Any:
@@ -123,48 +122,56 @@ def _text(value: Any) -> Any:
 
 
 def score(function: Any, samples: list[dict[str, Any]], progress: mmap.mmap, write_fd: int) -> None:
-    """Call a function on each sample. Answers go back together where they are quick: who reads them needs a core too.
+    """Call a function on each sample. Replies go back together where they are quick: who reads them needs a core too.
 
     Before each sample the other side is told, in shared memory, which it is and when it began.
     """
-    answers: list[str] = []
+    replies: list[str] = []
     sent = time.monotonic()
     for number, arguments in enumerate(samples, 1):
         now = time.monotonic()
-        if answers and now - sent > TOGETHER_SECONDS:
-            write(write_fd, answers)
-            answers, sent = [], now
+        if replies and now - sent > TOGETHER_SECONDS:
+            write(write_fd, replies)
+            replies, sent = [], now
         PROGRESS.pack_into(progress, 0, number, now)
-        answers.append(as_json(call(function, arguments)))
-    write(write_fd, answers)
+        replies.append(as_json(call(function, arguments)))
+    write(write_fd, replies)
 
 
 def main(read_fd: int, write_fd: int, progress_fd: int) -> None:
     """Serve until the other side hangs up, or dies."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the trainer's to handle
+    # Ctrl-C is the trainer's to handle.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
     progress = mmap.mmap(progress_fd, PROGRESS.size)
     os.close(progress_fd)
     functions: dict[int, Any] = {}
     warm: set[int] = set()
-    while (message := read(read_fd)) is not None:
-        try:
-            request = pickle.loads(message)
-            if "samples" in request:
+    with open(read_fd, "rb") as requests:
+        while (message := read(requests)) is not None:
+            try:
+                request = pickle.loads(message)
+                if "samples" not in request:
+                    functions[request["key"]] = load(request)
+                    write(write_fd, [as_json({"loaded": True})])
+                    continue
                 score(functions[request["key"]], request["samples"], progress, write_fd)
-                if request["key"] not in warm:  # what it imported stays: the collector need not look at it again
+                # What the function imported stays: the garbage collector need not look at it again.
+                if request["key"] not in warm:
                     warm.add(request["key"])
                     gc.freeze()
-                continue
-            sys.path[:] = request["path"]
-            functions[request["key"]], at_start = pickle.loads(request["function"])
-            if at_start is not None:
-                at_start()
-            answer: dict[str, Any] = {"loaded": True}
-        except BaseException as error:
-            answer = {"error": described(error), "seconds": 0.0}
-        write(write_fd, [as_json(answer)])
+            except BaseException as error:
+                write(write_fd, [as_json({"error": described(error), "seconds": 0.0})])
+
+
+def load(request: dict[str, Any]) -> Any:
+    """The function that a request brings, after what it wants done first."""
+    sys.path[:] = request["path"]
+    function, at_start = pickle.loads(request["function"])
+    if at_start is not None:
+        at_start()
+    return function
 
 
 if __name__ == "__main__":

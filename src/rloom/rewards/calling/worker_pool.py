@@ -11,6 +11,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
@@ -34,7 +35,7 @@ class Task:
     crashed: bool = False  # whether a worker has died over it already
 
 
-class WorkerPool:
+class WorkerPool(AbstractContextManager["WorkerPool"]):
     """Worker processes, each behind a thread that waits for it. They start when first needed.
 
     Quick samples are handed over several at a time, slow ones one by one; the time limit is for each.
@@ -195,9 +196,6 @@ class WorkerPool:
             worker.kill()
         self._local = threading.local()
         self._closing = False
-
-    def __enter__(self) -> WorkerPool:
-        return self
 
     def __exit__(self, *exc_info: object) -> None:
         self.close()

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from rloom.errors import RewardError, checks_options
-from rloom.rewards.calling.call_options import set_call_options
+from rloom.rewards.calling.call_options import named_reward
 from rloom.rewards.completion_text import text_of, without_surrogates
 from rloom.rewards.library.inputs import column_of
 
@@ -39,7 +39,8 @@ class Encoder:
 
     def _forward(self, texts: list[str]) -> Tensor:
         limit = min(getattr(self.model.config, "max_position_embeddings", 512), 512)
-        texts = [without_surrogates(text) for text in texts]  # which no tokenizer takes
+        # No tokenizer takes surrogates.
+        texts = [without_surrogates(text) for text in texts]
         inputs = self.tokenizer(texts, padding=True, truncation=True, max_length=limit, return_tensors="pt")
         inputs = inputs.to(self.model.device)
         hidden = self.model(**inputs).last_hidden_state.float()  # (B, T, D)
@@ -52,9 +53,8 @@ def _pooling(name: str) -> str:
     """How a sentence-transformers model wants its hidden states pooled."""
     from transformers.utils import cached_file
 
-    path = cached_file(
-        name, "1_Pooling/config.json", _raise_exceptions_for_missing_entries=False,
-    _raise_exceptions_for_connection_errors=False ) if name else None  # fmt: skip
+    quiet = {"_raise_exceptions_for_missing_entries": False, "_raise_exceptions_for_connection_errors": False}
+    path = cached_file(name, "1_Pooling/config.json", **quiet) if name else None
     if path is None:
         return "mean"
     with open(path) as file:
@@ -98,5 +98,4 @@ def semantic_similarity(
         by_row = dict(zip(rows, cosines.tolist(), strict=True))
         return [by_row.get(row) for row in range(len(completions))]
 
-    semantic_similarity_reward.__name__ = "semantic_similarity"
-    return set_call_options(semantic_similarity_reward, streaming=True)
+    return named_reward(semantic_similarity_reward, "semantic_similarity", streaming=True)

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 from rloom.errors import RewardError, checks_options
-from rloom.rewards.calling.call_options import reward, set_call_options
+from rloom.rewards.calling.call_options import named_reward, reward
 from rloom.rewards.completion_text import text_of
 from rloom.rewards.library.inputs import column_of, optional_package
 
@@ -34,8 +34,7 @@ def format(pattern: str, *, flags: int = re.DOTALL, search: bool = False) -> Cal
         match = compiled.search if search else compiled.fullmatch
         return [float(match(text_of(c)) is not None) for c in completions]
 
-    format_reward.__name__ = "format"
-    return set_call_options(format_reward, streaming=True, isolated=True)
+    return named_reward(format_reward, "format", streaming=True, isolated=True)
 
 
 @reward(streaming=True)
@@ -70,8 +69,7 @@ def json_schema(schema: dict[str, Any] | None = None, *, column: str = "schema")
         schemas = [schema] * len(completions) if schema is not None else column_of(columns, column, needed=needed)
         return [_fits(text_of(c), s, jsonschema) for c, s in zip(completions, schemas, strict=True)]
 
-    json_schema_reward.__name__ = "json_schema"
-    return set_call_options(json_schema_reward, streaming=True, isolated=True)
+    return named_reward(json_schema_reward, "json_schema", streaming=True, isolated=True)
 
 
 def _checked_schema(schema: Any) -> Any:

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from rloom.errors import RewardError, checks_options
-from rloom.rewards.calling.call_options import set_call_options
+from rloom.rewards.calling.call_options import named_reward, set_call_options
 
 
 @checks_options
@@ -23,8 +23,7 @@ def length(*, minimum: int = 0, maximum: int | None = None, margin: int = 1) -> 
         outside = [max(minimum - n, n - maximum if maximum is not None else 0, 0) for n in map(len, completion_ids)]
         return [max(0.0, 1.0 - distance / margin) for distance in outside]
 
-    length_reward.__name__ = "length"
-    return set_call_options(length_reward, streaming=True)
+    return named_reward(length_reward, "length", streaming=True)
 
 
 @checks_options

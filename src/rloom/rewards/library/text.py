@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 from rloom.errors import check_choice, checks_options
-from rloom.rewards.calling.call_options import reward, set_call_options
+from rloom.rewards.calling.call_options import named_reward, reward
 from rloom.rewards.completion_text import text_of, without_surrogates
 from rloom.rewards.library.inputs import column_of, optional_package
 
@@ -34,8 +34,7 @@ def language(code: str | None = None, *, column: str = "language") -> Callable[.
         codes = [code] * len(completions) if code is not None else column_of(columns, column, needed=needed)
         return [_probability(text_of(c), wanted) for c, wanted in zip(completions, codes, strict=True)]
 
-    language_reward.__name__ = "language"
-    return set_call_options(language_reward, streaming=True, isolated=True)
+    return named_reward(language_reward, "language", streaming=True, isolated=True)
 
 
 @functools.cache
@@ -88,8 +87,7 @@ def rouge(kind: str = "rougeL", *, column: str = "reference", stem: bool = True)
             for text, references in _with_references(completions, columns, column, "rouge")
         ]
 
-    rouge_reward.__name__ = kind
-    return set_call_options(rouge_reward, streaming=True, isolated=True)
+    return named_reward(rouge_reward, kind, streaming=True, isolated=True)
 
 
 @functools.cache
@@ -115,8 +113,7 @@ def bleu(*, column: str = "reference") -> Callable[..., list[float | None]]:
             for text, references in _with_references(completions, columns, column, "bleu")
         ]
 
-    bleu_reward.__name__ = "bleu"
-    return set_call_options(bleu_reward, streaming=True, isolated=True)
+    return named_reward(bleu_reward, "bleu", streaming=True, isolated=True)
 
 
 @functools.cache

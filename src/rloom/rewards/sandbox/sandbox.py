@@ -11,6 +11,7 @@ import marshal
 import os
 import subprocess
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -52,7 +53,7 @@ exec "$@"
 """
 # The version of marshal's format that every Python reads: the one in the sandbox may not be the one out here.
 ANY_VERSION = 2
-PROGRAM = ("light_json", "wire", "program")
+PROGRAM = ("light_json", "wire", "remote", "program")
 # What runs in a sandbox, and the modules of ours that it needs there; the last has its `main`.
 ROLES = {
     "program": PROGRAM,
@@ -62,7 +63,7 @@ ROLES = {
 }
 
 
-class Sandbox:
+class Sandbox(AbstractContextManager["Sandbox"]):
     """One sandbox with a role ("program", "tests") in it, ready to begin. Leaving the context kills all of it.
 
     `fork` makes it of one that has started already (see fork_server.py); without it bubblewrap starts a new one.
@@ -104,9 +105,6 @@ class Sandbox:
             began = False
         if not began:
             raise SandboxError(f"the sandbox for the {self.role} did not start (exit code {self.process.poll()})")
-
-    def __enter__(self) -> Sandbox:
-        return self
 
     def __exit__(self, *exc_info: object) -> None:
         self.process.kill()

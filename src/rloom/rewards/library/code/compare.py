@@ -36,28 +36,29 @@ def equals(data: Any, expected: Any) -> bool:
 
 def _equals(data: Any, expected: Any) -> bool:
     if isinstance(expected, (list, tuple)):
-        items = _items(data, list if isinstance(expected, list) else tuple)
+        items = _items(data, "list" if isinstance(expected, list) else "tuple")
         return len(items) == len(expected) and all(map(_equals, items, expected))
     if isinstance(expected, (set, frozenset)):
-        return _same_elements(_items(data, set), expected)
+        return _same_elements(_items(data, "set", "frozenset"), expected)
     if isinstance(expected, dict):
-        return _same_entries(_items(data, dict), expected)
+        return _same_entries(_items(data, "dict"), expected)
     return bool(_simple(data) == expected)
 
 
-def _items(data: Any, kind: type) -> list[Any]:
-    """What is in encoded data, if it stands for a value of that kind."""
-    found: type = list
-    if isinstance(data, dict) and data.keys() == {"array"}:  # of numpy's: what is in it, as a list
-        data = data["array"][1]
-    items = data
-    if not isinstance(data, list):
-        ((tag, items),) = data.items() if isinstance(data, dict) else [("", [])]
-        if tag == "named":  # a named tuple is equal to a plain one
-            tag, items = "tuple", items[2]
-        kinds: dict[str, type] = {"tuple": tuple, "set": set, "frozenset": set, "dict": dict}
-        found = kinds.get(tag, object)
-    if found is not kind or not isinstance(items, list):
+def _tagged(data: Any) -> tuple[str, Any]:
+    """The tag of encoded data and what is in it. An array of numpy's counts as a list, a named tuple as a plain one."""
+    if not isinstance(data, dict):
+        return "list" if isinstance(data, list) else "", data
+    ((tag, body),) = data.items()
+    if tag == "array":
+        return "list", body[1]
+    return ("tuple", body[2]) if tag == "named" else (tag, body)
+
+
+def _items(data: Any, *tags: str) -> list[Any]:
+    """What is in encoded data, if it has one of these tags."""
+    tag, items = _tagged(data)
+    if tag not in tags or not isinstance(items, list):
         raise Different
     return items
 
@@ -88,11 +89,7 @@ def _same_entries(pairs: list[Any], expected: dict[Any, Any]) -> bool:
 
 def _key(data: Any) -> Any:
     """Encoded data as a value that can be looked up."""
-    if not isinstance(data, dict):
-        return _simple(data)
-    ((tag, body),) = data.items()
-    if tag == "named":
-        tag, body = "tuple", body[2]
+    tag, body = _tagged(data)
     if tag == "tuple":
         return tuple(_key(part) for part in body)
     if tag == "frozenset":
@@ -106,9 +103,7 @@ def _simple(data: Any) -> Any:
     """A number, a text, bytes, None; small ones of the kinds that a few characters can make endless."""
     if data is None or isinstance(data, (bool, int, float, str)):
         return data
-    if not isinstance(data, dict):
-        raise Different
-    ((tag, body),) = data.items()
+    tag, body = _tagged(data)
     if tag == "int" and len(body) <= MAX_HEX:
         return int(body, 16)
     if tag in ("bytes", "bytearray"):

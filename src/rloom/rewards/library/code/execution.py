@@ -7,7 +7,7 @@ from contextlib import nullcontext
 from typing import Any
 
 from rloom.errors import SandboxError, checks_options
-from rloom.rewards.calling.call_options import set_call_options
+from rloom.rewards.calling.call_options import named_reward
 from rloom.rewards.completion_text import text_of, without_surrogates
 from rloom.rewards.library.code.imports import check_imports
 from rloom.rewards.library.code.problems import Tests, imports_of, names_called, num_statements, read_tests
@@ -79,10 +79,8 @@ def code_execution(
             log_extra("tests", [v.why or "passed" if v else None for v in verdicts])
         return [None if v is None else v.share for v in verdicts]
 
-    code_execution_reward.__name__ = "code_execution"
-    return set_call_options(
-        code_execution_reward, streaming=True, per_sample=True, threads=True, at_start=use_fork_servers
-    )
+    options = {"streaming": True, "per_sample": True, "threads": True, "at_start": use_fork_servers}
+    return named_reward(code_execution_reward, "code_execution", **options)
 
 
 def judge_program(

@@ -56,7 +56,8 @@ class _Reader:
     def __init__(self, any_indent: bool) -> None:
         self.any_indent = any_indent
         self.blocks: list[Block] = []
-        self.open: list[int] = []  # of a list item the columns that its lines are indented by; of a quote 0
+        # For each open list item the columns that its lines are indented by; for a quote 0.
+        self.open: list[int] = []
         self.fence: tuple[str, int] | None = None
         self.paragraph = False
 
@@ -64,8 +65,10 @@ class _Reader:
         rest, depth = self._inside(line)
         if depth < len(self.open):
             if self.fence is None and self.paragraph and not self._begins(rest):
-                return  # a paragraph goes on, however little its next line is indented
-            del self.open[depth:]  # with a fence that is open in there
+                # A paragraph goes on, however little its next line is indented.
+                return
+            # A fence that is open in there ends too.
+            del self.open[depth:]
             self.fence = None
         if self.fence is not None:
             self._in_fence(rest, *self.fence)
@@ -78,7 +81,8 @@ class _Reader:
         for depth, columns in enumerate(self.open):
             if columns:
                 if not rest.strip():
-                    continue  # empty lines belong to list items
+                    # Empty lines belong to the list item.
+                    continue
                 if _indent(rest) < columns:
                     return rest, depth
                 rest = _without(rest, columns)

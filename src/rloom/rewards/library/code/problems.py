@@ -80,15 +80,13 @@ def names_called(sources: tuple[str, ...]) -> frozenset[str]:
     called = {node.func.id for node in nodes if isinstance(node, ast.Call) and isinstance(node.func, ast.Name)}
     stored = {node.id for node in nodes if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)}
     defined = {n.name for n in nodes if isinstance(n, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef))}
-    imports = [n for n in nodes if isinstance(n, (ast.Import, ast.ImportFrom)) and not _of_program(n)]
+    # `from solution import f` names what the program defines, and is not counted.
+    imports = [
+        n for n in nodes if isinstance(n, (ast.Import, ast.ImportFrom)) and getattr(n, "module", "") != PROGRAM_NAME
+    ]
     imported = {alias.asname or alias.name for node in imports for alias in node.names}
     arguments = {node.arg for node in nodes if isinstance(node, ast.arg)}
     return frozenset(called - stored - defined - imported - arguments - vars(builtins).keys())
-
-
-def _of_program(node: ast.Import | ast.ImportFrom) -> bool:
-    """Whether it is `from solution import f`, as tests have it that name the program so."""
-    return isinstance(node, ast.ImportFrom) and node.module == PROGRAM_NAME
 
 
 @functools.lru_cache(maxsize=4096)

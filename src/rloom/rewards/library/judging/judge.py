@@ -12,15 +12,20 @@ import math
 import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rloom.errors import RewardError, check_choice, checks_options
-from rloom.rewards.calling.call_options import set_call_options
+from rloom.rewards.calling.call_options import named_reward
 from rloom.rewards.calling.json_service import JsonService, bearer
 from rloom.rewards.completion_text import text_of
 from rloom.rewards.library.judging.judge_client import JudgeClient
 from rloom.rewards.library.judging.replies import read_preference, read_score
 from rloom.rewards.library.judging.reply_cache import ReplyCache
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from rloom.rewards.model import ModelReward
 
 RUBRIC = "How helpful, correct and clear the answer is."
 POINTWISE = """You judge an answer to a request. What counts:
@@ -128,8 +133,7 @@ def judge(
                 log_metric(name, value)
         return scores
 
-    judge_reward.__name__ = "judge"
-    return set_call_options(judge_reward, streaming=True, threads=True, concurrency=concurrency)
+    return named_reward(judge_reward, "judge", streaming=True, threads=True, concurrency=concurrency)
 
 
 def _as_text(prompt: Any) -> str:
@@ -184,8 +188,8 @@ def _groups(prompts: list[Any]) -> Iterator[list[int]]:
 # -- a reward model as judge
 
 
-def _model_judge(model: Any, tokenizer: Any, mode: str) -> Callable[..., list[float | None]]:
-    loaded: list[Any] = []
+def _model_judge(model: nn.Module | str, tokenizer: Any, mode: str) -> Callable[..., list[float | None]]:
+    loaded: list[ModelReward] = []
 
     def judge_reward(prompts: list[Any], completions: list[Any], **kwargs: Any) -> list[float | None]:
         from rloom.rewards.base import RewardBatch
@@ -195,7 +199,7 @@ def _model_judge(model: Any, tokenizer: Any, mode: str) -> Callable[..., list[fl
         batch = RewardBatch(prompts=prompts, completions=completions, completion_ids=[[]] * len(completions))
         logits = loaded[0].score(batch)
         if mode == "pointwise":
-            return logits
+            return [*logits]
         scores: list[float | None] = [None] * len(logits)
         for rows in _groups(prompts):
             for row in rows if len(rows) > 1 else []:
@@ -203,11 +207,10 @@ def _model_judge(model: Any, tokenizer: Any, mode: str) -> Callable[..., list[fl
                 scores[row] = sum(wins) / len(wins)
         return scores
 
-    judge_reward.__name__ = "judge"
-    return set_call_options(judge_reward, streaming=True)
+    return named_reward(judge_reward, "judge", streaming=True)
 
 
-def _load(model: Any, tokenizer: Any) -> Any:
+def _load(model: nn.Module | str, tokenizer: Any) -> ModelReward:
     from rloom.rewards.build import load_reward_model, reward_tokenizer
     from rloom.rewards.model import ModelReward
 

@@ -19,7 +19,7 @@ import os
 import struct
 import sys
 
-from rloom.rewards.sandbox.inside.program import limit
+from rloom.rewards.sandbox.inside.program import limit, silence
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -45,39 +45,38 @@ libc = ctypes.PyDLL(None, use_errno=True)
 
 def main(payload: dict[str, Any]) -> None:
     """Fork a sandbox whenever one is asked for, until the other side hangs up."""
-    nowhere = os.open(os.devnull, os.O_RDWR)
-    for fd in (0, 1, 2):
-        os.dup2(nowhere, fd)
-    os.close(nowhere)
+    silence()
     os.dup2(payload["control_fd"], CONTROL)
-    only(CONTROL)
+    close_all_but(CONTROL)
     control = _socket.socket(fileno=CONTROL)
     payload["filter"] = bytes.fromhex(payload["filter"])
-    gc.freeze()  # what is here stays: collections in the copies need not touch, and so copy, it
+    # What is here stays: garbage collections in the copies need not touch it, which would copy its memory.
+    gc.freeze()
     control.send(MADE)
     while True:
-        request, fds = received(control)
+        request, fds = receive(control)
         if not request:
-            os._exit(0)  # someone waits for it, and there is nothing to put away
-        answer(control, marshal.loads(request), fds, payload)
+            # At once: someone waits for it, and there is nothing to clean up.
+            os._exit(0)
+        fork_sandbox(control, marshal.loads(request), fds, payload)
         for fd in fds:
             os.close(fd)
-        reap()
+        reap_children()
 
 
-def received(control: _socket.socket) -> tuple[bytes, list[int]]:
+def receive(control: _socket.socket) -> tuple[bytes, list[int]]:
     """A request, and the descriptors that came with it."""
     data, extra, _, _ = control.recvmsg(MAX_REQUEST, _socket.CMSG_SPACE(4 * MAX_FDS))
     fds = [fd for _, kind, part in extra if kind == _socket.SCM_RIGHTS for (fd,) in struct.iter_unpack("i", part)]
     return data, fds
 
 
-def answer(control: _socket.socket, request: dict[str, Any], fds: list[int], payload: dict[str, Any]) -> None:
+def fork_sandbox(control: _socket.socket, request: dict[str, Any], fds: list[int], payload: dict[str, Any]) -> None:
     """Fork a sandbox and send what it can be killed by; nothing, where the namespaces cannot be made."""
     made_read, made = os.pipe()
     pid = libc.syscall(*(ctypes.c_long(x) for x in (payload["clone"], NEW_NAMESPACES | _signal.SIGCHLD, 0, 0, 0, 0)))
     if pid == 0:
-        in_copy(request, fds, made, payload)
+        in_child(request, fds, made, payload)
     os.close(made)
     failure = os.read(made_read, 300) if pid > 0 else os.strerror(ctypes.get_errno()).encode()
     os.close(made_read)
@@ -89,7 +88,7 @@ def answer(control: _socket.socket, request: dict[str, Any], fds: list[int], pay
     os.close(handle)
 
 
-def reap() -> None:
+def reap_children() -> None:
     """Let go of processes that are over."""
     try:
         while os.waitpid(-1, os.WNOHANG)[0]:
@@ -101,7 +100,7 @@ def reap() -> None:
 # -- in the copy
 
 
-def in_copy(request: dict[str, Any], fds: list[int], made: int, payload: dict[str, Any]) -> None:
+def in_child(request: dict[str, Any], fds: list[int], made: int, payload: dict[str, Any]) -> None:
     """All that a copy does; from here it never comes back to do what is the original's."""
     try:
         first_process(request, fds, made, payload)
@@ -115,22 +114,26 @@ def first_process(request: dict[str, Any], fds: list[int], made: int, payload: d
     """Process 1 of the new tree: makes the sandbox, starts the program and waits for all that there is. With it, all
     ends. It gives up what the program must not have before there is a program."""
     named = dict(zip(request["names"], fds, strict=True))
-    only(*fds, made)
-    os.setsid()  # a signal to one's group would reach others, whatever tree they are in
-    furnish(request["disk"])
-    confine(payload["filter"])
+    close_all_but(*fds, made)
+    # A signal to its process group would else reach others, whatever tree they are in.
+    os.setsid()
+    set_up_namespaces(request["disk"])
+    drop_privileges(payload["filter"])
     os.write(made, MADE)
     os.close(made)
     go = named.pop("go_fd")
-    os.read(go, 1)  # its end: what bounds all of the tree together is in place
+    # Wait for the end of the pipe: then the process is in its control group.
+    os.read(go, 1)
     os.close(go)
     until, held = os.pipe()
     if os.fork() == 0:
         os.close(held)
         second_process(named, until)
-    _signal.signal(_signal.SIGINT, _signal.SIG_DFL)  # as a first process, it is deaf to what it does not handle
-    only(held)
-    limit(request["limits"])  # here too, and before there is a program, which may write to this process's memory
+    # The kernel keeps signals without a handler from a first process, so it is deaf to this one too.
+    _signal.signal(_signal.SIGINT, _signal.SIG_DFL)
+    close_all_but(held)
+    # The limits hold here too, and from before there is a program, which may write to this process's memory.
+    limit(request["limits"])
     os.close(held)
     try:
         while True:
@@ -149,31 +152,34 @@ def second_process(fds: dict[str, int], until: int) -> None:
         os._exit(1)
 
 
-def only(*fds: int) -> None:
+def close_all_but(*fds: int) -> None:
     """Close everything but some descriptors, and the first three, which lead nowhere."""
-    for fd in map(int, os.listdir("/proc/self/fd")):  # as they are: no number is too high to be one
+    # Those that are open, since no number is too high to be a descriptor.
+    for fd in map(int, os.listdir("/proc/self/fd")):
         if fd > 2 and fd not in fds:
-            os.closerange(fd, fd + 1)  # unlike `close`, at ease with the list's own, which is closed by now
+            # Unlike `close` it ignores the descriptor of the listing itself, which is closed by now.
+            os.closerange(fd, fd + 1)
 
 
-def furnish(disk: int) -> None:
+def set_up_namespaces(disk: int) -> None:
     """User, files, processes and network, each of them new. What was seen through /tmp and /proc is covered."""
     user, group = os.getuid(), os.getgid()
-    put("/proc/self/uid_map", f"{user} {user} 1")
-    put("/proc/self/setgroups", "deny")  # without which a group cannot be mapped
-    put("/proc/self/gid_map", f"{group} {group} 1")
+    write_file("/proc/self/uid_map", f"{user} {user} 1")
+    # The kernel lets a group be mapped only after this.
+    write_file("/proc/self/setgroups", "deny")
+    write_file("/proc/self/gid_map", f"{group} {group} 1")
     mount("proc", "/proc", NOSUID | NODEV | NOEXEC)
     mount("tmpfs", "/dev/shm", NOSUID | NODEV, f"mode=755,size=65536,nr_inodes={MAX_FILES}")
     mount("tmpfs", "/tmp", NOSUID | NODEV, f"mode=755,size={disk},nr_inodes={MAX_FILES}")
     os.chdir("/tmp")
-    put("/proc/sys/user/max_user_namespaces", "0")
+    write_file("/proc/sys/user/max_user_namespaces", "0")
     mount("proc", "/proc", REMOUNT | OF_THIS_MOUNT | READ_ONLY | NOSUID | NODEV | NOEXEC)
     network = _socket.socket(_socket.AF_INET, _socket.SOCK_DGRAM)
     fcntl.ioctl(network.fileno(), SET_INTERFACE_FLAGS, struct.pack("16sh22x", b"lo", UP))
     network.close()
 
 
-def put(path: str, text: str) -> None:
+def write_file(path: str, text: str) -> None:
     """Write to one of the kernel's own files, in one piece."""
     fd = os.open(path, os.O_WRONLY)
     os.write(fd, text.encode())
@@ -182,30 +188,31 @@ def put(path: str, text: str) -> None:
 
 def mount(kind: str, where: str, flags: int, options: str = "") -> None:
     """A new file system of some kind."""
-    checked(libc.mount(kind.encode(), where.encode(), kind.encode(), ctypes.c_ulong(flags), options.encode()))
+    check_result(libc.mount(kind.encode(), where.encode(), kind.encode(), ctypes.c_ulong(flags), options.encode()))
 
 
-def confine(filter_program: bytes) -> None:
+def drop_privileges(filter_program: bytes) -> None:
     """Give up all capabilities, for good, and the system calls that the filter refuses."""
     number = 0
-    while control_process(DROP_FROM_BOUNDS, number) == 0:  # until there is no such capability
+    # Until the kernel knows no capability of that number.
+    while prctl(DROP_FROM_BOUNDS, number) == 0:
         number += 1
-    checked(libc.capset((ctypes.c_uint32 * 2)(CAPABILITIES_VERSION_3, 0), (ctypes.c_uint32 * 6)()))
-    checked(control_process(NO_NEW_PRIVILEGES, 1))
+    check_result(libc.capset((ctypes.c_uint32 * 2)(CAPABILITIES_VERSION_3, 0), (ctypes.c_uint32 * 6)()))
+    check_result(prctl(NO_NEW_PRIVILEGES, 1))
     lines = ctypes.create_string_buffer(filter_program, len(filter_program))
     header = struct.pack("HxxxxxxP", len(filter_program) // 8, ctypes.addressof(lines))
     header_buffer = ctypes.create_string_buffer(header, len(header))
-    checked(control_process(SET_FILTER, 2, ctypes.addressof(header_buffer)))
+    check_result(prctl(SET_FILTER, 2, ctypes.addressof(header_buffer)))
 
 
-def control_process(what: int, *arguments: int) -> int:
+def prctl(what: int, *arguments: int) -> int:
     """`prctl`, with all five arguments."""
     numbers = [ctypes.c_ulong(number) for number in (*arguments, 0, 0, 0, 0)[:4]]
     result: int = libc.prctl(ctypes.c_int(what), *numbers)
     return result
 
 
-def checked(result: int) -> None:
+def check_result(result: int) -> None:
     """A system call's result, which must be none of its errors."""
     if result < 0:
         raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))

@@ -13,13 +13,16 @@ import ast
 import builtins
 import functools
 import importlib
+import io
 import sys
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 from rloom.rewards.sandbox.inside.program import begin
-from rloom.rewards.sandbox.inside.wire import Judged, Peer, WireError, receive, send
+from rloom.rewards.sandbox.inside.remote import Peer, RestrictedRemote
+from rloom.rewards.sandbox.inside.wire import WireError, receive, send
 
 if TYPE_CHECKING:
     import unittest
@@ -40,7 +43,7 @@ def may(operation: str, target: Any, args: tuple[Any, ...]) -> bool:
 def main(payload: dict[str, Any]) -> None:
     """Run the tests and report each on the verdict's pipe, which no other process holds."""
     begin(payload)
-    peer = Peer(payload["read_fd"], payload["write_fd"], allow=may, stand_in=Judged)
+    peer = Peer(payload["read_fd"], payload["write_fd"], allow=may, remote_type=RestrictedRemote)
     verdict = payload["verdict_fd"]
     if (like_pytest := pytest_here()) is not None:
         like_pytest.install()
@@ -69,36 +72,46 @@ def namespace(peer: Peer, payload: dict[str, Any]) -> dict[str, Any]:
     hello = receive(peer.read_fd)
     if not isinstance(hello, dict) or "names" not in hello:
         raise WireError(f"it did not load: {told(hello)}")
-    module = types.ModuleType(
-        OWN
-    )  # under this name tests begin with `if __name__ == "__main__"`, and unittest finds them
+    # Under this name tests begin with `if __name__ == "__main__"`, and unittest finds them.
+    module = types.ModuleType(OWN)
     payload["bootstrap"], sys.modules[OWN] = sys.modules.get(OWN), module
     sys.argv = ["tests"]
     space = module.__dict__
-    solution = sys.modules["solution"] = types.ModuleType("solution")  # for tests that import what they need from it
-    for name, value in named(hello, "names").items():
-        setattr(solution, name, peer.unpack(value))
-        if not hasattr(builtins, name) or name == payload["entry_point"]:
-            space[name] = getattr(solution, name)
-    for name, bases in named(hello, "exceptions").items():
-        if not hasattr(builtins, name) and isinstance(bases, list):
-            space[name] = peer.exceptions[name] = type(name, (nearest_base(bases),), {})
-            setattr(solution, name, space[name])
-    used = modules_used(payload["tests"])
-    for name, module_name in named(hello, "modules").items():
-        # A copy of our own: tests may rely on what the program imports, under the name that it gave it.
-        if name in used and module_name in sys.stdlib_module_names and not str(module_name).startswith("_"):
-            space[name] = importlib.import_module(module_name)
-    for name in used & sys.stdlib_module_names:  # whatever the program calls by that name
-        space[name] = importlib.import_module(name)
+    add_program(space, hello, peer, payload["entry_point"])
+    add_modules(space, hello, modules_used(payload["tests"]))
     if payload["entry_point"]:
         if payload["entry_point"] not in space:
             raise WireError(f"it does not define {payload['entry_point']}")
         space["candidate"] = space[payload["entry_point"]]
     space.update(row=peer.unpack(payload["row"]), program=payload["program"])
-    space.update(__name__=OWN, __builtins__=builtins)  # last: nothing that the program said is above them
+    # Last, so that nothing that the program said overrides them.
+    space.update(__name__=OWN, __builtins__=builtins)
     exec(compile(payload["setup"], "<setup>", "exec"), space)
     return space
+
+
+def add_program(space: dict[str, Any], hello: dict[str, Any], peer: Peer, entry_point: str | None) -> None:
+    """The program's functions, data and exceptions; also as a module, for tests that import them from it."""
+    solution = sys.modules["solution"] = types.ModuleType("solution")
+    for name, value in named(hello, "names").items():
+        setattr(solution, name, peer.unpack(value))
+        if not hasattr(builtins, name) or name == entry_point:
+            space[name] = getattr(solution, name)
+    for name, bases in named(hello, "exceptions").items():
+        if not hasattr(builtins, name) and isinstance(bases, list):
+            space[name] = peer.exceptions[name] = type(name, (nearest_base(bases),), {})
+            setattr(solution, name, space[name])
+
+
+def add_modules(space: dict[str, Any], hello: dict[str, Any], used: set[str]) -> None:
+    """The modules that the tests use without importing them."""
+    for name, module_name in named(hello, "modules").items():
+        # A copy of our own: tests may rely on what the program imports, under the name that it gave it.
+        if name in used and module_name in sys.stdlib_module_names and not str(module_name).startswith("_"):
+            space[name] = importlib.import_module(module_name)
+    # The real module, whatever the program calls by that name.
+    for name in used & sys.stdlib_module_names:
+        space[name] = importlib.import_module(name)
 
 
 def told(hello: Any) -> str:
@@ -159,19 +172,21 @@ class Run:
         counting = CountAsserts(keep_on=self.partial)
         tree = ast.fix_missing_locations(counting.visit(self.tree))
         self.space["__checks__"] = self.checks
-        with Counted(self.checks, used=self.uses_unittest):
+        with counted(self.checks) if self.uses_unittest else nullcontext():
             self._attempt(lambda: exec(compile(tree, "<tests>", "exec"), self.space))
             for rest in self._left():
                 if self.partial or not self.why:
                     self._attempt(rest)
-        if self.peer.trouble:  # also where the tests caught it
+        # It counts also where the tests caught the exception.
+        if self.peer.trouble:
             self.raised += 1
             self.why = self.why or self.peer.trouble
         return self._share(counting, self.peer.asked > asked)
 
     def _share(self, counting: CountAsserts, asked: bool) -> tuple[float | None, str]:
         ran = self.checks.asserts or self.checks.units or asked or self.why
-        if not ran and not counting.at_top:  # which the program has no part in
+        # Nothing was checked, and the program has no part in it.
+        if not ran and not counting.at_top:
             return None, ""
         held, failed = self.checks.counts(counting.expected)
         if failed and not self.why:
@@ -184,7 +199,8 @@ class Run:
         """Run a part of the tests; what it raises is a failure of the program."""
         try:
             step()
-        except SystemExit as leave:  # unittest.main() ends so; its tests were counted as they ran
+        except SystemExit as leave:
+            # unittest.main() ends so. Its tests were counted as they ran.
             if leave.code or not self.checks.units:
                 self.why = self.why or (self.checks.units and self.checks.why) or ""
                 self._failed(f"exit({leave.code!r})")
@@ -194,7 +210,8 @@ class Run:
             self._failed(f"{type(error).__name__}: {error}"[:300])
 
     def _failed(self, why: str) -> None:
-        self.raised += not (self.checks.units and why.startswith("exit("))  # whose tests count one by one
+        # The tests of unittest count one by one, and not once more for the exit.
+        self.raised += not (self.checks.units and why.startswith("exit("))
         self.why = self.why or why
 
     def _left(self) -> list[Callable[[], Any]]:
@@ -227,7 +244,7 @@ def run_class(case: type[unittest.TestCase]) -> None:
     """The tests of unittest's kind."""
     import unittest
 
-    unittest.TextTestRunner(stream=Nowhere()).run(unittest.defaultTestLoader.loadTestsFromTestCase(case))
+    unittest.TextTestRunner(stream=io.StringIO()).run(unittest.defaultTestLoader.loadTestsFromTestCase(case))
 
 
 def run_test(test: Any, space: dict[str, Any]) -> None:
@@ -239,16 +256,6 @@ def run_test(test: Any, space: dict[str, Any]) -> None:
 def run_method(kind: type, method: str, space: dict[str, Any]) -> None:
     """A test of pytest's kind, in a class."""
     run_test(getattr(kind(), method), space)
-
-
-class Nowhere:
-    """Where unittest writes what it has to say."""
-
-    def write(self, text: str) -> None:
-        """Nothing."""
-
-    def flush(self) -> None:
-        """Nothing."""
 
 
 def names_used(tree: ast.Module) -> set[str]:
@@ -285,40 +292,36 @@ class Checks:
         return sum(results), len(results) - sum(results)
 
 
-class Counted:
+@contextmanager
+def counted(checks: Checks) -> Iterator[None]:
     """Counts unittest's tests where they run, whoever runs them and whatever is made of the result."""
+    import unittest
 
-    def __init__(self, checks: Checks, *, used: bool) -> None:
-        self.checks, self.used = checks, used
-        self.original: Any = None
+    original = unittest.TestCase.run
 
-    def __enter__(self) -> None:
-        if not self.used:
-            return
-        import unittest
+    def run(case: unittest.TestCase, result: unittest.TestResult | None = None) -> Any:
+        result = case.defaultTestResult() if result is None else result
+        before, skipped = num_failed(result), len(result.skipped)
+        done = original(case, result)
+        checks.classes.add(type(case))
+        if len(result.skipped) == skipped:
+            good = num_failed(result) == before
+            checks.units[case.id()] = checks.units.get(case.id(), True) and good
+            if not good:
+                bad = (result.failures + result.errors)[-1:]
+                checks.why = checks.why or f"{case.id()}: {bad[0][1][-200:] if bad else 'unexpected success'}"
+        return done
 
-        original, checks = unittest.TestCase.run, self.checks
-        self.original = original
+    unittest.TestCase.run = run  # type: ignore[assignment,method-assign]
+    try:
+        yield
+    finally:
+        unittest.TestCase.run = original  # type: ignore[method-assign]
 
-        def run(case: unittest.TestCase, result: unittest.TestResult | None = None) -> Any:
-            result = case.defaultTestResult() if result is None else result
-            before = len(result.failures) + len(result.errors) + len(result.unexpectedSuccesses)
-            skipped = len(result.skipped)
-            done = original(case, result)
-            bad = (result.failures + result.errors)[-1:]
-            checks.classes.add(type(case))
-            if len(result.skipped) == skipped:
-                good = len(result.failures) + len(result.errors) + len(result.unexpectedSuccesses) == before
-                checks.units[case.id()] = checks.units.get(case.id(), True) and good
-                if not good:
-                    checks.why = checks.why or f"{case.id()}: {bad[0][1][-200:] if bad else 'unexpected success'}"
-            return done
 
-        unittest.TestCase.run = run  # type: ignore[assignment,method-assign]
-
-    def __exit__(self, *exc_info: object) -> None:
-        if self.original is not None:
-            sys.modules["unittest"].TestCase.run = self.original
+def num_failed(result: unittest.TestResult) -> int:
+    """How many tests have not gone as they should."""
+    return len(result.failures) + len(result.errors) + len(result.unexpectedSuccesses)
 
 
 class CountAsserts(ast.NodeTransformer):
@@ -331,7 +334,8 @@ class CountAsserts(ast.NodeTransformer):
         self.keep_on = keep_on
         self.count = 0
         self.expected: set[int] = set()
-        self.at_top = False  # whether one of them is in no function
+        # Whether one of the expected asserts is in no function.
+        self.at_top = False
         self._may_be_skipped = self._functions = 0
 
     def visit_Assert(self, node: ast.Assert) -> ast.stmt:

@@ -55,7 +55,8 @@ class approx:
             same = isinstance(actual, type(expected)) and len(actual) == len(expected)
             return same and all(map(self._close, actual, expected))
         if type(actual) not in (int, float, bool, complex) or not isinstance(expected, (int, float, complex)):
-            return type(actual) is type(expected) and bool(actual == expected)  # an object does not decide this
+            # An object of the program does not decide this.
+            return type(actual) is type(expected) and bool(actual == expected)
         relative = 0.0 if self.rel is None and self.abs is not None else self.rel or 1e-6
         tolerance = max(relative * abs_(expected), 1e-12 if self.abs is None else self.abs)
         return bool(actual == expected) or abs_(actual - expected) <= tolerance
@@ -64,7 +65,8 @@ class approx:
         return f"approx({self.expected!r})"
 
 
-abs_ = abs  # which `approx` takes an argument by the name of
+# `approx` has an argument of the name `abs`.
+abs_ = abs
 
 
 def fixture(function: Any = None, **options: Any) -> Any:

@@ -15,7 +15,8 @@ import resource
 import sys
 import types
 
-from rloom.rewards.sandbox.inside.wire import Peer, WireError, describe, receive, send
+from rloom.rewards.sandbox.inside.remote import Peer, describe
+from rloom.rewards.sandbox.inside.wire import WireError, receive, send
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -41,11 +42,17 @@ def limit(limits: dict[str, int]) -> None:
 def begin(payload: dict[str, Any]) -> None:
     """What every process in a sandbox does first: bounds, no way to speak but its pipes, and word that it is there."""
     limit(payload["limits"])
+    silence()
+    # These come from `site`, which is not imported here.
+    vars(builtins).update(exit=leave, quit=leave)
+    os.write(payload["ready_fd"], b"r")
+
+
+def silence() -> None:
+    """Have the standard streams lead nowhere."""
     nowhere = os.open(os.devnull, os.O_RDWR)
     for fd in (0, 1, 2):
         os.dup2(nowhere, fd)
-    vars(builtins).update(exit=leave, quit=leave)  # what `site` brings, which is not imported here
-    os.write(payload["ready_fd"], b"r")
 
 
 def leave(code: Any = None) -> None:
@@ -66,7 +73,8 @@ def serve_functions(payload: dict[str, Any]) -> None:
     """Load the program, say what it defines, and do what is asked until the other side hangs up."""
     peer = Peer(payload["read_fd"], payload["write_fd"], allow=lambda *request: True)
     module = named("solution")
-    sys.modules["__main__"] = module  # `import __main__` finds the program too, and not what started it
+    # `import __main__` finds the program too, and not what started it.
+    sys.modules["__main__"] = module
     try:
         load(payload["program"], module)
         send(peer.write_fd, contents(peer, module))
@@ -112,8 +120,10 @@ def contents(peer: Peer, module: types.ModuleType) -> dict[str, Any]:
             continue
         try:
             packed = peer.pack(value)
-            names[name] = packed if len(str(packed)) < 10_000 else peer.keep(value)  # asked for when it is used
-        except Exception:  # data that cannot travel (a list that contains itself)
+            # What is large stays here, and is asked for when it is used.
+            names[name] = packed if len(str(packed)) < 10_000 else peer.keep(value)
+        except Exception:
+            # Some data cannot travel (a list that contains itself).
             continue
     return {"names": names, "exceptions": exceptions, "modules": modules}
 
@@ -125,7 +135,8 @@ def answer_inputs(payload: dict[str, Any]) -> None:
         printed = b""
         while len(printed) <= payload["max_output"] and (part := os.read(read_out, 65536)):
             printed += part
-        os.close(read_out)  # one that goes on writing is killed by it
+        # A program that goes on writing is killed by this.
+        os.close(read_out)
         _, status = os.waitpid(pid, 0)
         output = printed.decode("utf-8", "replace") if len(printed) <= payload["max_output"] else None
         how = said(read_how) or (f"killed by signal {os.WTERMSIG(status)}" if os.WIFSIGNALED(status) else "")
@@ -203,7 +214,8 @@ def finish() -> None:
         sys.modules["threading"]._shutdown()
     atexit._run_exitfuncs()
     flush(sys.stdout)
-    for file in [x for x in gc.get_objects() if type(x) in WRITTEN]:  # in cycles they may be closed before
+    # Files in reference cycles may be closed before they are flushed.
+    for file in [x for x in gc.get_objects() if type(x) in WRITTEN]:
         flush(file)
     sys.stdout = sys.__stdout__
     sys.modules.pop("__main__", None)
