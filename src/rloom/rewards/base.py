@@ -42,8 +42,8 @@ class RewardBatch:
         )
 
     def own(self) -> RewardBatch:
-        """A copy whose lists and dicts are nobody else's: what a function does to them does not reach the data set, the
-        other functions, or the log."""
+        """A copy with lists and dicts of its own: what a function does to them does not reach the data set, the other
+        functions, or the log."""
         return replace(
             self,
             prompts=own(self.prompts),
@@ -80,7 +80,7 @@ class RewardBatch:
 
 
 def own(value: Any) -> Any:
-    """Lists and dicts copied, at every depth; what is in them stays as it is.
+    """Copy lists and dicts at every depth. What is in them is not copied.
 
     >>> messages = [{"content": "a"}]
     >>> own(messages) == messages, own(messages)[0] is messages[0]
@@ -108,7 +108,7 @@ LARGEST = torch.finfo(torch.float32).max
 
 
 def shown(value: Any, limit: int = 60) -> str:
-    """The beginning of a value as text, for a message; it may be anything, and refuse even that."""
+    """The beginning of a value as text, for a message. A value of the user's own may refuse even that."""
     try:
         return str(value)[:limit]
     except Exception as error:
@@ -155,7 +155,7 @@ def _one_per_completion(values: Any, name: str, expected: int) -> list[Any]:
 
 
 def as_score(value: Any, name: str, index: int) -> float | None:
-    """One sample's value as a float or None, or an error that names the function and the sample."""
+    """One sample's score as a float or None; or an error that names the function and the sample."""
     if value is None:
         return None
     try:

@@ -137,7 +137,7 @@ def _correlation(a: Tensor, b: Tensor) -> float:
 
 
 def degenerate_completions(sample: Sample) -> dict[str, str]:
-    """What a policy may find when a reward lets it, for one prompt.
+    """Completions of one prompt that nobody wants, and that a policy may find when they score well.
 
     >>> sample = Sample(prompt="2+2?", columns={"answer": "4"}, completions=["<think>2+2</think> 4"])
     >>> degenerate_completions(sample)["format alone"]
@@ -156,14 +156,14 @@ def degenerate_completions(sample: Sample) -> dict[str, str]:
 
 
 def _sprayed(columns: dict[str, Any]) -> str:
-    """Every small number and letter, and every number in the row, the answer's among them; none stands out."""
+    """Every small number and letter, and every number in the row, so that the right answer is among them."""
     found = re.findall(r"-?\d+(?:\.\d+)?", " ".join(map(str, columns.values())))
     numbers = [str(n) for n in range(51)] + found + [str(n) for n in range(51, 101)]
     return " ".join(numbers + list("ABCDE"))
 
 
 def _skeleton(text: str) -> str:
-    """What is left of a completion when its content is taken out: tags, fences, boxes, braces."""
+    """The format of a completion without its content: tags, fences, boxes, braces."""
     kept = re.findall(r"</?[\w-]+>|```\w*|\\boxed\{|[{}\[\]]|\s+", text)
     return re.sub(r"\s+", " ", "".join(kept))[:2000]
 

@@ -32,13 +32,13 @@ class FunctionReward:
         self.call_options = call_options_of(function)
 
     def score(self, batch: RewardBatch) -> Any:
-        """Call the function, with what it takes."""
+        """Call the function with the arguments that it takes."""
         chosen = self.arguments(batch)
         first = [chosen.pop(name) for name in self.positional]
         return self.function(*first, **chosen)
 
     def arguments(self, batch: RewardBatch) -> dict[str, Any]:
-        """What the function takes of all that there is, by name."""
+        """The arguments that the function takes, by name."""
         arguments = batch.arguments()
         for name in self.required:
             if name not in arguments:
@@ -62,7 +62,7 @@ class ObjectReward:
         self.call_options: CallOptions = call_options_of(scorer)
 
     def score(self, batch: RewardBatch) -> Any:
-        """Ask the object."""
+        """Call `get_rewards` of the object."""
         return self.scorer.get_rewards(batch.prompts, batch.completions)
 
 
@@ -74,7 +74,7 @@ def callable_name(function: Callable[..., Any]) -> str:
 
 
 def _parameters(function: Callable[..., Any]) -> list[inspect.Parameter]:
-    """What a function takes; any keyword, where it has no signature, as some builtins."""
+    """The parameters of a function. One without a signature, as some builtins, takes any keyword."""
     try:
         return list(inspect.signature(function).parameters.values())
     except (TypeError, ValueError):

@@ -58,7 +58,7 @@ class RewardServer(ThreadingHTTPServer):
         super().__init__((host, port), Handler)
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """A client that hangs up is none."""
+        """Log an error. That a client hangs up is not one."""
         error = sys.exception()
         if isinstance(error, (ConnectionError, TimeoutError)):
             logger.debug("a client hung up: %s", error)
@@ -104,7 +104,7 @@ class Handler(BaseHTTPRequestHandler):
     server_version, sys_version = "rloom", ""
 
     def do_GET(self) -> None:
-        """Whether the service is up, and what it scores with."""
+        """Say that the service is up, and by which function it scores."""
         if "Content-Length" in self.headers or "Transfer-Encoding" in self.headers:
             # A body that nobody reads would be taken for the next request.
             self.close_connection = True
@@ -117,7 +117,7 @@ class Handler(BaseHTTPRequestHandler):
         return self._answer(200, {"status": "ok", "reward": self.server.rewards.names[0]})
 
     def do_POST(self) -> None:
-        """Scores."""
+        """Score the completions of a request."""
         try:
             self._check()
             request = self._request()
@@ -145,7 +145,7 @@ class Handler(BaseHTTPRequestHandler):
             raise BadRequest("the Content-Type must be application/json", 415)
 
     def _check_host(self) -> None:
-        """Without a token, only who calls us by a name of this machine: a browser says which name a page is from."""
+        """Without a token, the Host header must name this machine: a browser sends the name of the page's own host."""
         named = OWN_HOST.fullmatch(self.headers.get("Host", ""))
         if not self.server.token and named is None:
             raise BadRequest("without a token, the Host must be this machine's own", 403)
@@ -171,5 +171,5 @@ class Handler(BaseHTTPRequestHandler):
         self.wfile.write(body)
 
     def log_message(self, format: str, *args: Any) -> None:
-        """To the log rather than to the terminal."""
+        """Write to the log rather than to the terminal."""
         logger.info(format, *args)

@@ -101,7 +101,7 @@ class Caller:
 
     @property
     def runs_here(self) -> bool:
-        """Whether `begin` returns only when the function has."""
+        """Whether `begin` calls the function itself, and returns only after it."""
         return not (self.streaming or self.is_async or self.options.threads)
 
     def begin(self, batch: RewardBatch) -> list[PendingCall]:
@@ -148,7 +148,7 @@ class Caller:
         return self._threads
 
     def _begin_thread(self) -> None:
-        """What the function wants done first. Where that fails, calls do: a broken pool would end the run."""
+        """Call `at_start`. Its failure is raised by the calls that follow: a broken pool would end the run."""
         try:
             if self.options.at_start is not None:
                 self.options.at_start()
@@ -267,12 +267,12 @@ async def _awaited(value: Awaitable[Any]) -> Any:
 
 
 def _as_error(error: BaseException) -> BaseException:
-    """sys.exit() in a reward is a failure like others; it does not end the run without a word."""
+    """sys.exit() in a reward function is a failure like others: it does not end the run without a word."""
     return RewardError(f"it called sys.exit({error.code!r})") if isinstance(error, SystemExit) else error
 
 
 def _recorded(batch: RewardBatch, result: CallResult, check_metric: CheckMetric) -> RewardBatch:
-    """A copy for the function, with logging that is kept for later: calls may come from other threads, in any order."""
+    """A copy for the function. What it logs is kept for later: calls may come from other threads, in any order."""
     count = len(batch)
 
     def log_extra(column: str, values: list[Any]) -> None:
@@ -289,7 +289,7 @@ def _recorded(batch: RewardBatch, result: CallResult, check_metric: CheckMetric)
 
 
 def _snapshot(state: Any) -> Any:
-    """The trainer's state as plain numbers and texts: a worker needs no transformers to read them."""
+    """The trainer's state as plain numbers and texts, so that a worker needs no transformers to read them."""
     if state is None:
         return None
     plain = {k: v for k, v in vars(state).items() if v is None or isinstance(v, (int, float, str, bool))}
@@ -297,8 +297,8 @@ def _snapshot(state: Any) -> Any:
 
 
 def _returned(value: Any) -> Any:
-    """What a function returned, as its worker sent it. In place of a value that JSON does not know stands one that has
-    its type's name and its text, so that the complaint shows these."""
+    """What a function returned, as its worker sent it. A value that JSON does not know is replaced by one with the same
+    type name and text, so that the error message shows these."""
     if isinstance(value, dict) and set(value) == {"type", "text"}:
         return type(value["type"], (), {"__str__": lambda _: value["text"]})()
     return [_returned(v) for v in value] if isinstance(value, list) else value

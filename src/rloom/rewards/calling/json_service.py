@@ -32,7 +32,7 @@ LOOPBACK = {"127.0.0.1", "localhost", "::1"}
 
 
 def bearer(token: str | None, where: str) -> dict[str, str]:
-    """The header for a token; none for none. A message never holds the token itself.
+    """The header for a token; no header for no token. Error messages never hold the token itself.
 
     >>> bearer(" abc\\n", "the environment's TOKEN"), bearer("", "here")
     ({'Authorization': 'Bearer abc'}, {})
@@ -118,7 +118,7 @@ class JsonService:
         raise TypeError("a connection cannot be sent to another process")
 
     def post(self, payload: Any) -> Any:
-        """The answer to a request; a [`RewardError`] when there is none to be had."""
+        """The answer to a request; a [`RewardError`] when there is none after all tries."""
         body = json.dumps(payload).encode()
         for attempt in itertools.count():
             self._wait_for_turn()
@@ -133,7 +133,8 @@ class JsonService:
         raise AssertionError("unreachable")
 
     async def _try(self, client: httpx.AsyncClient, body: bytes) -> Any:
-        """One try, for which there is one deadline: each byte of a service that drips is within httpx's own limits."""
+        """One try with one deadline. httpx's own limits are per read, so a service that sends a byte now and then would
+        never meet them."""
         import httpx
 
         try:
@@ -155,7 +156,7 @@ class JsonService:
         return response, self._unpacked(response.headers.get("Content-Encoding", ""), bytes(received))
 
     def _unpacked(self, encoding: str, received: bytes) -> bytes:
-        """A few kilobytes may unpack to gigabytes: no more than is allowed is unpacked."""
+        """The uncompressed body. A few kilobytes may unpack to gigabytes, so no more than is allowed is unpacked."""
         if encoding.strip().lower() in ("", "identity"):
             return received
         if encoding.strip().lower() != "gzip":
@@ -174,7 +175,7 @@ class JsonService:
         return RewardError(f"{self.url} answered more than {self.max_bytes} bytes")
 
     def safe(self, value: Any) -> Any:
-        """What came from elsewhere, without what must not be shown: a service may echo what it was sent."""
+        """A value from outside with secrets taken out: a service may echo what it was sent."""
         if isinstance(value, str):
             return functools.reduce(lambda text, secret: text.replace(secret, "…"), self._secrets, value)
         if isinstance(value, list):
@@ -222,7 +223,7 @@ class JsonService:
 
 
 def _address(url: str) -> SplitResult:
-    """An address in its parts; the message about one that is none shows nothing that may be secret."""
+    """The parts of an address. The error message for a bad address shows nothing that may be secret."""
     try:
         parts = urlsplit(url)
         usable = parts.scheme in ("http", "https") and bool(parts.hostname) and (parts.port or 1) > 0
@@ -234,7 +235,7 @@ def _address(url: str) -> SplitResult:
 
 
 def _login(parts: SplitResult) -> dict[str, str]:
-    """User and password of an address, as the header that they stand for."""
+    """User and password of an address, as a header for basic authentication."""
     if parts.username is None:
         return {}
     pair = f"{unquote(parts.username)}:{unquote(parts.password or '')}"
@@ -263,7 +264,7 @@ def _secrets(parts: SplitResult, headers: dict[str, str]) -> list[str]:
 
 
 def _seconds(value: str | None) -> float:
-    """What a Retry-After header says, where it says it in seconds.
+    """The seconds in a Retry-After header; 0 where it holds a date or nothing.
 
     >>> _seconds("3"), _seconds("Wed, 21 Oct 2026 07:28:00 GMT"), _seconds(None)
     (3.0, 0.0, 0.0)

@@ -46,7 +46,7 @@ def write(fd: int, replies: list[str]) -> None:
 
 
 def plain(value: Any, depth: int = 0) -> Any:
-    """What a function returned, as JSON; what JSON does not know becomes a note of its type.
+    """What a function returned, as JSON. What JSON does not know becomes its type's name and its text.
 
     >>> plain((1, None, 2.5)), plain([{1}])
     ([1, None, 2.5], [{'type': 'set', 'text': '{1}'}])
@@ -98,7 +98,7 @@ def call(function: Any, arguments: dict[str, Any]) -> dict[str, Any]:
 
 
 def described(error: BaseException) -> list[str]:
-    """An exception's class, message and traceback; of one that cannot even be shown, what is left."""
+    """An exception's class, message and traceback; only the class, where the exception cannot be shown."""
     try:
         return [type(error).__name__, str(error)[:1000], "".join(traceback.format_exception(error))[-4000:]]
     except Exception:
@@ -106,7 +106,7 @@ def described(error: BaseException) -> list[str]:
 
 
 def as_json(reply: dict[str, Any]) -> str:
-    """A reply as JSON, or why there is none: the samples after it must not be kept waiting for it."""
+    """A reply as JSON, or the error that prevents it: the samples after it must not wait for it."""
     try:
         return json.dumps(reply)
     except Exception as error:
@@ -122,7 +122,7 @@ def _text(value: Any) -> Any:
 
 
 def score(function: Any, samples: list[dict[str, Any]], progress: mmap.mmap, write_fd: int) -> None:
-    """Call a function on each sample. Replies go back together where they are quick: who reads them needs a core too.
+    """Call a function on each sample. Quick replies are sent together: who reads them needs a core too.
 
     Before each sample the other side is told, in shared memory, which it is and when it began.
     """
@@ -166,7 +166,7 @@ def main(read_fd: int, write_fd: int, progress_fd: int) -> None:
 
 
 def load(request: dict[str, Any]) -> Any:
-    """The function that a request brings, after what it wants done first."""
+    """The function in a request, after its `at_start` was called."""
     sys.path[:] = request["path"]
     function, at_start = pickle.loads(request["function"])
     if at_start is not None:

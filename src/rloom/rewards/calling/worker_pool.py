@@ -147,8 +147,8 @@ class WorkerPool(AbstractContextManager["WorkerPool"]):
         self.seconds[key] = seconds if before == AT_ONCE_SECONDS else 0.9 * before + 0.1 * seconds
 
     def _worker(self, key: int) -> WorkerProcess:
-        """This thread's worker, with a function loaded. One that ends meanwhile is started again: it may not have been
-        the function's doing."""
+        """This thread's worker, with a function loaded. A worker that dies meanwhile is replaced: that may not be the
+        function's fault."""
         tries = 1 if key in self._unloadable else LOAD_TRIES
         for left in reversed(range(tries)):
             worker = self._running()
@@ -166,7 +166,7 @@ class WorkerPool(AbstractContextManager["WorkerPool"]):
         raise AssertionError("unreachable")
 
     def _running(self) -> WorkerProcess:
-        """This thread's worker: a new one where there is none, or no more."""
+        """This thread's worker. A new one is started where there is none, or where it has died."""
         worker: WorkerProcess | None = getattr(self._local, "worker", None)
         if worker is not None and worker.has_ended:
             # What it had started may go on without it.

@@ -134,7 +134,7 @@ class WorkerProcess:
         return f"killed by {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
 
     def stop(self) -> None:
-        """End the process and what it started; a loop in C does not wait to be asked."""
+        """Kill the process and what it started: a loop in C would not hear a polite request."""
         _stop(self.process)
 
     @property
@@ -146,7 +146,8 @@ class WorkerProcess:
 
 
 def _stop(process: subprocess.Popen[bytes], *, wait: bool = False) -> None:
-    """Kill a process and what it started. With `wait`, it is about to end by itself, in a way that is worth knowing."""
+    """Kill a process and what it started. With `wait`, let the process end by itself first, so that its exit code is
+    its own."""
     # Once it was waited for, its number may be another's.
     if process.returncode is not None:
         return

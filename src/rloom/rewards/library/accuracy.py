@@ -22,9 +22,9 @@ PARSING_SECONDS, VERIFYING_SECONDS = 10, 5
 
 
 def _timeouts() -> tuple[int | None, int | None]:
-    """math-verify's own time limits, which work by signals, so in a main thread alone: a worker process has one.
+    """math-verify's own time limits. They work by signals, so only in a main thread, which a worker process has.
 
-    Elsewhere they are off, and so are its warnings about that.
+    In other threads they are off, and so are math-verify's warnings about that.
     """
     if threading.current_thread() is threading.main_thread():
         return PARSING_SECONDS, VERIFYING_SECONDS
@@ -57,10 +57,10 @@ def _strict_latex(text: str) -> list[Any]:
 
 @functools.cache
 def _quick_numbers() -> None:
-    """Let sympy look its names up once; in worker processes, where others' functions get the same answers from it.
+    """Let sympy look its names up once. Only in worker processes: in the trainer's process sympy is left as it is.
 
     Reading a number, sympy runs `from sympy import *` into a new dictionary, each time: half of what an answer takes.
-    A copy of one such dictionary is the same. In the trainer's process sympy is left as it is.
+    A copy of one such dictionary is the same.
     """
     try:
         from sympy.parsing import sympy_parser

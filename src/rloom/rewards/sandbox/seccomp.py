@@ -74,12 +74,12 @@ def _any_of(values: Iterable[int]) -> list[Line]:
 
 
 def _if(test: int, value: int, result: int) -> list[Line]:
-    """An end with a result, if what was loaded last passes a test."""
+    """Instructions that return a result if the loaded value passes a test."""
     return [(test, 0, 1, value), (RETURN, 0, 0, result)]
 
 
 def _by_argument(number: int, position: int, tests: list[Line], otherwise: int) -> list[Line]:
-    """What becomes of one call, by tests of one of its arguments: of the lower half, which is all that the kernel reads
-    of a number of 32 bits. Where it is another call, its number stays loaded."""
+    """Instructions that decide one call by tests of one of its arguments. They test its lower half, which is all that
+    the kernel reads of a number of 32 bits. For another call they do nothing, and its number stays loaded."""
     lines = [(LOAD, 0, 0, ARGUMENTS_AT + 8 * position), *tests, (RETURN, 0, 0, otherwise)]
     return [(JUMP_EQUAL, 0, len(lines), number), *lines]

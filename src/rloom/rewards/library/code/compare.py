@@ -17,11 +17,11 @@ SMALL_SET = 1000
 
 
 class Different(Exception):
-    """The data stands for nothing that could be equal."""
+    """The data cannot be equal to what is expected."""
 
 
 def equals(data: Any, expected: Any) -> bool:
-    """Whether encoded data is a value of plain literals.
+    """Whether encoded data stands for the expected value, which is made of plain literals.
 
     >>> equals([1, {"tuple": [2.0]}, {"dict": [["a", {"set": [3]}]]}], [1, (2,), {"a": {3}}])
     True
@@ -64,7 +64,8 @@ def _items(data: Any, *tags: str) -> list[Any]:
 
 
 def _same_elements(items: list[Any], expected: Any) -> bool:
-    """Looked up in what is left of the expected set, so that elements chosen to collide do so with nothing."""
+    """Whether a set has the expected elements. They are looked up in the expected set, so that elements whose hashes
+    were chosen to collide meet no others."""
     left = set(expected)
     if len(items) != len(left):
         return False
@@ -100,7 +101,7 @@ def _key(data: Any) -> Any:
 
 
 def _simple(data: Any) -> Any:
-    """A number, a text, bytes, None; small ones of the kinds that a few characters can make endless."""
+    """A number, a text, bytes or None. Of the kinds that a few characters can make endless, only small ones."""
     if data is None or isinstance(data, (bool, int, float, str)):
         return data
     tag, body = _tagged(data)

@@ -16,7 +16,7 @@ MAX_DEPTH = 20
 
 @dataclass(slots=True)
 class Block:
-    """What stands between two fences, and what the first of them calls it."""
+    """The lines between two fences, and the name after the first of them."""
 
     name: str
     indent: int = 0  # of its lines, as far as all of them have it
@@ -24,7 +24,7 @@ class Block:
 
     @property
     def text(self) -> str:
-        """With the end of each line."""
+        """The lines as one text, without the indentation that all of them have."""
         indent = min([self.indent, *(_indent(line) for line in self.lines if line.strip())]) if self.indent else 0
         return "".join(f"{_without(line, indent)}\n" for line in self.lines)
 
@@ -127,12 +127,12 @@ class _Reader:
 
 
 def _indent(line: str) -> int:
-    """In columns: a tab goes to the next that is a multiple of four."""
+    """The indentation in columns. A tab goes to the next column that is a multiple of four."""
     start = line[: len(line) - len(line.lstrip(" \t"))]
     return len(start.expandtabs(4))
 
 
 def _without(line: str, columns: int) -> str:
-    """A line less the blanks before it, up to a column. Tabs stay tabs where nothing is taken away."""
+    """A line without its first blanks, up to a column. Tabs stay tabs where nothing is taken away."""
     start = len(line) - len(line.lstrip(" \t"))
     return line[:start].expandtabs(4)[columns:] + line[start:] if columns and start else line

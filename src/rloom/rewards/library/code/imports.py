@@ -44,7 +44,7 @@ def _failures(names: tuple[str, ...], site_packages: tuple[str, ...]) -> list[st
 
 
 def _way(missing: list[str]) -> str:
-    """What to do about it."""
+    """How to make the missing packages visible in sandboxes."""
     folders = sorted({folder for name in missing if (folder := _folder(name))})
     if not folders:
         return "Install it, and name its folder: code_execution(site_packages=[…])"
@@ -56,7 +56,7 @@ def _way(missing: list[str]) -> str:
 
 
 def _folder(name: str) -> str | None:
-    """Where this Python has a package."""
+    """The folder in which this Python has a package."""
     try:
         spec = importlib.util.find_spec(name)
     except (ImportError, ValueError):

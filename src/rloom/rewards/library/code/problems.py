@@ -71,7 +71,7 @@ def read_tests(row: dict[str, Any], harness: str | None = None) -> Tests | None:
 # Cached, since the completions of a group have their tests in common.
 @functools.lru_cache(maxsize=4096)
 def names_called(sources: tuple[str, ...]) -> frozenset[str]:
-    """What tests call and neither they nor Python define: the program's part.
+    """The names that tests call and neither they nor Python define, so that the program must.
 
     >>> names_called(("assert sorted(f(1)) == g(2)", "check = lambda x: x\\nassert check(f(2))")) == {"f", "g"}
     True
@@ -106,7 +106,7 @@ def imports_of(sources: tuple[str, ...]) -> tuple[str, ...]:
 
 
 def _only_defines_check(source: str) -> bool:
-    """Whether tests are HumanEval's function `check(candidate)`, which nobody calls; whatever the program is."""
+    """Whether tests define HumanEval's function `check(candidate)` and call nothing: no program can fail them."""
     body = ast.parse(source).body
     return any(isinstance(node, ast.FunctionDef) and node.name == "check" for node in body) and all(
         isinstance(node, (ast.FunctionDef, ast.Import, ast.ImportFrom)) or _is_constant(node) for node in body
@@ -114,7 +114,7 @@ def _only_defines_check(source: str) -> bool:
 
 
 def _is_constant(node: ast.stmt) -> bool:
-    """A text that stands alone, or a name for something that nobody is called for."""
+    """Whether a statement is a text that stands alone, or an assignment without a call."""
     if not isinstance(node, (ast.Assign, ast.Expr)):
         return False
     return not any(isinstance(part, (ast.Call, ast.Attribute)) for part in ast.walk(node))
@@ -139,7 +139,7 @@ def _entry_point(row: dict[str, Any]) -> str | None:
 
 
 def safe_repr(value: Any) -> str:
-    """What a message shows of a value, whatever its own `repr` thinks of that."""
+    """A value as a message shows it, also where its own `repr` fails."""
     try:
         return f"{value!r:.100}"
     except Exception:
@@ -169,7 +169,7 @@ def _case(case: dict[str, Any]) -> tuple[str, str]:
 
 @functools.lru_cache(maxsize=4096)
 def num_statements(source: str, what: str) -> int:
-    """How many there are in a test program, which must be one."""
+    """The number of statements in a test program; an error that begins with `what` where it is no Python."""
     try:
         return len(ast.parse(source).body)
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
@@ -189,5 +189,5 @@ def _plain(row: dict[str, Any]) -> dict[str, Any]:
 
 
 def refuse(value: Any) -> Any:
-    """What is no plain data is not sent."""
+    """Refuse to send what is no plain data."""
     raise TypeError(type(value).__name__)

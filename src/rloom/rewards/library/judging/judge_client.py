@@ -39,7 +39,7 @@ class JudgeClient:
         self._threads = ThreadPoolExecutor(concurrency, thread_name_prefix="rloom-judge")
 
     def ask_all(self, questions: list[str], parse: Parse) -> list[float | None]:
-        """What the judge says to each; None where it cannot be read, even when asked once more."""
+        """The number in the reply to each question; None where there is none, even when asked once more."""
         return list(self._threads.map(lambda question: self._ask_twice(question, parse), questions))
 
     def _ask_twice(self, question: str, parse: Parse) -> float | None:
@@ -53,7 +53,7 @@ class JudgeClient:
         return value
 
     def _note_unparsed(self, reply: str) -> None:
-        """Count a reply that says nothing; quote the first, the tenth, the hundredth …"""
+        """Count a reply without a number. The first, the tenth, the hundredth … is quoted in a warning."""
         with self._lock:
             self.counts["unparsed"] += 1
             count = self.counts["unparsed"]
@@ -64,7 +64,7 @@ class JudgeClient:
             )  # fmt: skip
 
     def _ask(self, messages: list[dict[str, str]], parse: Parse) -> tuple[str, float | None]:
-        """A reply, and what it says. Only one that says something is cached: a judge that was unwell is asked again."""
+        """A reply, and the number in it. A reply without a number is not cached, so that the judge is asked again."""
         request = {**self.request, "messages": messages}
         # Another judge may go by the same name elsewhere.
         key = {**request, "url": self.service.url}

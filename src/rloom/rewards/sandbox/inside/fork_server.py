@@ -72,7 +72,7 @@ def receive(control: _socket.socket) -> tuple[bytes, list[int]]:
 
 
 def fork_sandbox(control: _socket.socket, request: dict[str, Any], fds: list[int], payload: dict[str, Any]) -> None:
-    """Fork a sandbox and send what it can be killed by; nothing, where the namespaces cannot be made."""
+    """Fork a sandbox and send its pidfd, by which it can be killed; an error where it cannot be made."""
     made_read, made = os.pipe()
     pid = libc.syscall(*(ctypes.c_long(x) for x in (payload["clone"], NEW_NAMESPACES | _signal.SIGCHLD, 0, 0, 0, 0)))
     if pid == 0:
@@ -89,7 +89,7 @@ def fork_sandbox(control: _socket.socket, request: dict[str, Any], fds: list[int
 
 
 def reap_children() -> None:
-    """Let go of processes that are over."""
+    """Wait for child processes that have ended, so that none stays a zombie."""
     try:
         while os.waitpid(-1, os.WNOHANG)[0]:
             pass
@@ -97,11 +97,11 @@ def reap_children() -> None:
         pass
 
 
-# -- in the copy
+# -- in the child
 
 
 def in_child(request: dict[str, Any], fds: list[int], made: int, payload: dict[str, Any]) -> None:
-    """All that a copy does; from here it never comes back to do what is the original's."""
+    """All that the child does. It never returns to the loop of the fork server."""
     try:
         first_process(request, fds, made, payload)
     except BaseException as error:
@@ -162,7 +162,7 @@ def close_all_but(*fds: int) -> None:
 
 
 def set_up_namespaces(disk: int) -> None:
-    """User, files, processes and network, each of them new. What was seen through /tmp and /proc is covered."""
+    """Map the user, mount new /proc, /dev/shm and /tmp over the old ones, and bring the network's loopback up."""
     user, group = os.getuid(), os.getgid()
     write_file("/proc/self/uid_map", f"{user} {user} 1")
     # The kernel lets a group be mapped only after this.
@@ -180,14 +180,14 @@ def set_up_namespaces(disk: int) -> None:
 
 
 def write_file(path: str, text: str) -> None:
-    """Write to one of the kernel's own files, in one piece."""
+    """Write to one of the kernel's own files, in one call."""
     fd = os.open(path, os.O_WRONLY)
     os.write(fd, text.encode())
     os.close(fd)
 
 
 def mount(kind: str, where: str, flags: int, options: str = "") -> None:
-    """A new file system of some kind."""
+    """Mount a new file system of some kind."""
     check_result(libc.mount(kind.encode(), where.encode(), kind.encode(), ctypes.c_ulong(flags), options.encode()))
 
 
@@ -213,7 +213,7 @@ def prctl(what: int, *arguments: int) -> int:
 
 
 def check_result(result: int) -> None:
-    """A system call's result, which must be none of its errors."""
+    """Raise the error that a system call's result stands for, if it is one."""
     if result < 0:
         raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
 

@@ -60,7 +60,7 @@ def main(payload: dict[str, Any]) -> None:
 
 
 def pytest_here() -> Any:
-    """The part of pytest that is there for tests that name it; None for others, which do not wait for it."""
+    """Our stand-in for pytest (like_pytest.py); None for tests that do not name pytest, and need not wait for it."""
     return sys.modules.get("rloom.rewards.sandbox.inside.like_pytest")
 
 
@@ -142,7 +142,7 @@ def nearest_base(names: list[Any]) -> type[Exception]:
 
 
 def modules_used(sources: list[str]) -> set[str]:
-    """The names that tests use as modules are used, as `math.isclose(…)` does.
+    """The names whose attributes tests use, as of modules in `math.isclose(…)`.
 
     >>> sorted(modules_used(["assert math.isclose(f(1), g.x)"]))
     ['g', 'math']
@@ -155,7 +155,7 @@ def modules_used(sources: list[str]) -> set[str]:
 
 
 class Run:
-    """One test program: run, then what it defines and did not run itself, and the count of what was checked."""
+    """One test program: runs it, then what it defines and does not run itself, and counts what was checked."""
 
     def __init__(self, source: str, space: dict[str, Any], payload: dict[str, Any], peer: Peer) -> None:
         self.tree = ast.parse(source)
@@ -166,7 +166,7 @@ class Run:
         self.raised = 0
 
     def verdict(self) -> tuple[float | None, str]:
-        """The share of it that holds and why not all; None where it checks nothing."""
+        """The share of its checks that hold, and why not all; None where it checks nothing."""
         asked = self.peer.asked
         self.peer.trouble = ""
         counting = CountAsserts(keep_on=self.partial)
@@ -241,20 +241,20 @@ def is_unittest(kind: Any) -> bool:
 
 
 def run_class(case: type[unittest.TestCase]) -> None:
-    """The tests of unittest's kind."""
+    """Run the tests of a class of unittest's kind."""
     import unittest
 
     unittest.TextTestRunner(stream=io.StringIO()).run(unittest.defaultTestLoader.loadTestsFromTestCase(case))
 
 
 def run_test(test: Any, space: dict[str, Any]) -> None:
-    """A test of pytest's kind."""
+    """Run a test of pytest's kind."""
     like_pytest = pytest_here()
     test() if like_pytest is None else like_pytest.run_test(test, space)
 
 
 def run_method(kind: type, method: str, space: dict[str, Any]) -> None:
-    """A test of pytest's kind, in a class."""
+    """Run a test of pytest's kind that is a method."""
     run_test(getattr(kind(), method), space)
 
 
@@ -281,7 +281,7 @@ class Checks:
         self.why = ""
 
     def note(self, number: int, error: BaseException | None) -> None:
-        """An assert ran."""
+        """Note that an assert ran."""
         self.asserts[number] = self.asserts.get(number, True) and error is None
         if error is not None:
             self.why = self.why or f"{type(error).__name__}: {error}"[:300]

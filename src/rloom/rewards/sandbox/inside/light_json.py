@@ -15,7 +15,7 @@ NOT_FINITE = {"NaN": float("nan"), "Infinity": float("inf"), "-Infinity": float(
 
 
 class Reading:
-    """What the scanner asks for: everything as the standard module has it."""
+    """The options of the scanner, all as the standard module has them."""
 
     strict = True
     object_hook = object_pairs_hook = None
@@ -23,7 +23,7 @@ class Reading:
 
 
 def refuse(value: Any) -> Any:
-    """What is no JSON."""
+    """Refuse what is no JSON."""
     raise TypeError(f"Object of type {type(value).__name__} is not JSON serializable")
 
 

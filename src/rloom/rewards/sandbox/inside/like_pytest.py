@@ -70,7 +70,7 @@ abs_ = abs
 
 
 def fixture(function: Any = None, **options: Any) -> Any:
-    """CallOptions a function whose value, or what it yields, tests get by its name. It is made anew for each test."""
+    """Marks a function whose value, or what it yields, tests get by its name. It is made anew for each test."""
     if function is None:
         return functools.partial(fixture, **options)
     function.__fixture__ = options
@@ -78,7 +78,7 @@ def fixture(function: Any = None, **options: Any) -> Any:
 
 
 def parametrize(names: Any, values: Any, **options: Any) -> Callable[[Any], Any]:
-    """CallOptions a test that is run once for each of some values."""
+    """Marks a test that is run once for each of some values."""
     listed = [name.strip() for name in names.split(",")] if isinstance(names, str) else list(names)
     rows = [dict(zip(listed, value if len(listed) > 1 else [value], strict=True)) for value in values]
 

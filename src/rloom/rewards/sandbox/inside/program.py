@@ -31,7 +31,7 @@ FILE = "/tmp/program.py"
 
 
 def limit(limits: dict[str, int]) -> None:
-    """Hold this process and its children within bounds; they cannot be raised again."""
+    """Set resource limits of this process and its children. They cannot be raised again."""
     for name, value in limits.items():
         number = getattr(resource, name)
         hard = resource.getrlimit(number)[1]
@@ -40,7 +40,7 @@ def limit(limits: dict[str, int]) -> None:
 
 
 def begin(payload: dict[str, Any]) -> None:
-    """What every process in a sandbox does first: bounds, no way to speak but its pipes, and word that it is there."""
+    """What every process in a sandbox does first: set limits, silence the standard streams, say that it is ready."""
     limit(payload["limits"])
     silence()
     # These come from `site`, which is not imported here.
@@ -56,7 +56,7 @@ def silence() -> None:
 
 
 def leave(code: Any = None) -> None:
-    """As in a program that is run by itself."""
+    """`exit` and `quit`, as in a program that is run by itself."""
     raise SystemExit(code)
 
 
@@ -199,7 +199,7 @@ def run(program: str, how_fd: int) -> None:
 
 
 def say(fd: int, words: str) -> None:
-    """Leave words in a pipe, unless the program has closed it with all that it does not know."""
+    """Leave words in a pipe, unless the program has closed all descriptors that it does not know."""
     try:
         os.write(fd, words.encode("utf-8", "replace")[:MAX_WORDS])
         os.close(fd)

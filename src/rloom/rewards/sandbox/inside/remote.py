@@ -64,7 +64,7 @@ class Remote:
 
 
 def _leave(target: Any, description: Any) -> None:
-    """`__exit__`, told of an exception of the same name."""
+    """Call `__exit__` with the nearest exception that this side knows."""
     if description is None:
         target.__exit__(None, None, None)
     else:
@@ -202,15 +202,15 @@ class Peer:
         return self.objects[number]
 
     def pack(self, value: Any) -> Any:
-        """Encoded, objects named."""
+        """Encode a value, with objects as numbers."""
         return encode(value, self.keep)
 
     def unpack(self, data: Any) -> Any:
-        """Decoded, names resolved."""
+        """Decode a value, with numbers as objects."""
         return decode(data, self.find)
 
     def refusal(self, target: Remote, what: str) -> TypeError:
-        """Why an object of the other side is not used for what only data is good for."""
+        """The error for a test that uses an object of the program where only data counts."""
         message = f"the program returned an object of its own, not plain data, and a test used it for {what}"
         self.trouble = self.trouble or message
         return TypeError(message)
@@ -248,11 +248,11 @@ class Peer:
         raise error
 
     async def _awaited(self, answer: dict[str, Any]) -> Any:
-        """A coroutine of the other side, which has run there already: what it gave is told when it is awaited."""
+        """A coroutine of the other side, which has run there already. Its outcome is told when it is awaited."""
         return self._outcome(answer)
 
     def _write_back(self, answer: dict[str, Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """What the call did to lists and dicts that it was given, by position or by name."""
+        """Apply what the call did to lists and dicts that it was given, by position or by name."""
         places = {str(place): value for place, value in [*enumerate(args), *kwargs.items()]}
         changed = answer.get("changed", {})
         if not isinstance(changed, dict) or not places.keys() >= changed.keys():
@@ -297,7 +297,7 @@ class Peer:
 
 
 def run_to_its_end(coroutine: Any) -> Any:
-    """What an async function gives. It is run when it is called: nobody on this side could await it later."""
+    """The result of an async function. It runs when it is called: nobody on this side could await it later."""
     import asyncio
 
     return asyncio.run(coroutine)

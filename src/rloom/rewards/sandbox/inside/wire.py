@@ -84,7 +84,7 @@ def receive(fd: int, read: Callable[[int, int], bytes] = os.read) -> Any:
 
 
 def items(body: bytes) -> int:
-    """At most so many lists, dicts and items are in a message; what stands in its texts is counted too.
+    """An upper bound of the lists, dicts and items in a message: commas and brackets in its texts count too.
 
     >>> items(b'[1, [], {"a": 2}]')
     5
@@ -126,7 +126,7 @@ def encode(value: Any, keep: Callable[[Any], Any], depth: int = 0) -> Any:
 
 
 def encode_rarer(value: Any, kind: Any, keep: Callable[[Any], Any], each: Callable[[Any], list[Any]]) -> Any:
-    """The same of bytes, complex numbers, built-in types and types of other modules."""
+    """`encode` for bytes, complex numbers, built-in types and types of other modules."""
     if isinstance(value, (bytes, bytearray)):
         return {kind.__name__: value.hex()}
     if isinstance(value, complex):
@@ -143,7 +143,7 @@ def encode_rarer(value: Any, kind: Any, keep: Callable[[Any], Any], each: Callab
 
 
 def as_plain(value: Any) -> Any:
-    """What numpy's value is without numpy. Long floats it gives as themselves, since Python has none."""
+    """A value of numpy's as one of Python's. `tolist` leaves long floats as they are, since Python has none."""
     plain = value.tolist()
     if type(plain) is type(value):
         return complex(plain) if plain.dtype.kind == "c" else float(plain)
