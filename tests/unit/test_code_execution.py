@@ -32,10 +32,10 @@ from rloom.rewards import (
     RewardSet,
     code_execution,
 )
-from rloom.rewards.library.code import imports, programs
+from rloom.rewards.library.code import extraction, imports
 from rloom.rewards.library.code.execution import judge_program
+from rloom.rewards.library.code.extraction import program_of
 from rloom.rewards.library.code.problems import read_tests
-from rloom.rewards.library.code.programs import program_of
 from rloom.rewards.pipes import Deadline
 from rloom.rewards.sandbox import bubblewrap, cgroups, cpu_deadline, fork_server, sandbox, seccomp
 from rloom.rewards.sandbox.inside import light_json
@@ -56,9 +56,8 @@ def needs_sandbox(test):
 
 @pytest.fixture(params=["bubblewrap", "forked"])
 def way(request, monkeypatch):
-    monkeypatch.setattr(
-        cpu_deadline, "MAX_STRETCH", 1
-    )  # who waits here waits for limits, on machines that tests keep busy
+    # Who waits here waits for limits, on machines that tests keep busy.
+    monkeypatch.setattr(cpu_deadline, "MAX_STRETCH", 1)
     if request.param == "bubblewrap":
         monkeypatch.setattr(fork_server, "works", lambda: False)
         yield
@@ -171,10 +170,10 @@ def test_a_program_that_leaves_with_an_error_has_failed():
 
 
 def test_long_completions_are_not_parsed_here(monkeypatch):
-    monkeypatch.setattr(programs.ast, "parse", lambda *args: pytest.fail("parsed"))
+    monkeypatch.setattr(extraction.ast, "parse", lambda *args: pytest.fail("parsed"))
     body = "    x = 1\n" * 10_000
-    assert programs.program_of(body, prompt="def f(x):\n", entry_point="f") == "def f(x):\n" + body
-    assert programs.program_of(f"def f(x):\n{body}", prompt="def g(x):\n", entry_point="f").startswith("def f")
+    assert extraction.program_of(body, prompt="def f(x):\n", entry_point="f") == "def f(x):\n" + body
+    assert extraction.program_of(f"def f(x):\n{body}", prompt="def g(x):\n", entry_point="f").startswith("def f")
 
 
 # -- what is not the program's fault
@@ -1831,9 +1830,8 @@ def test_a_fork_server_that_dies_costs_no_program_its_score(home, monkeypatch, t
 def test_where_nothing_can_be_forked_each_program_gets_bubblewrap(home, monkeypatch, why):
     if why == "refused":
         own = bubblewrap.command
-        monkeypatch.setattr(
-            fork_server, "command", lambda *args, **options: own(*args)
-        )  # which forbids namespaces within
+        # Without `nested`, which forbids namespaces within.
+        monkeypatch.setattr(fork_server, "command", lambda *args, **options: own(*args))
     else:
         monkeypatch.setattr(fork_server, "EXPECTED", {"said": []})
     fork_server.works.cache_clear()

@@ -24,7 +24,7 @@ from rloom.errors import NoCompletionError, ProcessError
 from rloom.evaluation.measured import Measured
 from rloom.generation.images import ImageRouter
 from rloom.observe.completions import sendable
-from rloom.rewards.calling.collection import RewardSet
+from rloom.rewards.calling.reward_set import RewardSet
 from rloom.rewards.compose import Composition
 from rloom.rewards.functions import FunctionReward
 from rloom.rewards.scored import Scored

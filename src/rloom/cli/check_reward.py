@@ -16,7 +16,7 @@ from rloom.errors import ConfigError, DataError
 from rloom.printable import printable
 from rloom.rewards.build import build_reward, load_reward_model, reward_tokenizer
 from rloom.rewards.build import check_rewards as check_kinds
-from rloom.rewards.calling.collection import RewardSet
+from rloom.rewards.calling.reward_set import RewardSet
 from rloom.rewards.check import Report, Sample, check_rewards
 
 

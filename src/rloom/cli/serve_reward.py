@@ -11,8 +11,8 @@ from rich.markup import escape
 from rloom.cli.spec import find_reward
 from rloom.errors import RewardError
 from rloom.rewards.build import check_rewards
-from rloom.rewards.calling.collection import RewardSet
 from rloom.rewards.calling.http_reward import TOKEN_VARIABLE
+from rloom.rewards.calling.reward_set import RewardSet
 from rloom.rewards.functions import FunctionReward, ObjectReward
 from rloom.rewards.serve import RewardServer
 

@@ -12,7 +12,7 @@ from rloom.models import load as loading
 from rloom.rewards.base import RewardBatch
 from rloom.rewards.build import build_reward, load_reward_model, reward_tokenizer
 from rloom.rewards.build import check_rewards as check_kinds
-from rloom.rewards.calling.collection import RewardSet
+from rloom.rewards.calling.reward_set import RewardSet
 from rloom.training.rollouts import column_names
 
 

@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from rloom.rewards.base import Reward, RewardBatch
     from rloom.rewards.calling.call_options import reward
-    from rloom.rewards.calling.collection import RewardSet
     from rloom.rewards.calling.http_reward import http_reward
+    from rloom.rewards.calling.reward_set import RewardSet
     from rloom.rewards.compose import route, term
     from rloom.rewards.functions import FunctionReward, ObjectReward
     from rloom.rewards.library.accuracy import (
@@ -40,7 +40,7 @@ _HOMES = {
     ),
     "base": ("Reward", "RewardBatch"),
     "library.code.execution": ("code_execution",),
-    "calling.collection": ("RewardSet",),
+    "calling.reward_set": ("RewardSet",),
     "compose": ("route", "term"),
     "library.embeddings": ("semantic_similarity",),
     "library.form": ("format", "json_schema", "think_format_reward"),

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from rloom.rewards.base import RewardBatch
-from rloom.rewards.calling.collection import RewardSet
+from rloom.rewards.calling.reward_set import RewardSet
 from rloom.rewards.completion_text import text_of
 
 DEGENERATE = ("empty", "prompt copied", "one token repeated", "format alone", "digits sprayed")

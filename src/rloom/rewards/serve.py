@@ -15,8 +15,8 @@ from typing import Any
 from rloom.errors import RewardError
 from rloom.printable import get_logger
 from rloom.rewards.base import RewardBatch, shown
-from rloom.rewards.calling.collection import RewardSet
-from rloom.rewards.calling.json_service import LOOPBACK
+from rloom.rewards.calling.addresses import LOOPBACK
+from rloom.rewards.calling.reward_set import RewardSet
 
 logger = get_logger(__name__)
 

@@ -36,7 +36,7 @@ from rloom.older_names import note_once
 from rloom.printable import get_logger
 from rloom.rewards.base import unique_names
 from rloom.rewards.build import as_list, build_reward, check_rewards, is_url, load_reward_model, reward_tokenizer
-from rloom.rewards.calling.collection import RewardSet
+from rloom.rewards.calling.reward_set import RewardSet
 from rloom.rewards.compose import Composition, Term, as_terms
 from rloom.training import contest, loaders, tuning
 from rloom.training.assigner import CreditAssigner

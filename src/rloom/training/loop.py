@@ -25,7 +25,7 @@ from rloom.observe.completions import CompletionLog
 from rloom.observe.metrics import Metrics
 from rloom.observe.store import RunStore
 from rloom.printable import get_logger
-from rloom.rewards.calling.collection import RewardSet
+from rloom.rewards.calling.reward_set import RewardSet
 from rloom.training import checkpoint, weights
 from rloom.training.card import model_card
 from rloom.training.credit import Credit, Shaper

@@ -18,7 +18,7 @@ from typing import Any
 from rloom.errors import RewardError, did_you_mean
 from rloom.rewards.base import Reward, RewardBatch
 from rloom.rewards.calling.call_options import is_coroutine_function
-from rloom.rewards.calling.event_loop import start
+from rloom.rewards.calling.event_loop import reward_loop
 from rloom.rewards.calling.worker_pool import WorkerPool
 from rloom.rewards.calling.worker_process import WorkerGone
 
@@ -128,7 +128,7 @@ class Caller:
 
     def _start(self, batch: RewardBatch) -> Future[CallResult]:
         if self.is_async:
-            return start(self._on_loop(batch))
+            return reward_loop.start(self._on_loop(batch))
         if not self.runs_here:
             return self._executor().submit(self.call, batch)
         done: Future[CallResult] = Future()
@@ -163,7 +163,8 @@ class Caller:
                 raise self._at_start_error
             values = self._score(batch, result)
             # A lambda around an async function is not known to be one.
-            result.values = start(_awaited(values)).result() if isinstance(values, Awaitable) else values
+            is_coroutine = isinstance(values, Awaitable)
+            result.values = reward_loop.start(_awaited(values)).result() if is_coroutine else values
         return result
 
     def _score(self, batch: RewardBatch, result: CallResult) -> Any:

@@ -46,13 +46,5 @@ def _run(loop: asyncio.AbstractEventLoop) -> None:
             loop.run_forever()
 
 
-_rewards = BackgroundLoop("rloom-rewards")
-
-
-def start(coroutine: Coroutine[Any, Any, Any]) -> Future[Any]:
-    """Run a coroutine on the loop of asynchronous rewards.
-
-    >>> start(asyncio.sleep(0, "done")).result()
-    'done'
-    """
-    return _rewards.start(coroutine)
+# The loop of asynchronous reward functions.
+reward_loop = BackgroundLoop("rloom-rewards")

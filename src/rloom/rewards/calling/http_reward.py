@@ -14,8 +14,9 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from rloom.errors import RewardError, checks_options
+from rloom.rewards.calling.addresses import bearer
 from rloom.rewards.calling.call_options import named_reward
-from rloom.rewards.calling.json_service import JsonService, bearer
+from rloom.rewards.calling.json_service import JsonService
 
 TOKEN_VARIABLE = "RLOOM_REWARD_TOKEN"
 

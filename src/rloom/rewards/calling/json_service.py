@@ -3,22 +3,20 @@
 from __future__ import annotations
 
 import asyncio
-import base64
 import functools
 import itertools
 import json
 import logging
 import random
-import re
 import threading
 import time
 import weakref
 import zlib
 from typing import TYPE_CHECKING, Any
-from urllib.parse import SplitResult, parse_qsl, quote, unquote, urlsplit, urlunsplit
 
 from rloom.errors import RewardError, needs_extra
 from rloom.printable import get_logger
+from rloom.rewards.calling.addresses import LOOPBACK, check_headers, login, parse_address, redacted, secrets_of
 from rloom.rewards.calling.event_loop import BackgroundLoop
 
 if TYPE_CHECKING:
@@ -28,32 +26,6 @@ logger = get_logger(__name__)
 
 # Status codes after which asking again makes sense.
 AGAIN = {408, 425, 429, 500, 502, 503, 504}
-LOOPBACK = {"127.0.0.1", "localhost", "::1"}
-
-
-def bearer(token: str | None, where: str) -> dict[str, str]:
-    """The header for a token; no header for no token. Error messages never hold the token itself.
-
-    >>> bearer(" abc\\n", "the environment's TOKEN"), bearer("", "here")
-    ({'Authorization': 'Bearer abc'}, {})
-    """
-    # Files and shells like to add a line's end.
-    token = (token or "").strip()
-    if not token:
-        return {}
-    if not re.fullmatch(r"[\x21-\x7e]+", token):
-        raise RewardError(f"the token in {where} holds blanks or characters beyond ASCII, which no header can carry")
-    return {"Authorization": f"Bearer {token}"}
-
-
-def redacted(parts: SplitResult) -> str:
-    """An address as it may be shown: without user, password and query.
-
-    >>> redacted(urlsplit("https://me:pw@host:1/score?key=s"))
-    'https://host:1/score'
-    """
-    host = f"[{parts.hostname}]" if ":" in (parts.hostname or "") else parts.hostname or ""
-    return urlunsplit((parts.scheme, f"{host}:{parts.port}" if parts.port else host, parts.path, "", ""))
 
 
 # An event loop for requests alone: only there can one be cut off in the middle of whatever it waits for.
@@ -91,19 +63,19 @@ class JsonService:
         requests_per_minute: float | None = None,
         max_bytes: int = 64 * 2**20,
     ) -> None:
-        parts = _address(url)
+        parts = parse_address(url)
         for name, value in {"timeout": timeout, "requests_per_minute": requests_per_minute}.items():
             if value is not None and not value > 0:
                 raise RewardError(f"{name} must be above 0, not {value}")
         if retries < 0:
             raise RewardError(f"retries must not be negative, not {retries}")
-        self.headers = {**_login(parts), **(headers or {})}
-        _check_headers(self.headers)
+        self.headers = {**login(parts), **(headers or {})}
+        check_headers(self.headers)
         # The address for messages. The one to send to has the query too, which may be a key.
         self.url = redacted(parts)
         self._query = parts.query
         self._target = self.url + (f"?{parts.query}" if parts.query else "")
-        self._secrets = _secrets(parts, self.headers)
+        self._secrets = secrets_of(parts, self.headers)
         self.timeout, self.retries, self.backoff = timeout, retries, backoff
         self.interval = 60.0 / requests_per_minute if requests_per_minute else 0.0
         self.max_bytes, self.local = max_bytes, parts.hostname in LOOPBACK
@@ -220,47 +192,6 @@ class JsonService:
                     logging.getLogger("httpx").addFilter(lambda record: query not in record.getMessage())
                 weakref.finalize(self, lambda client: _requests.start(client.aclose()), self._client)
             return self._client
-
-
-def _address(url: str) -> SplitResult:
-    """The parts of an address. The error message for a bad address shows nothing that may be secret."""
-    try:
-        parts = urlsplit(url)
-        usable = parts.scheme in ("http", "https") and bool(parts.hostname) and (parts.port or 1) > 0
-    except ValueError:
-        usable = False
-    if not usable:
-        raise RewardError(f"{re.sub('//.*@', '//', url.split('?')[0])!r} is no address: http://host:port/path")
-    return parts
-
-
-def _login(parts: SplitResult) -> dict[str, str]:
-    """User and password of an address, as a header for basic authentication."""
-    if parts.username is None:
-        return {}
-    pair = f"{unquote(parts.username)}:{unquote(parts.password or '')}"
-    return {"Authorization": "Basic " + base64.b64encode(pair.encode()).decode()}
-
-
-def _check_headers(headers: dict[str, str]) -> None:
-    for name, value in headers.items():
-        if not isinstance(value, str) or not re.fullmatch(r"[\t\x20-\x7e]*", value):
-            raise RewardError(f"the header {name!r} has a value that no header can carry: a text of ASCII, on one line")
-
-
-def _secrets(parts: SplitResult, headers: dict[str, str]) -> list[str]:
-    """What must not be shown of an address and of headers: as it is, and as it stands in JSON and in addresses; the
-    longest first. A key has over 3 characters. Whatever a header's name is, a long value may be a key.
-
-    >>> _secrets(urlsplit("https://host"), {"Cookie": 'to"ken', "Accept": "all"})
-    ['to%22ken', 'to\\\\"ken', 'to"ken']
-    """
-    keys = ("authorization", "x-api-key", "api-key", "cookie")
-    found = [value.split(" ")[-1] for name, value in headers.items() if name.lower() in keys or len(value) >= 12]
-    found += [parts.query, *(value for _, value in parse_qsl(parts.query))]
-    found += [parts.password or "", unquote(parts.password or "")]
-    forms = {form for s in found if len(s) > 3 for form in (s, json.dumps(s)[1:-1], quote(s, safe=""))}
-    return sorted(forms, key=lambda form: (-len(form), form))
 
 
 def _seconds(value: str | None) -> float:

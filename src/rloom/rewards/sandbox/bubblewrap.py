@@ -18,6 +18,7 @@ from pathlib import Path
 
 from rloom.errors import SandboxError
 from rloom.printable import get_logger
+from rloom.rewards.pipes import close, pipes
 from rloom.rewards.sandbox import seccomp
 from rloom.rewards.sandbox.limits import Limits
 
@@ -94,14 +95,11 @@ def filter_fds() -> Iterator[tuple[int, ...]]:
     if filter_program is None:
         yield ()
         return
-    read, write = os.pipe()
-    try:
+    with pipes("filter") as fds:
         # The filter is smaller than what a pipe holds, so this does not block.
-        os.write(write, filter_program)
-        os.close(write)
-        yield (read,)
-    finally:
-        os.close(read)
+        os.write(fds["filter_write"], filter_program)
+        close(fds, "filter_write")
+        yield (fds["filter_read"],)
 
 
 @functools.cache

@@ -9,9 +9,9 @@ from typing import Any
 from rloom.errors import SandboxError, checks_options
 from rloom.rewards.calling.call_options import named_reward
 from rloom.rewards.completion_text import text_of, without_surrogates
+from rloom.rewards.library.code.extraction import program_of
 from rloom.rewards.library.code.imports import check_imports
 from rloom.rewards.library.code.problems import Tests, imports_of, names_called, num_statements, read_tests
-from rloom.rewards.library.code.programs import program_of
 from rloom.rewards.library.code.runs import ProgramRun, Verdict
 from rloom.rewards.sandbox.bubblewrap import check_sandbox, check_site_packages
 from rloom.rewards.sandbox.fork_server import close_lost, fork_servers, use_fork_servers

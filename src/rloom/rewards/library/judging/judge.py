@@ -15,8 +15,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rloom.errors import RewardError, check_choice, checks_options
+from rloom.rewards.calling.addresses import bearer
 from rloom.rewards.calling.call_options import named_reward
-from rloom.rewards.calling.json_service import JsonService, bearer
+from rloom.rewards.calling.json_service import JsonService
 from rloom.rewards.completion_text import text_of
 from rloom.rewards.library.judging.judge_client import JudgeClient
 from rloom.rewards.library.judging.replies import read_preference, read_score
@@ -165,18 +166,17 @@ def _pairwise(
 ) -> list[float | None]:
     """The share of comparisons within its group that a completion wins; a tie is half."""
     pairs = [pair for rows in _groups(prompts) for pair in itertools.permutations(rows, 2) if swap or pair[0] < pair[1]]
-    questions = [_comparison(rubric, prompts[a], completions[a], completions[b]) for a, b in pairs]
+    texts = [(prompts[a], completions[a], completions[b]) for a, b in pairs]
+    questions = [
+        PAIRWISE.format(rubric=rubric, tag=_tag(prompt, first, second), prompt=prompt, first=first, second=second)
+        for prompt, first, second in texts
+    ]
     won: list[list[float]] = [[] for _ in completions]
     for (a, b), value in zip(pairs, client.ask_all(questions, read_preference), strict=True):
         if value is not None:
             won[a].append(value)
             won[b].append(1.0 - value)
     return [sum(w) / len(w) if w else None for w in won]
-
-
-def _comparison(rubric: str, prompt: str, first: str, second: str) -> str:
-    tag = _tag(prompt, first, second)
-    return PAIRWISE.format(rubric=rubric, tag=tag, prompt=prompt, first=first, second=second)
 
 
 def _groups(prompts: list[Any]) -> Iterator[list[int]]:

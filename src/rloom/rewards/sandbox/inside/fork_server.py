@@ -221,15 +221,8 @@ def check_result(result: int) -> None:
 def program(fds: dict[str, int]) -> None:
     """Read what is to be run, and run it. Limits come in between (`begin`), as they do with bubblewrap: what reading a
     long text takes is not the program's."""
-    content_fd = fds.pop("content_fd")
-    parts = []
-    while part := os.read(content_fd, 2**20):
-        parts.append(part)
-    os.close(content_fd)
-    text = b"".join(parts)
-    del parts, part
-    data = marshal.loads(text)
-    del text
+    with open(fds.pop("content_fd"), "rb") as file:
+        data = marshal.loads(file.read())
     for name, code in data["modules"]:
         module = sys.modules["rloom.rewards.sandbox.inside." + name] = type(sys)("rloom.rewards.sandbox.inside." + name)
         exec(marshal.loads(code), module.__dict__)

@@ -271,8 +271,11 @@ class Peer:
                 raise PermissionError(f"{request['do']} is not allowed here")
             value = OPERATIONS[request["do"]](target, *args, **kwargs)
             if isinstance(value, CoroutineType):
+                import asyncio
+
+                # It runs now: nobody on this side could await it later.
                 answer["later"] = True
-                value = run_to_its_end(value)
+                value = asyncio.run(value)
             answer["value"] = self.pack(value)
             answer["changed"] = self._changed(request, args, kwargs)
         except WireError:
@@ -294,13 +297,6 @@ class Peer:
             if isinstance(value, (list, dict, set))
         }
         return {place: data for place, data in after.items() if data != before[place]}
-
-
-def run_to_its_end(coroutine: Any) -> Any:
-    """The result of an async function. It runs when it is called: nobody on this side could await it later."""
-    import asyncio
-
-    return asyncio.run(coroutine)
 
 
 def nearest_exception(description: Any, known: dict[str, type[Exception]]) -> Exception:
