@@ -50,7 +50,7 @@ class Report:
     errors: int
     seconds_per_sample: float
     length_correlation: float
-    degenerate: dict[str, float | None]
+    degenerate: dict[str, float | None] = field(default_factory=dict)
     degenerate_errors: dict[str, int] = field(default_factory=dict)
     problems: list[str] = field(default_factory=list)
     remarks: list[str] = field(default_factory=list)
@@ -63,12 +63,16 @@ def check_rewards(rewards: RewardSet, samples: Sequence[Sample]) -> list[Report]
     costs = dict(scored.costs)
     groups = torch.tensor([index for index, sample in enumerate(samples) for _ in sample.completions])
     lengths = torch.tensor([float(len(ids)) for ids in batch.completion_ids])
-    odd, failures = _degenerate_scores(rewards, samples)
+    degenerate = {kind: rewards.score(_batch([_degenerate(s, kind) for s in samples])) for kind in DEGENERATE}
     reports = []
     for i, name in enumerate(rewards.names):
-        measured = _measured(name, scored.scores[:, i], groups, lengths, costs, {k: v[i] for k, v in odd.items()})
-        measured.degenerate_errors = {kind: n for kind, by_name in failures.items() if (n := by_name[name])}
-        reports.append(_judged(measured))
+        report = _measured(name, scored.scores[:, i], groups, lengths, costs)
+        for kind, odd in degenerate.items():
+            mean = odd.scores.nanmean(0)[i].item()
+            report.degenerate[kind] = None if math.isnan(mean) else mean
+            if failed := _errors(dict(odd.costs), name):
+                report.degenerate_errors[kind] = failed
+        reports.append(_judged(report))
     return reports
 
 
@@ -89,9 +93,7 @@ def _batch(samples: Sequence[Sample]) -> RewardBatch:
 # -- measuring
 
 
-def _measured(
-    name: str, column: Tensor, groups: Tensor, lengths: Tensor, report: dict[str, float], odd: dict[str, float | None]
-) -> Report:
+def _measured(name: str, column: Tensor, groups: Tensor, lengths: Tensor, costs: dict[str, float]) -> Report:
     known = ~column.isnan()
     values = column[known].double()
     parts = [column[(groups == g) & known].double() for g in groups.unique()]
@@ -111,15 +113,14 @@ def _measured(
         tied_groups=_mean([v == 0.0 for v in within]) if within else 1.0,
         ties=_mean(pairs) if pairs else 1.0,
         none=1.0 - known.double().mean().item(),
-        errors=_errors(report, name),
-        seconds_per_sample=report.get(f"rewards/{name}/time", 0.0) / max(len(column), 1),
+        errors=_errors(costs, name),
+        seconds_per_sample=costs.get(f"rewards/{name}/time", 0.0) / max(len(column), 1),
         length_correlation=_correlation(values, lengths[known].double()),
-        degenerate=odd,
     )
 
 
-def _errors(report: dict[str, float], name: str) -> int:
-    return int(sum(report.get(f"rewards/{name}/{kind}", 0) for kind in ("errors", "timeouts", "crashes")))
+def _errors(costs: dict[str, float], name: str) -> int:
+    return int(sum(costs.get(f"rewards/{name}/{kind}", 0) for kind in ("errors", "timeouts", "crashes")))
 
 
 def _mean(values: Sequence[float]) -> float:
@@ -168,24 +169,11 @@ def _skeleton(text: str) -> str:
     return re.sub(r"\s+", " ", "".join(kept))[:2000]
 
 
-def _degenerate_scores(
-    rewards: RewardSet, samples: Sequence[Sample]
-) -> tuple[dict[str, list[float | None]], dict[str, dict[str, int]]]:
-    """The mean score of each kind, for each function, None where it gave none; and how many it failed on, by name."""
-    result, failures = {}, {}
-    for kind in DEGENERATE:
-        odd = [
-            Sample(prompt=s.prompt, columns=s.columns, completions=[_like(s, degenerate_completions(s)[kind])])
-            for s in samples
-        ]
-        scored = rewards.score(_batch(odd))
-        result[kind] = [None if math.isnan(v) else v for v in scored.scores.nanmean(0).tolist()]
-        failures[kind] = {name: _errors(dict(scored.costs), name) for name in rewards.names}
-    return result, failures
-
-
-def _like(sample: Sample, text: str) -> Any:
-    return text if isinstance(sample.prompt, str) else [{"role": "assistant", "content": text}]
+def _degenerate(sample: Sample, kind: str) -> Sample:
+    """The same prompt with one degenerate completion, in the form of the others."""
+    text = degenerate_completions(sample)[kind]
+    completion = text if isinstance(sample.prompt, str) else [{"role": "assistant", "content": text}]
+    return Sample(prompt=sample.prompt, columns=sample.columns, completions=[completion])
 
 
 # -- judging
