@@ -73,7 +73,8 @@ class Scoring:
         for index, call, group in done:
             result = call.result()
             if result.error is not None and result.failure == "errors":
-                _Column(self.rewards, index, group).fail(result.error, result.failure, call.rows)
+                scored = Scored.nothing(len(group), len(self.callers))
+                _Column(self.rewards, index, group, scored).fail(result.error, result.failure, call.rows)
 
     def cancel(self) -> None:
         """Let go of groups that will not be asked for: generation failed, or somebody else scored them."""
@@ -86,7 +87,7 @@ class Scoring:
     def score(self, batch: RewardBatch) -> Scored:
         """The scores of the batch. Calls that `add` has begun for the same completions are taken over."""
         self._groups.sort(key=lambda group: group.position)
-        # Where nothing, or something else, was added before.
+        # Nothing was added before, or other completions than these.
         if not _are_of(self._groups, batch):
             self.cancel()
         groups, self._groups, self._unseen = self._groups, [], []
@@ -113,14 +114,13 @@ class Scoring:
 class _Column:
     """One function's column of scores, made from the results of its calls. What else they say goes into the record."""
 
-    def __init__(self, rewards: RewardSet, index: int, batch: RewardBatch, scored: Scored | None = None) -> None:
+    def __init__(self, rewards: RewardSet, index: int, batch: RewardBatch, scored: Scored) -> None:
         self.rewards, self.index, self.batch, self.scored = rewards, index, batch, scored
         self.name = rewards.names[index]
         self.failures: dict[str, int] = {}
 
     def of(self, calls: list[PendingCall]) -> list[float]:
         """The scores; NaN for None."""
-        assert self.scored is not None
         column = [math.nan] * len(self.batch)
         extra: dict[str, list[Any]] = {}
         seconds = 0.0
@@ -134,22 +134,22 @@ class _Column:
             for title, values in result.extra.items():
                 for row, value in zip(call.rows, values, strict=True):
                     extra.setdefault(title, [None] * len(self.batch))[row] = value
-            self._log_metrics(result.metrics, self.scored)
-        self._add_columns(extra, self.scored)
+            self._log_metrics(result.metrics)
+        self._add_columns(extra)
         self.scored.note_cost(self.name, column, self.failures, seconds)
         return column
 
-    def _log_metrics(self, metrics: list[tuple[str, Any]], scored: Scored) -> None:
+    def _log_metrics(self, metrics: list[tuple[str, Any]]) -> None:
         try:
             for name, value in metrics:
                 # What a worker sent was not checked yet.
                 if self.rewards.check_metric is not None:
                     self.rewards.check_metric(name, value)
-                scored.logged.append((name, float(value)))
+                self.scored.logged.append((name, float(value)))
         except RewardError as error:
             raise self._noted(error) from None
 
-    def _add_columns(self, extra: dict[str, list[Any]], scored: Scored) -> None:
+    def _add_columns(self, extra: dict[str, list[Any]]) -> None:
         for column, values in extra.items():
             if column in self.rewards.table_columns or column in self.rewards.names:
                 raise self._noted(
@@ -157,7 +157,7 @@ class _Column:
                         f"log_extra({column!r}, …): that column of the table is the trainer's own; choose another"
                     )
                 )
-            scored.add_column(column, values)
+            self.scored.add_column(column, values)
 
     def _values(self, result: CallResult, rows: list[int]) -> list[float | None]:
         """The values of one call, or what its failure costs."""
@@ -178,9 +178,8 @@ class _Column:
     def fail(self, error: BaseException, kind: str, rows: list[int]) -> list[float | None]:
         """The scores of rows on which a call failed. Raises where failures end the run; else counts them, and warns of
         the first of each kind in a rollout."""
-        if self.scored is not None:
-            reason = f"{kind}: {type(error).__name__}: {_message(error):.{MAX_REASON}}"
-            self.scored.note_failure(self.index, self.name, rows, reason)
+        reason = f"{kind}: {type(error).__name__}: {_message(error):.{MAX_REASON}}"
+        self.scored.note_failure(self.index, self.name, rows, reason)
         if kind == "errors" and self.rewards.on_error == "raise":
             if len(rows) < len(self.batch):
                 error.add_note(f"sample {rows[0]}: its prompt begins {str(self.batch.prompts[rows[0]])[:100]!r}")
