@@ -18,8 +18,8 @@ if TYPE_CHECKING:
     from rloom.models.adapters import is_bf16_supported
     from rloom.models.quick_load import FastLanguageModel, add_lora, load_model
     from rloom.observe.progress import LiveProgress
+    from rloom.rewards.calling.call_options import reward
     from rloom.rewards.compose import route, term
-    from rloom.rewards.marks import reward
     from rloom.training.trainer import RLOOTrainer
     from rloom.types import Completion, Group, Prompt
 
@@ -38,7 +38,7 @@ _HOME = {
     "add_lora": "models.quick_load",
     "is_bf16_supported": "models.adapters",
     "load_model": "models.quick_load",
-    "reward": "rewards.marks",
+    "reward": "rewards.calling.call_options",
     "route": "rewards.compose",
     "term": "rewards.compose",
 }

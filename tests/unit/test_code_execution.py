@@ -30,21 +30,20 @@ from rloom.rewards import (
     FunctionReward,
     RewardBatch,
     RewardSet,
-    cgroups,
     code_execution,
-    imports,
-    nursery,
-    sandbox,
-    seccomp,
 )
-from rloom.rewards.code import judge_program
-from rloom.rewards.inside import light_json
-from rloom.rewards.inside.wire import WireError, encode, receive, send
-from rloom.rewards.problems import program_of, read_tests
-from rloom.rewards.sandbox import Limits
+from rloom.rewards.library.code import extraction, imports
+from rloom.rewards.library.code.execution import judge_program
+from rloom.rewards.library.code.extraction import program_of
+from rloom.rewards.library.code.problems import read_tests
+from rloom.rewards.pipes import Deadline
+from rloom.rewards.sandbox import bubblewrap, cgroups, cpu_deadline, fork_server, sandbox, seccomp
+from rloom.rewards.sandbox.inside import light_json
+from rloom.rewards.sandbox.inside.wire import WireError, encode, receive, send
+from rloom.rewards.sandbox.limits import Limits
 
 try:
-    sandbox.check_sandbox()
+    bubblewrap.check_sandbox()
     MISSING = ""
 except SandboxError as error:
     MISSING = str(error)
@@ -57,15 +56,16 @@ def needs_sandbox(test):
 
 @pytest.fixture(params=["bubblewrap", "forked"])
 def way(request, monkeypatch):
-    monkeypatch.setattr(sandbox, "LOOSE", 1)  # who waits here waits for limits, on machines that tests keep busy
+    # Who waits here waits for limits, on machines that tests keep busy.
+    monkeypatch.setattr(cpu_deadline, "MAX_STRETCH", 1)
     if request.param == "bubblewrap":
-        monkeypatch.setattr(nursery, "works", lambda: False)
+        monkeypatch.setattr(fork_server, "works", lambda: False)
         yield
         return
-    if not nursery.works():
+    if not fork_server.works():
         pytest.skip("sandboxes cannot be forked here")
-    monkeypatch.setattr(sandbox, "_anew", lambda *args: pytest.fail("bubblewrap was used instead"))
-    with nursery.kept():
+    monkeypatch.setattr(sandbox, "_by_bubblewrap", lambda *args: pytest.fail("bubblewrap was used instead"))
+    with fork_server.fork_servers():
         yield
 
 
@@ -170,12 +170,10 @@ def test_a_program_that_leaves_with_an_error_has_failed():
 
 
 def test_long_completions_are_not_parsed_here(monkeypatch):
-    from rloom.rewards import problems
-
-    monkeypatch.setattr(problems.ast, "parse", lambda *args: pytest.fail("parsed"))
+    monkeypatch.setattr(extraction.ast, "parse", lambda *args: pytest.fail("parsed"))
     body = "    x = 1\n" * 10_000
-    assert problems.program_of(body, prompt="def f(x):\n", entry_point="f") == "def f(x):\n" + body
-    assert problems.program_of(f"def f(x):\n{body}", prompt="def g(x):\n", entry_point="f").startswith("def f")
+    assert extraction.program_of(body, prompt="def f(x):\n", entry_point="f") == "def f(x):\n" + body
+    assert extraction.program_of(f"def f(x):\n{body}", prompt="def g(x):\n", entry_point="f").startswith("def f")
 
 
 # -- what is not the program's fault
@@ -218,8 +216,8 @@ def test_time_in_which_the_machine_was_busy_is_given_back(monkeypatch):
     read, write = os.pipe()
     try:
         for busy, seconds in ((lambda: 7.0, 0.1), (time.monotonic, 0.5), (lambda: 0.1 * time.monotonic(), 0.2)):
-            monkeypatch.setattr(sandbox, "stalled_seconds", busy)
-            began, left = time.monotonic(), sandbox.CoreTime(0.1)
+            monkeypatch.setattr(cpu_deadline, "stalled_seconds", busy)
+            began, left = time.monotonic(), cpu_deadline.CpuDeadline(0.1)
             with pytest.raises(TimeoutError):
                 left.read(read, 1)
             assert seconds - 0.03 < time.monotonic() - began < seconds + 0.1
@@ -231,8 +229,8 @@ def test_time_in_which_the_machine_was_busy_is_given_back(monkeypatch):
 @pytest.mark.skipif(bool(MISSING), reason=MISSING)
 def test_a_program_has_no_more_of_a_core_than_its_limit(monkeypatch):
     """However busy the machine is said to be."""
-    monkeypatch.setattr(sandbox, "stalled_seconds", lambda: 1000 * time.monotonic())
-    monkeypatch.setattr(sandbox, "LOOSE", 100)
+    monkeypatch.setattr(cpu_deadline, "stalled_seconds", lambda: 1000 * time.monotonic())
+    monkeypatch.setattr(cpu_deadline, "MAX_STRETCH", 100)
     began = time.monotonic()
     assert run("def double(x):\n    while True: pass", limits=Limits(seconds=0.5)).share == 0.0
     assert time.monotonic() - began < 20
@@ -242,20 +240,20 @@ def test_a_program_has_no_more_of_a_core_than_its_limit(monkeypatch):
 @pytest.mark.parametrize("form", ["calls", "harness", "input"])
 @pytest.mark.parametrize("forks", [False, True], ids=["bubblewrap", "forked"])
 def test_a_program_that_sleeps_has_no_more_time_on_a_busy_machine(form, forks, monkeypatch):
-    monkeypatch.setattr(sandbox, "stalled_seconds", time.monotonic)
-    monkeypatch.setattr(sandbox, "LOOSE", 100)
+    monkeypatch.setattr(cpu_deadline, "stalled_seconds", time.monotonic)
+    monkeypatch.setattr(cpu_deadline, "MAX_STRETCH", 100)
     program = "import time\ndef double(x):\n    time.sleep(30)\nif __name__ == '__main__': double(1)"
     tests = {"calls": SIMPLE, "harness": HARNESS, "input": {"inputs": [""], "outputs": [""]}}[form]
     began = time.monotonic()
-    with nursery.kept() if forks else contextlib.nullcontext():
+    with fork_server.fork_servers() if forks else contextlib.nullcontext():
         assert "out of time" in run(program, tests, limits=Limits(seconds=0.5)).why
     assert time.monotonic() - began < 15
 
 
 @pytest.mark.skipif(bool(MISSING), reason=MISSING)
 def test_a_tree_of_processes_has_no_more_of_a_core_than_one_on_a_busy_machine(monkeypatch):
-    monkeypatch.setattr(sandbox, "stalled_seconds", lambda: 1000 * time.monotonic())
-    monkeypatch.setattr(sandbox, "LOOSE", 100)
+    monkeypatch.setattr(cpu_deadline, "stalled_seconds", lambda: 1000 * time.monotonic())
+    monkeypatch.setattr(cpu_deadline, "MAX_STRETCH", 100)
     program = """
 import os, time
 def double(x):
@@ -283,7 +281,9 @@ def scaled(a: np.ndarray) -> np.ndarray:
 def top(values): return np.array(values).max()
 """
     where = [str(Path(np.__file__).parent.parent)]
-    if Path(where[0]).is_relative_to("/tmp") or (os.geteuid() == 0 and not sandbox._world_readable(Path(where[0]))):
+    if Path(where[0]).is_relative_to("/tmp") or (
+        os.geteuid() == 0 and not bubblewrap.is_world_readable(Path(where[0]))
+    ):
         pytest.skip("the sandbox's user cannot read the folder of numpy")
     reward, found = code_execution(site_packages=where), {}
     wrong = program.replace("a / a.max()", "a")
@@ -339,17 +339,17 @@ def test_the_trainers_path_is_not_there(monkeypatch):
 @pytest.mark.parametrize("folder", ["/tmp", "/dev/shm"])
 def test_folders_that_sandboxes_have_of_their_own(folder):
     with pytest.raises(SandboxError, match=f"'{folder}' of site_packages is not seen in sandboxes"):
-        sandbox.check_site_packages([folder])
+        bubblewrap.check_site_packages([folder])
 
 
 def test_folders_of_packages_that_cannot_be_shown(tmp_path, monkeypatch):
-    monkeypatch.setattr(sandbox, "COVERED", ())
+    monkeypatch.setattr(bubblewrap, "COVERED", ())
     with pytest.raises(ValueError, match="nowhere' is none"):
-        sandbox.check_site_packages([str(tmp_path / "nowhere")])
+        bubblewrap.check_site_packages([str(tmp_path / "nowhere")])
     if os.geteuid() == 0:
         (tmp_path / "packages").mkdir(mode=0o700)
         with pytest.raises(SandboxError, match="readable for everybody"):
-            sandbox.check_site_packages([str(tmp_path / "packages")])
+            bubblewrap.check_site_packages([str(tmp_path / "packages")])
 
 
 FAILS = {
@@ -589,8 +589,9 @@ def abs(x): return True
 """,
     "wraps what serves the calls": """
 import sys
-wire = sys.modules["rloom.rewards.inside.wire"]
-wire.Peer.serve = lambda self, request: wire.send(self.write_fd, {"value": True, "share": 1.0, "done": True})
+wire = sys.modules["rloom.rewards.sandbox.inside.wire"]
+remote = sys.modules["rloom.rewards.sandbox.inside.remote"]
+remote.Peer.serve = lambda self, request: wire.send(self.write_fd, {"value": True, "share": 1.0, "done": True})
 def double(x): return x
 """,
     "asks the tests for their names": """
@@ -602,10 +603,10 @@ frame = sys._getframe()
 while frame:
     peer = frame.f_locals.get("peer", peer); frame = frame.f_back
 def double(x):
-    wire = sys.modules["rloom.rewards.inside.wire"]
+    remote = sys.modules["rloom.rewards.sandbox.inside.remote"]
     for number in range(5):
         for name in ("__globals__", "__class__", "__dict__"):
-            try: peer.ask("getattr", wire.Remote(peer, number), (name,), {})
+            try: peer.ask("getattr", remote.Remote(peer, number), (name,), {})
             except Exception: pass
     return x
 """,
@@ -911,7 +912,7 @@ def test_leaving_is_no_pass():
 
 HELLO = """
 import sys
-sys.modules["rloom.rewards.inside.program"].contents = lambda peer, module: {hello}
+sys.modules["rloom.rewards.sandbox.inside.program"].contents = lambda peer, module: {hello}
 def double(x): return x
 """
 HELLOS = {
@@ -1370,7 +1371,7 @@ def test_the_filter_of_each_machine(machine):
 @pytest.mark.skipif(bool(MISSING), reason=MISSING)
 def test_machines_without_a_filter_say_so(monkeypatch, caplog):
     monkeypatch.setattr(platform, "machine", lambda: "vax")
-    sandbox.check_sandbox.__wrapped__()
+    bubblewrap.check_sandbox.__wrapped__()
     assert "no filter of system calls for vax" in caplog.text
 
 
@@ -1560,12 +1561,12 @@ def test_inputs_and_outputs_that_do_not_fit_are_told_apart():
 
 
 def test_without_bubblewrap_it_refuses(monkeypatch):
-    sandbox.check_sandbox.cache_clear()
+    bubblewrap.check_sandbox.cache_clear()
     monkeypatch.setattr(shutil, "which", lambda name: None)
     monkeypatch.setattr(subprocess, "Popen", lambda *a, **k: pytest.fail("something was run"))
     with pytest.raises(SandboxError, match="apt-get install bubblewrap"):
         code_execution()
-    sandbox.check_sandbox.cache_clear()
+    bubblewrap.check_sandbox.cache_clear()
 
 
 def test_limits_that_make_no_sense():
@@ -1591,24 +1592,24 @@ def test_tests_that_are_texts_of_numpys():
 def test_marks_of_pytest_where_the_package_is_shown_too():
     tests = ["import pytest\n@pytest.mark.parametrize('n', [1, 2])\ndef test_f(n): assert f(n) == 'a' * n\n"]
     where = [str(Path(pytest.__file__).parent.parent)]
-    if where[0].startswith(sandbox.COVERED):
+    if where[0].startswith(bubblewrap.COVERED):
         pytest.skip("pytest is installed below a folder that sandboxes have of their own, which is refused")
     score = code_execution(site_packages=where)
     assert score(completions=["def f(n): return 'a' * n"], tests=[tests]) == [1.0]
     assert score(completions=["def f(n): return 'a'"], tests=[tests]) == [0.0]
 
 
-# -- one nursery for several programs
+# -- one fork server for several programs
 
 
 @contextlib.contextmanager
-def forked(home: nursery.Nursery, program: str):
-    """A program in a sandbox that a nursery forks: what it says that it defines, while it goes on."""
+def forked(home: fork_server.ForkServer, program: str):
+    """A program in a sandbox that a fork server forks: what it says that it defines, while it goes on."""
     fds = {name: os.pipe() for name in ("ask", "answer")}
     theirs = {"read_fd": fds["ask"][0], "write_fd": fds["answer"][1]}
     try:
-        with sandbox.Sandboxed("program", {"program": program}, Limits(), fds=theirs, fork=home.fork):
-            hello = receive(fds["answer"][0], sandbox.TimeLeft(30).read)
+        with sandbox.Sandbox("program", {"program": program}, Limits(), fds=theirs, fork=home.fork):
+            hello = receive(fds["answer"][0], Deadline(30).read)
             assert "names" in hello, hello
             yield hello["names"]
     finally:
@@ -1618,9 +1619,9 @@ def forked(home: nursery.Nursery, program: str):
 
 @pytest.fixture
 def home():
-    if MISSING or not nursery.works():
+    if MISSING or not fork_server.works():
         pytest.skip("sandboxes cannot be forked here")
-    home = nursery.Nursery()
+    home = fork_server.ForkServer()
     yield home
     home.close()
 
@@ -1629,9 +1630,9 @@ def home():
 def test_sandboxes_are_forked_where_namespaces_can_be_nested():
     """So that a mistake of ours does not pass for a machine on which it cannot be done."""
     nested = "import ctypes\nprint(ctypes.CDLL(None).unshare(0x10000000 | 0x20000))"  # of users and mounts
-    line = [*sandbox.command(Limits(), nested=True), "-c", nested]
+    line = [*bubblewrap.command(Limits(), nested=True), "-c", nested]
     if subprocess.run(line, capture_output=True, text=True).stdout == "0\n" and seccomp.program():
-        assert nursery.works()
+        assert fork_server.works()
 
 
 LEAVES = """
@@ -1780,66 +1781,67 @@ def test_a_request_that_was_interrupted_is_not_answered_to_the_next(home, monkey
     def interrupted():
         raise KeyboardInterrupt
 
-    with nursery.kept():
+    with fork_server.fork_servers():
         assert run(RIGHT).share == 1.0
-        first = nursery._here.kept[()]
-        monkeypatch.setattr(first, "_hear", interrupted)
+        first = fork_server._local.servers[()]
+        monkeypatch.setattr(first, "_receive", interrupted)
         with pytest.raises(KeyboardInterrupt):
             run(RIGHT)
         assert first.lost
         assert run(RIGHT).share == 1.0
-        assert nursery._here.kept.get(()) is not first
+        assert fork_server._local.servers.get(()) is not first
         assert first.process.poll() is not None
 
 
-def test_a_nursery_that_died_is_replaced(home):
-    with nursery.kept():
+def test_a_fork_server_that_died_is_replaced(home):
+    with fork_server.fork_servers():
         assert run(RIGHT).share == 1.0
-        first = nursery._here.kept[()]
+        first = fork_server._local.servers[()]
         first.process.kill()
         first.process.wait()
         assert run(RIGHT).share == 1.0
         assert run(RIGHT, HARNESS).share == 1.0
-        assert nursery._here.kept[()] is not first
-    assert nursery._here.kept is None
+        assert fork_server._local.servers[()] is not first
+    assert fork_server._local.servers is None
 
 
 @pytest.mark.parametrize("tests", FORMS.values(), ids=FORMS)
 @pytest.mark.parametrize("moment", range(1, 5))
-def test_a_nursery_that_dies_costs_no_program_its_score(home, monkeypatch, tests, moment):
+def test_a_fork_server_that_dies_costs_no_program_its_score(home, monkeypatch, tests, moment):
     """Killed at the first, second, … of the moments at which something is read from a sandbox."""
     reads = []
 
     def read(left, fd, size):
         reads.append(fd)
         if len(reads) == moment:
-            (current,) = nursery._here.kept.values()
+            (current,) = fork_server._local.servers.values()
             current.process.kill()
             current.process.wait()
         left.wait(fd, select.POLLIN)
         return os.read(fd, size)
 
-    with nursery.kept():
+    with fork_server.fork_servers():
         assert run(RIGHT, tests).share == 1.0
-        monkeypatch.setattr(sandbox.TimeLeft, "read", read)
+        monkeypatch.setattr(Deadline, "read", read)
         assert run(RIGHT, tests, limits=Limits(seconds=30.0)).share == 1.0
 
 
 @pytest.mark.parametrize("why", ["refused", "not as proven"])
 def test_where_nothing_can_be_forked_each_program_gets_bubblewrap(home, monkeypatch, why):
     if why == "refused":
-        own = sandbox.command
-        monkeypatch.setattr(nursery, "command", lambda *args, **options: own(*args))  # which forbids namespaces within
+        own = bubblewrap.command
+        # Without `nested`, which forbids namespaces within.
+        monkeypatch.setattr(fork_server, "command", lambda *args, **options: own(*args))
     else:
-        monkeypatch.setattr(nursery, "PROVEN", {"said": []})
-    nursery.works.cache_clear()
+        monkeypatch.setattr(fork_server, "EXPECTED", {"said": []})
+    fork_server.works.cache_clear()
     try:
-        assert not nursery.works()
-        with nursery.kept():
+        assert not fork_server.works()
+        with fork_server.fork_servers():
             assert run(RIGHT).share == 1.0
-            assert nursery._here.kept == {}
+            assert fork_server._local.servers == {}
     finally:
-        nursery.works.cache_clear()
+        fork_server.works.cache_clear()
 
 
 def children() -> set[str]:
@@ -1862,7 +1864,7 @@ def test_what_forks_sandboxes_ends_with_the_call_or_with_its_threads(home):
         if children() == before:
             return
         time.sleep(0.1)
-    pytest.fail("a nursery outlived its thread")
+    pytest.fail("a fork server outlived its thread")
 
 
 @contextlib.contextmanager

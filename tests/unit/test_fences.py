@@ -6,8 +6,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rloom.rewards.fences import fenced_blocks
-from rloom.rewards.problems import names_called, program_of
+from rloom.rewards.library.code.extraction import program_of
+from rloom.rewards.library.code.fences import fenced_blocks
+from rloom.rewards.library.code.problems import names_called
 
 PROGRAM = "def f(x):\n    if x:\n        return 1\n\n    return 2\n"
 FENCED = f"```python\n{PROGRAM}```\n"

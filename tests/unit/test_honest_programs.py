@@ -13,13 +13,14 @@ from pathlib import Path
 import pytest
 
 from rloom.errors import SandboxError
-from rloom.rewards import code_execution, nursery, sandbox
+from rloom.rewards import code_execution
+from rloom.rewards.sandbox import bubblewrap, fork_server
 
 FOLDER = Path(__file__).parent.parent / "programs"
 FILES = ("functions", "continued", "scripts", "completions")
 
 try:
-    sandbox.check_sandbox()
+    bubblewrap.check_sandbox()
     MISSING = ""
 except SandboxError as error:
     MISSING = str(error)
@@ -116,5 +117,5 @@ def test_plain_wrong_programs_do_not_score(file):
 @pytest.mark.slow
 @pytest.mark.parametrize("file", FILES)
 def test_right_programs_score_with_bubblewrap_alone(file, monkeypatch):
-    monkeypatch.setattr(nursery, "works", lambda: False)
+    monkeypatch.setattr(fork_server, "works", lambda: False)
     assert {name: why for name, (score, why) in scored(file, "program").items() if score != 1.0} == {}

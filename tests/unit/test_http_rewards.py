@@ -23,7 +23,8 @@ from rloom import RLOOTrainer
 from rloom.cli.main import main
 from rloom.cli.spec import load_reward
 from rloom.errors import RewardError
-from rloom.rewards import FunctionReward, RewardBatch, RewardSet, async_loop, http_reward, web
+from rloom.rewards import FunctionReward, RewardBatch, RewardSet, http_reward
+from rloom.rewards.calling import event_loop, json_service
 from rloom.rewards.serve import RewardServer
 from tests.services import serving
 
@@ -54,7 +55,7 @@ def slow_to_start(monkeypatch):
 
 
 def test_threads_that_ask_at_once_share_a_loop(slow_to_start):
-    loop = async_loop.BackgroundLoop("test")
+    loop = event_loop.BackgroundLoop("test")
 
     async def which():
         return id(asyncio.get_running_loop())
@@ -67,7 +68,7 @@ def test_threads_that_ask_at_once_share_a_loop(slow_to_start):
 def test_a_run_asks_a_service_at_every_rollout(slow_to_start, monkeypatch, model, rows, config, tokenizer):
     """Groups are scored in several threads from the first rollout on: connections that one loop has made and kept are
     used again in the next."""
-    monkeypatch.setattr(web, "_requests", async_loop.BackgroundLoop("test"))
+    monkeypatch.setattr(json_service, "_requests", event_loop.BackgroundLoop("test"))
     with serving(lengths, keep_alive=True) as (url, calls):
         trainer = RLOOTrainer(
             model, http_reward(url + "/score", retries=0, timeout=5.0), config(max_steps=3, num_generations=2,
@@ -244,7 +245,7 @@ def test_answers_that_unpack_to_more_than_is_allowed():
         ("br", 1, "enc"),
     ):
         with serving(bomb(encoding, times)) as (url, _):
-            service = web.JsonService(url + "/score", retries=0, max_bytes=1_000_000)
+            service = json_service.JsonService(url + "/score", retries=0, max_bytes=1_000_000)
             with pytest.raises(RewardError, match=words):
                 service.post({})
 

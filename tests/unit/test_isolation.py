@@ -19,8 +19,9 @@ import torch
 import rloom
 from rloom.errors import RewardError, UnknownOptionError
 from rloom.rewards import FunctionReward, RewardBatch, RewardSet, format, math_accuracy
-from rloom.rewards.isolation import WorkerGone, WorkerPool
-from rloom.rewards.marks import marks_of
+from rloom.rewards.calling.call_options import call_options_of
+from rloom.rewards.calling.worker_pool import WorkerPool
+from rloom.rewards.calling.worker_process import WorkerGone
 
 nan = float("nan")
 
@@ -249,7 +250,7 @@ def test_the_time_limits_of_math_verify_work_in_workers(monkeypatch):
 
     @rloom.reward(isolated=True, time_limit=30.0)
     def probe(completions):
-        from rloom.rewards.accuracy import _timeouts
+        from rloom.rewards.library.accuracy import _timeouts
 
         return [float(sum(_timeouts()))]
 
@@ -277,7 +278,7 @@ def test_workers_end_with_the_pool_and_with_the_trainer(tmp_path):
     assert not [pid for pid in pids if os.path.exists(f"/proc/{pid}")]
     script = textwrap.dedent("""
         import os
-        from rloom.rewards.isolation import WorkerPool
+        from rloom.rewards.calling.worker_pool import WorkerPool
         pool = WorkerPool(1)
         sleep = pool.register(lambda: __import__("time").sleep(100), "sleeps")
         pid = pool.register(lambda: __import__("os").getpid(), "pid")
@@ -473,10 +474,10 @@ def test_groups_that_were_added_and_not_asked_for_are_forgotten():
     rewards.close()
 
 
-# -- marks
+# -- call options
 
 
-def test_marks_that_make_no_sense():
+def test_call_options_that_make_no_sense():
     def f(completions): ...
 
     with pytest.raises(RewardError, match="time_limit has no effect"):
@@ -488,7 +489,7 @@ def test_marks_that_make_no_sense():
     with pytest.raises(UnknownOptionError, match="did you mean 'isolated'"):
         rloom.reward(f, isolate=True)
     rloom.reward(math_accuracy, time_limit=1.0)
-    assert marks_of(math_accuracy).time_limit is None  # a marked copy; the function itself stays as it was
+    assert call_options_of(math_accuracy).time_limit is None  # of a copy; the function itself stays as it was
 
 
 def test_nothing_is_said_when_nothing_fails(caplog):
@@ -661,10 +662,10 @@ def test_at_start_that_throws_in_a_thread_costs_scores_and_not_the_run():
 
 def test_a_ready_made_reward_called_in_another_way_leaves_its_start_behind():
     """Which was for worker processes: sympy of this process is not touched."""
-    assert marks_of(math_accuracy).at_start is not None
+    assert call_options_of(math_accuracy).at_start is not None
     for options in ({"isolated": False}, {"isolated": False, "threads": True}):
-        assert marks_of(rloom.reward(math_accuracy, **options)).at_start is None
-    assert marks_of(rloom.reward(math_accuracy, time_limit=5.0)).at_start is not None
+        assert call_options_of(rloom.reward(math_accuracy, **options)).at_start is None
+    assert call_options_of(rloom.reward(math_accuracy, time_limit=5.0)).at_start is not None
 
 
 def test_a_worker_reads_mathematics_as_this_process_does():
@@ -690,7 +691,7 @@ def test_a_worker_reads_mathematics_as_this_process_does():
         return [
             [
                 float(sympy.srepr(sympy.sympify(text)) == expected),
-                float(sympy_parser.parse_expr.__module__ == "rloom.rewards.accuracy"),
+                float(sympy_parser.parse_expr.__module__ == "rloom.rewards.library.accuracy"),
             ]
             for text, expected in completions
         ]
@@ -698,8 +699,8 @@ def test_a_worker_reads_mathematics_as_this_process_does():
     import sympy
 
     pairs = [(text, sympy.srepr(sympy.sympify(text))) for text in texts]
-    assert marks_of(math_accuracy).at_start is not None
+    assert call_options_of(math_accuracy).at_start is not None
     with WorkerPool(1) as pool:
-        key = pool.register(read, "read", marks_of(math_accuracy).at_start)
+        key = pool.register(read, "read", call_options_of(math_accuracy).at_start)
         answers = [a.result() for a in pool.submit(key, [{"completions": [pair]} for pair in pairs], time_limit=60.0)]
     assert [a.get("value", a) for a in answers] == [[[1.0, 1.0]]] * len(pairs)

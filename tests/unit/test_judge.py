@@ -12,8 +12,9 @@ import torch
 from transformers import LlamaConfig, LlamaForSequenceClassification
 
 from rloom.errors import ConfigError, RewardError
-from rloom.rewards import FunctionReward, RewardBatch, RewardSet, judge, judging
-from rloom.rewards.judging import read_preference, read_score
+from rloom.rewards import FunctionReward, RewardBatch, RewardSet, judge
+from rloom.rewards.library.judging import reply_cache
+from rloom.rewards.library.judging.replies import read_preference, read_score
 from tests.conftest import LETTERS, make_tokenizer
 from tests.services import serving
 
@@ -140,7 +141,7 @@ def test_answers_are_kept_on_disk(tmp_path):
 
 
 def test_caches_that_cannot_be_used(tmp_path, monkeypatch):
-    monkeypatch.setattr(judging, "LOCKED_SECONDS", 0.05)
+    monkeypatch.setattr(reply_cache, "LOCKED_SECONDS", 0.05)
     other = sqlite3.connect(tmp_path / "other.sqlite")
     other.execute("CREATE TABLE answers (question TEXT)")
     other.commit()
@@ -161,7 +162,7 @@ def test_caches_that_cannot_be_used(tmp_path, monkeypatch):
 
 
 def test_a_cache_that_fails_in_a_run_costs_answers_and_not_the_run(tmp_path, monkeypatch, caplog):
-    monkeypatch.setattr(judging, "LOCKED_SECONDS", 0.05)
+    monkeypatch.setattr(reply_cache, "LOCKED_SECONDS", 0.05)
     cache = tmp_path / "judge.sqlite"
     with serving(by_length) as (url, calls):
         reward = made(url, cache=cache)

@@ -24,7 +24,7 @@ from rloom.errors import NoCompletionError, ProcessError
 from rloom.evaluation.measured import Measured
 from rloom.generation.images import ImageRouter
 from rloom.observe.completions import sendable
-from rloom.rewards.collection import RewardSet
+from rloom.rewards.calling.reward_set import RewardSet
 from rloom.rewards.compose import Composition
 from rloom.rewards.functions import FunctionReward
 from rloom.rewards.scored import Scored
@@ -388,7 +388,7 @@ def test_processes_of_a_machine_share_its_cores(monkeypatch):
     for count in ("1", "4", "64"):
         monkeypatch.setenv("LOCAL_WORLD_SIZE", count)
         rewards = RewardSet([FunctionReward(lambda completions, **_: [0.0] * len(completions))], None)
-        workers[count] = rewards.callers[0].options.workers
+        workers[count] = rewards.callers[0].defaults.workers
     assert workers == {"1": 8, "4": 3, "64": 1}
 
 

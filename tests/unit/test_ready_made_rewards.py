@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import builtins
 import json
+import sys
 import time
 
 import pytest
@@ -27,7 +27,7 @@ from rloom.rewards import (
     sentiment,
     think_format_reward,
 )
-from rloom.rewards.marks import marks_of
+from rloom.rewards.calling.call_options import call_options_of
 from tests.conftest import LETTERS, make_tokenizer
 
 
@@ -260,16 +260,10 @@ def test_semantic_similarity(bert, tmp_path):
     ],
 )
 def test_a_missing_package_names_its_extra(monkeypatch, make, package, extra):
-    real = builtins.__import__
-
-    def without(name, *args, **kwargs):
-        if name.split(".")[0] == package:
-            raise ImportError(name)
-        return real(name, *args, **kwargs)
-
-    rloom.rewards.text._analyzer.cache_clear()
-    rloom.rewards.text._identifier.cache_clear()
-    monkeypatch.setattr(builtins, "__import__", without)
+    rloom.rewards.library.text._analyzer.cache_clear()
+    rloom.rewards.library.text._identifier.cache_clear()
+    for name in {package, *(name for name in sys.modules if name.startswith(f"{package}."))}:
+        monkeypatch.setitem(sys.modules, name, None)
     with pytest.raises(MissingExtraError, match=rf'pip install "rloom\[{extra}\]"'):
         make()
 
@@ -277,7 +271,7 @@ def test_a_missing_package_names_its_extra(monkeypatch, make, package, extra):
 def test_built_in_rewards_are_scored_per_group():
     made = [format("x"), json_schema({}), length(), language("en"), rouge(), bleu(), semantic_similarity("none")]
     for function in (math_accuracy, choice_accuracy, think_format_reward, sentiment, *made):
-        assert marks_of(function).streaming, function.__name__
+        assert call_options_of(function).streaming, function.__name__
 
 
 @pytest.mark.parametrize(

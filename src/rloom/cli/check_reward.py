@@ -42,8 +42,8 @@ def add_arguments(parser: Parser) -> None:
 def run(options: Namespace) -> int:
     """0 when nothing stands against training with these rewards, 1 when something does."""
     from rloom.cli.written import build_rewards
+    from rloom.rewards.calling.reward_set import RewardSet
     from rloom.rewards.check import check_rewards
-    from rloom.rewards.collection import RewardSet
 
     show_messages()
     named = [*options.rewards, *options.more]

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from rloom.cli.parser import Parser, count
 from rloom.cli.spec import find_reward
 from rloom.errors import RewardError
-from rloom.rewards.http import TOKEN_VARIABLE
+from rloom.rewards.calling.http_reward import TOKEN_VARIABLE
 
 if TYPE_CHECKING:
     from rloom.rewards.serve import RewardServer
@@ -49,7 +49,7 @@ def run(options: Namespace) -> int:
 def make_server(options: Namespace) -> RewardServer:
     """The service, listening; nothing is answered before `serve_forever`."""
     from rloom.cli.written import build_rewards
-    from rloom.rewards.collection import RewardSet
+    from rloom.rewards.calling.reward_set import RewardSet
     from rloom.rewards.serve import RewardServer
 
     function = find_reward(options.reward)

@@ -8,12 +8,12 @@ from typing import Any
 import torch
 from torch import nn
 
+from rloom.data.prompts import as_reply
 from rloom.errors import DataError
-from rloom.evaluation.opponents import as_reply
 from rloom.evaluation.writer import Writer
 from rloom.rewards.base import Reward, RewardBatch
 from rloom.rewards.build import build_reward, check_rewards, is_url, load_reward_model, reward_tokenizer
-from rloom.rewards.collection import RewardSet
+from rloom.rewards.calling.reward_set import RewardSet
 from rloom.training.collector import column_names
 
 

@@ -73,7 +73,7 @@ def judge_of(
     cache: str | None = None,
 ) -> Compare:
     """A language model behind an address, asked in both orders, or a reward model, whose higher score wins."""
-    from rloom.rewards.judging import RUBRIC, judge
+    from rloom.rewards.library.judging.judge import RUBRIC, judge
 
     if reward_model is not None:
         scorer = judge(reward_model=reward_model)
@@ -89,9 +89,9 @@ def pairwise(function: Callable[..., list[float | None]]) -> Compare:
     >>> pairwise(longer)(["q"], ["long"], ["no"])
     [1.0]
     """
-    from rloom.rewards.marks import marks_of
+    from rloom.rewards.calling.call_options import call_options_of
 
-    threads = 8 if marks_of(function).threads else 1
+    threads = 8 if call_options_of(function).threads else 1
     return lambda prompts, ours, theirs: wins(function, prompts, ours, theirs, threads)
 
 

@@ -13,43 +13,43 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from rloom.rewards.accuracy import (
+    from rloom.rewards.base import Reward, RewardBatch
+    from rloom.rewards.calling.call_options import reward
+    from rloom.rewards.calling.http_reward import http_reward
+    from rloom.rewards.calling.reward_set import RewardSet
+    from rloom.rewards.compose import route, term
+    from rloom.rewards.functions import FunctionReward, ObjectReward
+    from rloom.rewards.library.accuracy import (
         accuracy_reward,
         choice_accuracy,
         get_cosine_scaled_reward,
         math_accuracy,
         reasoning_accuracy_reward,
     )
-    from rloom.rewards.base import Reward, RewardBatch
-    from rloom.rewards.code import code_execution
-    from rloom.rewards.collection import RewardSet
-    from rloom.rewards.compose import route, term
-    from rloom.rewards.embeddings import semantic_similarity
-    from rloom.rewards.form import format, json_schema, think_format_reward
-    from rloom.rewards.functions import FunctionReward, ObjectReward
-    from rloom.rewards.http import http_reward
-    from rloom.rewards.judging import judge
-    from rloom.rewards.marks import reward
+    from rloom.rewards.library.code.execution import code_execution
+    from rloom.rewards.library.embeddings import semantic_similarity
+    from rloom.rewards.library.form import format, json_schema, think_format_reward
+    from rloom.rewards.library.judging.judge import judge
+    from rloom.rewards.library.size import get_repetition_penalty_reward, get_soft_overlong_punishment, length
+    from rloom.rewards.library.text import bleu, language, rouge, sentiment
     from rloom.rewards.model import ModelReward
-    from rloom.rewards.size import get_repetition_penalty_reward, get_soft_overlong_punishment, length
-    from rloom.rewards.text import bleu, language, rouge, sentiment
 
 _HOMES = {
-    "accuracy": (
+    "library.accuracy": (
         "accuracy_reward", "choice_accuracy", "get_cosine_scaled_reward", "math_accuracy", "reasoning_accuracy_reward",
     ),
     "base": ("Reward", "RewardBatch"),
-    "code": ("code_execution",),
-    "collection": ("RewardSet",),
+    "library.code.execution": ("code_execution",),
+    "calling.reward_set": ("RewardSet",),
     "compose": ("route", "term"),
-    "embeddings": ("semantic_similarity",),
-    "form": ("format", "json_schema", "think_format_reward"),
-    "http": ("http_reward",),
-    "judging": ("judge",),
+    "library.embeddings": ("semantic_similarity",),
+    "library.form": ("format", "json_schema", "think_format_reward"),
+    "calling.http_reward": ("http_reward",),
+    "library.judging.judge": ("judge",),
     "functions": ("FunctionReward", "ObjectReward"),
-    "text": ("bleu", "language", "rouge", "sentiment"),
-    "size": ("get_repetition_penalty_reward", "get_soft_overlong_punishment", "length"),
-    "marks": ("reward",),
+    "library.text": ("bleu", "language", "rouge", "sentiment"),
+    "library.size": ("get_repetition_penalty_reward", "get_soft_overlong_punishment", "length"),
+    "calling.call_options": ("reward",),
     "model": ("ModelReward",),
 }  # fmt: skip
 _HOME = {name: module for module, names in _HOMES.items() for name in names}

@@ -1,4 +1,4 @@
-"""How a reward is called and what it may return."""
+"""What a reward function is given, and what it may return: a score for each completion."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch import Tensor
 
 from rloom.errors import RewardError
 from rloom.printable import printable
-from rloom.rewards.marks import Marks
+from rloom.rewards.calling.call_options import CallOptions
 
 
 @dataclass(slots=True, kw_only=True)
@@ -42,13 +42,14 @@ class RewardBatch:
         )
 
     def own(self) -> RewardBatch:
-        """A copy whose lists and dicts are nobody else's: what a function does to them does not reach the data set, the
-        other functions, or the log."""
+        """A copy with lists and dicts of its own: what a function does to them does not reach the data set, the other
+        functions, or the log."""
         return replace(
             self,
             prompts=own(self.prompts),
             completions=own(self.completions),
-            completion_ids=[list(x) if type(x) is list else x for x in self.completion_ids],  # many, and numbers all
+            # They are many, and hold numbers alone: one level is enough.
+            completion_ids=[list(x) if type(x) is list else x for x in self.completion_ids],
             columns=own(self.columns),
         )
 
@@ -61,7 +62,8 @@ class RewardBatch:
                 and self.completion_ids == other.completion_ids
                 and self.columns == other.columns
             )
-        except Exception:  # arrays have no one answer
+        except Exception:
+            # The comparison of arrays has no one answer.
             return False
 
     def arguments(self) -> dict[str, Any]:
@@ -78,7 +80,7 @@ class RewardBatch:
 
 
 def own(value: Any) -> Any:
-    """Lists and dicts copied, at every depth; what is in them stays as it is.
+    """Copy lists and dicts at every depth. What is in them is not copied.
 
     >>> messages = [{"content": "a"}]
     >>> own(messages) == messages, own(messages)[0] is messages[0]
@@ -92,10 +94,10 @@ def own(value: Any) -> Any:
 
 
 class Reward(Protocol):
-    """One source of scores."""
+    """One source of scores: a function, a model, an object, a service."""
 
     name: str
-    marks: Marks
+    call_options: CallOptions
 
     def score(self, batch: RewardBatch) -> Any:
         """One number, or None for "not applicable", per completion; or a coroutine that returns that."""
@@ -106,7 +108,7 @@ LARGEST = torch.finfo(torch.float32).max
 
 
 def shown(value: Any, limit: int = 60) -> str:
-    """The beginning of a value as text, for a message; it may be anything, and refuse even that."""
+    """The beginning of a value as text, for a message. A value of the user's own may refuse even that."""
     try:
         return str(value)[:limit]
     except Exception as error:
@@ -114,12 +116,13 @@ def shown(value: Any, limit: int = 60) -> str:
 
 
 def one_per_completion(values: Any, name: str, expected: int) -> list[Any]:
-    """A reward's return value as a list of the right length, or an error that names the function."""
+    """What a reward function returned, as a list of the right length; or an error that names the function."""
     try:
         return _one_per_completion(values, name, expected)
     except RewardError:
         raise
-    except Exception as error:  # an object that only looks like a list
+    except Exception as error:
+        # It is an object that only looks like a list.
         raise RewardError(
             f"The reward function '{name}' returned {type(values).__name__}, which cannot be read as a list of "
             f"{expected} numbers: {type(error).__name__}: {shown(error)}"
@@ -152,21 +155,23 @@ def _one_per_completion(values: Any, name: str, expected: int) -> list[Any]:
 
 
 def as_score(value: Any, name: str, index: int) -> float | None:
-    """One sample's value as a float or None, or an error that names the function and the sample."""
+    """One sample's score as a float or None; or an error that names the function and the sample."""
     if value is None:
         return None
     try:
         if isinstance(value, Tensor) or (hasattr(value, "item") and not isinstance(value, Real)):
             value = value.item()
         number = float(value) if isinstance(value, Real) else None
-    except Exception:  # several numbers in a tensor, a whole number of a thousand digits
+    except Exception:
+        # A tensor holds several numbers, say, or a whole number has a thousand digits.
         number = None
     if number is None:
         raise RewardError(
             f"The reward function '{name}' returned {type(value).__name__} {shown(value)!r} for sample {index}; "
-            "a reward is a number that fits in a float, or None where the function does not apply"
+            "a score is a number that fits in a float, or None where the function does not apply"
         )
-    if math.isfinite(number) and abs(number) > LARGEST:  # scores are kept in float32
+    # Scores are kept in float32.
+    if math.isfinite(number) and abs(number) > LARGEST:
         raise RewardError(
             f"The reward function '{name}' returned {number:g} for sample {index}, which is infinity in float32"
         )

@@ -11,20 +11,20 @@ from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 from rloom.errors import RewardError
 from rloom.rewards.base import Reward
+from rloom.rewards.calling.http_reward import http_reward
 from rloom.rewards.functions import FunctionReward, ObjectReward
-from rloom.rewards.http import http_reward
 from rloom.rewards.model import ModelReward
 
 
 def as_list(value: Any) -> list[Any]:
-    """One or several, as a list; None is none."""
+    """One value or several, as a list; None gives an empty list."""
     if value is None:
         return []
     return list(value) if isinstance(value, (list, tuple)) else [value]
 
 
 def check_rewards(functions: list[Any], processing_classes: Any) -> list[Any]:
-    """What can be said before anything is loaded; returns one processing class (or None) per function."""
+    """Check reward functions before anything is loaded. Returns one processing class (or None) per function."""
     if not functions:
         raise RewardError("no reward function: pass one or several as `reward_funcs`")
     for function in functions:
@@ -80,7 +80,7 @@ def build_reward(
     place: Callable[[nn.Module], nn.Module],
     template_kwargs: dict[str, Any],
 ) -> Reward:
-    """One reward of the right kind. `place` moves a model to the device that it shall run on."""
+    """Wrap what a user passed as a [`Reward`] of the right kind. `place` moves a model to its device."""
     if is_url(function):
         return FunctionReward(http_reward(function))
     if isinstance(function, nn.Module):

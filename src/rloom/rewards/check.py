@@ -1,4 +1,4 @@
-"""What a reward is worth to RLOO, found out before a run: how it spreads, where it ties, and what games it.
+"""What a reward function is worth to RLOO, found out before a run: how its scores spread and tie, and what games it.
 
 Only differences within a group teach anything, so that is what is looked at. And a policy finds whatever scores: so
 completions that nobody wants are scored too.
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 from rloom.rewards.base import RewardBatch
-from rloom.rewards.collection import RewardSet
-from rloom.rewards.texts import text_of
+from rloom.rewards.calling.reward_set import RewardSet
+from rloom.rewards.completion_text import text_of
 
 DEGENERATE = ("empty", "prompt copied", "one token repeated", "format alone", "digits sprayed")
 
@@ -34,7 +34,7 @@ class Sample:
 
 @dataclass(slots=True, kw_only=True)
 class Report:
-    """What was found of one reward. `problems` are reasons not to train with it as it is, `remarks` things to know."""
+    """What was found of one function. `problems` are reasons not to train with it, `remarks` things to know."""
 
     name: str
     count: int
@@ -50,25 +50,29 @@ class Report:
     errors: int
     seconds_per_sample: float
     length_correlation: float
-    degenerate: dict[str, float | None]
+    degenerate: dict[str, float | None] = field(default_factory=dict)
     degenerate_errors: dict[str, int] = field(default_factory=dict)
     problems: list[str] = field(default_factory=list)
     remarks: list[str] = field(default_factory=list)
 
 
 def check_rewards(rewards: RewardSet, samples: Sequence[Sample]) -> list[Report]:
-    """Score the completions, then the degenerate ones, and say for each reward what came of it."""
+    """Score the completions, then the degenerate ones, and say for each function what came of it."""
     batch = _batch(samples)
     scored = rewards.score(batch)
     costs = dict(scored.costs)
     groups = torch.tensor([index for index, sample in enumerate(samples) for _ in sample.completions])
     lengths = torch.tensor([float(len(ids)) for ids in batch.completion_ids])
-    odd, failures = _degenerate_scores(rewards, samples)
+    degenerate = {kind: rewards.score(_batch([_degenerate(s, kind) for s in samples])) for kind in DEGENERATE}
     reports = []
     for i, name in enumerate(rewards.names):
-        measured = _measured(name, scored.scores[:, i], groups, lengths, costs, {k: v[i] for k, v in odd.items()})
-        measured.degenerate_errors = {kind: n for kind, by_name in failures.items() if (n := by_name[name])}
-        reports.append(_judged(measured))
+        report = _measured(name, scored.scores[:, i], groups, lengths, costs)
+        for kind, odd in degenerate.items():
+            mean = odd.scores.nanmean(0)[i].item()
+            report.degenerate[kind] = None if math.isnan(mean) else mean
+            if failed := _errors(dict(odd.costs), name):
+                report.degenerate_errors[kind] = failed
+        reports.append(_judged(report))
     return reports
 
 
@@ -78,24 +82,18 @@ def _batch(samples: Sequence[Sample]) -> RewardBatch:
     return RewardBatch(
         prompts=[s.prompt for s, _ in rows],
         completions=[s.completions[i] for s, i in rows],
-        completion_ids=[_ids(s, i) for s, i in rows],
+        # Where there was no tokenizer, characters stand for token ids.
+        completion_ids=[
+            s.completion_ids[i] if s.completion_ids else [ord(c) for c in text_of(s.completions[i])] for s, i in rows
+        ],
         columns={name: [s.columns.get(name) for s, _ in rows] for name in names},
-    )
-
-
-def _ids(sample: Sample, index: int) -> list[int]:
-    """Token ids; where there was no tokenizer, characters stand for them."""
-    return (
-        sample.completion_ids[index] if sample.completion_ids else [ord(c) for c in text_of(sample.completions[index])]
     )
 
 
 # -- measuring
 
 
-def _measured(
-    name: str, column: Tensor, groups: Tensor, lengths: Tensor, report: dict[str, float], odd: dict[str, float | None]
-) -> Report:
+def _measured(name: str, column: Tensor, groups: Tensor, lengths: Tensor, costs: dict[str, float]) -> Report:
     known = ~column.isnan()
     values = column[known].double()
     parts = [column[(groups == g) & known].double() for g in groups.unique()]
@@ -115,15 +113,14 @@ def _measured(
         tied_groups=_mean([v == 0.0 for v in within]) if within else 1.0,
         ties=_mean(pairs) if pairs else 1.0,
         none=1.0 - known.double().mean().item(),
-        errors=_errors(report, name),
-        seconds_per_sample=report.get(f"rewards/{name}/time", 0.0) / max(len(column), 1),
+        errors=_errors(costs, name),
+        seconds_per_sample=costs.get(f"rewards/{name}/time", 0.0) / max(len(column), 1),
         length_correlation=_correlation(values, lengths[known].double()),
-        degenerate=odd,
     )
 
 
-def _errors(report: dict[str, float], name: str) -> int:
-    return int(sum(report.get(f"rewards/{name}/{kind}", 0) for kind in ("errors", "timeouts", "crashes")))
+def _errors(costs: dict[str, float], name: str) -> int:
+    return int(sum(costs.get(f"rewards/{name}/{kind}", 0) for kind in ("errors", "timeouts", "crashes")))
 
 
 def _mean(values: Sequence[float]) -> float:
@@ -141,7 +138,7 @@ def _correlation(a: Tensor, b: Tensor) -> float:
 
 
 def degenerate_completions(sample: Sample) -> dict[str, str]:
-    """What a policy may find when a reward lets it, for one prompt.
+    """Completions of one prompt that nobody wants, and that a policy may find when they score well.
 
     >>> sample = Sample(prompt="2+2?", columns={"answer": "4"}, completions=["<think>2+2</think> 4"])
     >>> degenerate_completions(sample)["format alone"]
@@ -160,36 +157,23 @@ def degenerate_completions(sample: Sample) -> dict[str, str]:
 
 
 def _sprayed(columns: dict[str, Any]) -> str:
-    """Every small number and letter, and every number in the row, the answer's among them; none stands out."""
+    """Every small number and letter, and every number in the row, so that the right answer is among them."""
     found = re.findall(r"-?\d+(?:\.\d+)?", " ".join(map(str, columns.values())))
     numbers = [str(n) for n in range(51)] + found + [str(n) for n in range(51, 101)]
     return " ".join(numbers + list("ABCDE"))
 
 
 def _skeleton(text: str) -> str:
-    """What is left of a completion when its content is taken out: tags, fences, boxes, braces."""
+    """The format of a completion without its content: tags, fences, boxes, braces."""
     kept = re.findall(r"</?[\w-]+>|```\w*|\\boxed\{|[{}\[\]]|\s+", text)
     return re.sub(r"\s+", " ", "".join(kept))[:2000]
 
 
-def _degenerate_scores(
-    rewards: RewardSet, samples: Sequence[Sample]
-) -> tuple[dict[str, list[float | None]], dict[str, dict[str, int]]]:
-    """The mean score of each kind, for each reward, None where it gave none; and how many it failed on, by name."""
-    result, failures = {}, {}
-    for kind in DEGENERATE:
-        odd = [
-            Sample(prompt=s.prompt, columns=s.columns, completions=[_like(s, degenerate_completions(s)[kind])])
-            for s in samples
-        ]
-        scored = rewards.score(_batch(odd))
-        result[kind] = [None if math.isnan(v) else v for v in scored.scores.nanmean(0).tolist()]
-        failures[kind] = {name: _errors(dict(scored.costs), name) for name in rewards.names}
-    return result, failures
-
-
-def _like(sample: Sample, text: str) -> Any:
-    return text if isinstance(sample.prompt, str) else [{"role": "assistant", "content": text}]
+def _degenerate(sample: Sample, kind: str) -> Sample:
+    """The same prompt with one degenerate completion, in the form of the others."""
+    text = degenerate_completions(sample)[kind]
+    completion = text if isinstance(sample.prompt, str) else [{"role": "assistant", "content": text}]
+    return Sample(prompt=sample.prompt, columns=sample.columns, completions=[completion])
 
 
 # -- judging
@@ -221,7 +205,7 @@ def _judged(report: Report) -> Report:
     return report
 
 
-def _judge_degenerate(report: Report, problem: Any) -> None:
+def _judge_degenerate(report: Report, problem: Callable[[str], None]) -> None:
     """A completion that nobody wants should not do as well as the best, nor far better than the mean."""
     for kind, score in report.degenerate.items():
         if score is None or report.std == 0.0:

@@ -1,13 +1,13 @@
-"""How several rewards become one score: gates, clips, normalisation, weights, and which rows each is for.
+"""How the scores of several reward functions become one reward: gates, clips, normalisation, weights, routes.
 
-All of it works on columns of scores that are kept as they came: what a function returned is in the log, whatever
+All of it works on columns of scores, which are kept as they came: what a function returned is in the log, whatever
 becomes of it here.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import MethodType
 from typing import Any
 
@@ -20,7 +20,7 @@ from rloom.errors import RewardError, checks_options, did_you_mean
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Term:
-    """A reward and its part in the whole. Made by [`term`] and [`route`]."""
+    """A reward function and the part that its score has in the reward. Made by [`term`] and [`route`]."""
 
     function: Any
     weight: float | None = None
@@ -34,14 +34,12 @@ class Term:
     def __post_init__(self) -> None:
         if isinstance(self.function, Term):
             raise RewardError("a term of a term: give all of it to one `term(…)`")
-        if self.clip is not None and not _is_range(self.clip):
+        if self.clip is not None and not (
+            isinstance(self.clip, (tuple, list)) and len(self.clip) == 2 and self.clip[0] < self.clip[1]
+        ):
             raise RewardError(f"clip must be (min, max), not {self.clip!r}")
         if self.weight is not None and not isinstance(self.weight, (int, float)):
             raise RewardError(f"weight must be a number, not {self.weight!r}")
-
-
-def _is_range(value: Any) -> bool:
-    return isinstance(value, (tuple, list)) and len(value) == 2 and value[0] < value[1]
 
 
 @checks_options
@@ -56,17 +54,18 @@ def term(
     otherwise: float = 0.0,
     when: tuple[str, Any] | None = None,
 ) -> Term:
-    """Say what part a reward has in the score. In this order: rows, gate, clip, normalisation, weight.
+    """Say what part a function's score has in the reward. In this order: rows, gate, clip, normalisation, weight.
 
     Args:
         function: anything that `reward_funcs` takes.
-        weight: of this reward in the sum; as `reward_weights`, beside which it cannot be given.
+        weight: of this score in the sum; as `reward_weights`, beside which it cannot be given.
         clip: hold the values within (min, max).
         normalize: by the mean and standard deviation of all values so far, which checkpoints keep.
-        only_if: another reward of the list, by itself or by name: where that scores below `at_least`, this one counts
-            as `otherwise`. Where that gave None or is not for the row, the gate is open; where it failed, it is shut.
+        only_if: another reward function of the list, by itself or by name. Where its score is below `at_least`, this
+            score counts as `otherwise`. Where it gave None or is not for the row, the gate is open; where it failed, it
+            is shut.
         at_least, otherwise: see there.
-        when: (column, value or values): the rows that this reward is for. It is not called on others.
+        when: (column, value or values): the rows that this function is for. It is not called on others.
 
     >>> def accuracy(completions): ...
     >>> def form(completions): ...
@@ -82,7 +81,7 @@ def term(
 
 
 def route(column: str, rewards: Mapping[Any, Any]) -> list[Term]:
-    """A reward (or a list of them) for each value of a column.
+    """A reward function (or a list of them) for each value of a column.
 
     >>> def math(completions): ...
     >>> def code(completions): ...
@@ -102,18 +101,18 @@ def route(column: str, rewards: Mapping[Any, Any]) -> list[Term]:
                     f"route({column!r}, …) says for which rows a term is, and so does its own when={one.when}: give "
                     "one of them (a column that holds both can be made beforehand)"
                 )
-            options = {} if not isinstance(one, Term) else {n: getattr(one, n) for n in Term.__slots__ if n != "when"}
-            terms.append(Term(**({"function": one} | options), when=(column, (value,))))
+            term_of_one = one if isinstance(one, Term) else Term(function=one)
+            terms.append(replace(term_of_one, when=(column, (value,))))
     return terms
 
 
 def _is_same(one: Any, other: Any) -> bool:
-    """Whether two are one reward; a method of an object is a new object each time that it is named."""
+    """Whether two are one function. A method of an object is a new object each time that it is named."""
     return one is other or (isinstance(one, MethodType) and isinstance(other, MethodType) and one == other)
 
 
 def as_terms(functions: Sequence[Any], weights: Sequence[float] | None) -> list[Term]:
-    """Every reward as a term, with its weight; weights are given in one place."""
+    """Every reward function as a term, with its weight. Weights are given in one place."""
     terms = [f if isinstance(f, Term) else Term(function=f) for f in functions]
     if weights is not None and any(t.weight is not None for t in terms):
         raise RewardError("weights are given twice, as `reward_weights` and in `term(weight=…)`: give one of them")

@@ -9,7 +9,7 @@ from typing import Any
 
 from rloom.errors import RewardError, did_you_mean
 from rloom.rewards.base import RewardBatch
-from rloom.rewards.marks import Marks, marks_of
+from rloom.rewards.calling.call_options import CallOptions, call_options_of
 
 
 class FunctionReward:
@@ -23,18 +23,22 @@ class FunctionReward:
     def __init__(self, function: Callable[..., Any]) -> None:
         self.function = function
         self.name = callable_name(function)
-        self.positional = _positional_only(function)
-        self.accepted, self.required = _accepted(function)  # accepted None: everything
-        self.marks = marks_of(function)
+        parameters = _parameters(function)
+        named = [p for p in parameters if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
+        self.positional = [p.name for p in named if p.kind is p.POSITIONAL_ONLY]
+        self.required = [p.name for p in named if p.default is p.empty]
+        takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters)
+        self.accepted = None if takes_all else [p.name for p in named]
+        self.call_options = call_options_of(function)
 
     def score(self, batch: RewardBatch) -> Any:
-        """Call the function, with what it takes."""
+        """Call the function with the arguments that it takes."""
         chosen = self.arguments(batch)
         first = [chosen.pop(name) for name in self.positional]
         return self.function(*first, **chosen)
 
     def arguments(self, batch: RewardBatch) -> dict[str, Any]:
-        """What the function takes of all that there is, by name."""
+        """The arguments that the function takes, by name."""
         arguments = batch.arguments()
         for name in self.required:
             if name not in arguments:
@@ -55,10 +59,10 @@ class ObjectReward:
     def __init__(self, scorer: Any) -> None:
         self.scorer = scorer
         self.name = type(scorer).__name__
-        self.marks: Marks = marks_of(scorer)
+        self.call_options: CallOptions = call_options_of(scorer)
 
     def score(self, batch: RewardBatch) -> Any:
-        """Ask the object."""
+        """Call `get_rewards` of the object."""
         return self.scorer.get_rewards(batch.prompts, batch.completions)
 
 
@@ -69,22 +73,9 @@ def callable_name(function: Callable[..., Any]) -> str:
     return getattr(function, "__name__", type(function).__name__)
 
 
-def _accepted(function: Callable[..., Any]) -> tuple[list[str] | None, list[str]]:
-    """Names of parameters, None where the function takes any keyword; and of those that it cannot do without."""
+def _parameters(function: Callable[..., Any]) -> list[inspect.Parameter]:
+    """The parameters of a function. One without a signature, as some builtins, takes any keyword."""
     try:
-        parameters = inspect.signature(function).parameters.values()
-    except (TypeError, ValueError):  # some builtins have no signature
-        return None, []
-    named = [p for p in parameters if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
-    required = [p.name for p in named if p.default is p.empty]
-    if any(p.kind is p.VAR_KEYWORD for p in parameters):
-        return None, required
-    return [p.name for p in named], required
-
-
-def _positional_only(function: Callable[..., Any]) -> list[str]:
-    try:
-        parameters = inspect.signature(function).parameters.values()
+        return list(inspect.signature(function).parameters.values())
     except (TypeError, ValueError):
-        return []
-    return [p.name for p in parameters if p.kind is p.POSITIONAL_ONLY]
+        return [inspect.Parameter("anything", inspect.Parameter.VAR_KEYWORD)]

@@ -9,8 +9,8 @@ from torch import nn
 
 from rloom.printable import get_logger
 from rloom.rewards.base import RewardBatch
-from rloom.rewards.marks import Marks
-from rloom.rewards.texts import text_of, without_surrogates
+from rloom.rewards.calling.call_options import CallOptions
+from rloom.rewards.completion_text import text_of, without_surrogates
 
 logger = get_logger(__name__)
 
@@ -22,7 +22,7 @@ class ModelReward:
 
     def __init__(self, model: nn.Module, tokenizer: Any, *, name: str, template_kwargs: dict[str, Any]) -> None:
         self.model, self.tokenizer, self.name, self.template_kwargs = model, tokenizer, name, template_kwargs
-        self.marks = Marks()
+        self.call_options = CallOptions()
         # `rloom train-reward` notes on a model that it was trained on texts with an end token.
         self.ending = (tokenizer.eos_token or "") if getattr(model.config, "ends_with_eos", False) else ""
         self._told = False
@@ -31,7 +31,8 @@ class ModelReward:
     def score(self, batch: RewardBatch) -> list[float]:
         """The model's first logit for each completion."""
         texts = [self._text(p, c) for p, c in zip(batch.prompts, batch.completions, strict=True)]
-        texts = [without_surrogates(text) for text in texts]  # which no tokenizer takes
+        # No tokenizer takes surrogates.
+        texts = [without_surrogates(text) for text in texts]
         scores: list[float] = []
         for start in range(0, len(texts), ROWS_PER_FORWARD):
             scores += self._forward(texts[start : start + ROWS_PER_FORWARD])

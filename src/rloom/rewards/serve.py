@@ -8,21 +8,22 @@ import math
 import re
 import sys
 import threading
+from contextlib import AbstractContextManager, nullcontext
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
 from rloom.errors import RewardError
 from rloom.printable import get_logger
 from rloom.rewards.base import RewardBatch, shown
-from rloom.rewards.collection import RewardSet
-from rloom.rewards.web import LOOPBACK
+from rloom.rewards.calling.addresses import LOOPBACK
+from rloom.rewards.calling.reward_set import RewardSet
 
 logger = get_logger(__name__)
 
 MAX_BODY = 256 * 2**20
 FIELDS = ("prompts", "completions", "completion_ids", "columns")
+# Names of this machine, as a Host header has them: all of it, since what is parsed may hide another behind it.
 OWN_HOST = re.compile(r"(localhost|127\.0\.0\.1|\[::1\])(:[0-9]{1,5})?", re.IGNORECASE)
-"""Names of this machine, as a Host header has them: all of it, since what is parsed may hide another behind it."""
 
 
 class BadRequest(Exception):
@@ -52,12 +53,12 @@ class RewardServer(ThreadingHTTPServer):
             )
         self.rewards, self.token = rewards, (token or "").strip() or None
         # A plain function is never called twice at a time; what runs in workers or threads sorts that out itself.
-        self.one_by_one = any(not (c.marks.isolated or c.marks.threads or c.is_async) for c in rewards.callers)
-        self.lock = threading.Lock()
+        one_by_one = any(not (c.options.isolated or c.options.threads or c.is_async) for c in rewards.callers)
+        self.lock: AbstractContextManager[Any] = threading.Lock() if one_by_one else nullcontext()
         super().__init__((host, port), Handler)
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """A client that hangs up is none."""
+        """Log an error. That a client hangs up is not one."""
         error = sys.exception()
         if isinstance(error, (ConnectionError, TimeoutError)):
             logger.debug("a client hung up: %s", error)
@@ -69,10 +70,7 @@ class RewardServer(ThreadingHTTPServer):
         batch = _batch(request)
         if not len(batch):
             return []
-        if self.one_by_one:
-            with self.lock:
-                scores = self.rewards.score(batch).scores
-        else:
+        with self.lock:
             scores = self.rewards.score(batch).scores
         return [None if math.isnan(value) else value for value in scores[:, 0].tolist()]
 
@@ -101,13 +99,15 @@ class Handler(BaseHTTPRequestHandler):
 
     server: RewardServer
     protocol_version = "HTTP/1.1"
-    timeout = 60  # a client that says nothing does not hold a thread for ever
+    # A client that says nothing does not hold a thread for ever.
+    timeout = 60
     server_version, sys_version = "rloom", ""
 
     def do_GET(self) -> None:
-        """Whether the service is up, and what it scores with."""
+        """Say that the service is up, and by which function it scores."""
         if "Content-Length" in self.headers or "Transfer-Encoding" in self.headers:
-            self.close_connection = True  # what nobody reads would be taken for the next request
+            # A body that nobody reads would be taken for the next request.
+            self.close_connection = True
         if self.path != "/health":
             return self._answer(404, {"error": "GET /health and POST /score are all there is"})
         try:
@@ -117,17 +117,19 @@ class Handler(BaseHTTPRequestHandler):
         return self._answer(200, {"status": "ok", "reward": self.server.rewards.names[0]})
 
     def do_POST(self) -> None:
-        """Scores."""
+        """Score the completions of a request."""
         try:
             self._check()
             request = self._request()
             self._answer(200, {"scores": self.server.score(request)})
         except BadRequest as error:
-            self.close_connection = True  # the body may not have been read
+            # The body may not have been read.
+            self.close_connection = True
             self._answer(error.status, {"error": str(error)})
         except (ConnectionError, TimeoutError):
             self.close_connection = True
-        except Exception as error:  # the reward's own, which asking again does not mend; and the service goes on
+        except Exception as error:
+            # The reward itself failed, which asking again does not mend. The service goes on.
             logger.exception("the reward failed")
             self._answer(422, {"error": f"{type(error).__name__}: {shown(error, 2000)}"})
 
@@ -138,18 +140,20 @@ class Handler(BaseHTTPRequestHandler):
         if self.server.token and not hmac.compare_digest(given, f"Bearer {self.server.token}".encode()):
             raise BadRequest("the token is missing or wrong", 401)
         self._check_host()
-        if self.headers.get_content_type() != "application/json":  # which a page in a browser cannot send unasked
+        # A page in a browser cannot send this type unasked.
+        if self.headers.get_content_type() != "application/json":
             raise BadRequest("the Content-Type must be application/json", 415)
 
     def _check_host(self) -> None:
-        """Without a token, only who calls us by a name of this machine: a browser says which name a page is from."""
+        """Without a token, the Host header must name this machine: a browser sends the name of the page's own host."""
         named = OWN_HOST.fullmatch(self.headers.get("Host", ""))
         if not self.server.token and named is None:
             raise BadRequest("without a token, the Host must be this machine's own", 403)
 
     def _request(self) -> Any:
         length = self.headers.get("Content-Length", "")
-        if not re.fullmatch("[0-9]{1,18}", length):  # other scripts have digits too
+        # `\d` would take digits of other scripts too.
+        if not re.fullmatch("[0-9]{1,18}", length):
             raise BadRequest("a Content-Length is needed", 411)
         if int(length) > MAX_BODY:
             raise BadRequest(f"more than {MAX_BODY} bytes; send fewer completions at a time", 413)
@@ -167,5 +171,5 @@ class Handler(BaseHTTPRequestHandler):
         self.wfile.write(body)
 
     def log_message(self, format: str, *args: Any) -> None:
-        """To the log rather than to the terminal."""
+        """Write to the log rather than to the terminal."""
         logger.info(format, *args)

@@ -33,7 +33,7 @@ from rloom.observe.store import RunStore
 from rloom.printable import get_logger
 from rloom.rewards.base import unique_names
 from rloom.rewards.build import build_reward, is_url, load_reward_model, reward_tokenizer
-from rloom.rewards.collection import RewardSet
+from rloom.rewards.calling.reward_set import RewardSet
 from rloom.rewards.compose import Composition, Term
 from rloom.training import tuning
 from rloom.training.assigner import CreditAssigner

@@ -11,7 +11,7 @@ from typing import Any
 from urllib.parse import quote
 
 from rloom.printable import printable
-from rloom.rewards.texts import without_surrogates
+from rloom.rewards.completion_text import without_surrogates
 from rloom.version import __version__
 
 CITATION = """\

@@ -17,7 +17,8 @@ from rloom.generation.base import Engine
 from rloom.observe.completions import CompletionLog
 from rloom.observe.metrics import Metrics
 from rloom.rewards.base import RewardBatch
-from rloom.rewards.collection import RewardSet, Scoring
+from rloom.rewards.calling.reward_set import RewardSet
+from rloom.rewards.calling.scoring import Scoring
 from rloom.rewards.scored import Scored
 from rloom.seeds import derive_seed
 from rloom.training.credit import Shaper

@@ -27,7 +27,7 @@ from rloom.observe.completions import CompletionLog
 from rloom.observe.metrics import Metrics
 from rloom.observe.store import RunStore
 from rloom.printable import get_logger
-from rloom.rewards.collection import RewardSet
+from rloom.rewards.calling.reward_set import RewardSet
 from rloom.training import checkpoint, weights
 from rloom.training.buffer import RolloutBuffer
 from rloom.training.card import model_card
