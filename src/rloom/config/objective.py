@@ -19,9 +19,10 @@ logger = get_logger(__name__)
 
 
 @dataclass
-class TrlObjectiveTopic(Topic):
-    """The objective's options that TRL has."""
+class ObjectiveTopic(Topic):
+    """The options of the objective, and how those that `objective` decides are resolved."""
 
+    # As in TRL
     beta: float = option(0.05, "Weight of the KL from the reference; 0: no reference is kept.")
     num_iterations: int = option(1, "Passes over each rollout (μ).")
     epsilon: float = option(0.2, "Clip of the ratio, below and (unless `epsilon_high` is set) above 1.")
@@ -39,11 +40,7 @@ class TrlObjectiveTopic(Topic):
     ref_model_mixup_alpha: float = option(0.6, "reference ← α·policy + (1−α)·reference at each sync.")
     ref_model_sync_steps: int = option(512, "Updates between two syncs of the reference.")
 
-
-@dataclass
-class ObjectiveTopic(Topic):
-    """The objective's options beyond TRL's, and how all of them are resolved."""
-
+    # Beyond TRL
     objective: str = option(
         "trl",
         f"Whose RLOO: {in_words(OBJECTIVES)}. The options below override its choices.",
