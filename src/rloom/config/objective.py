@@ -46,7 +46,9 @@ class ObjectiveTopic(Topic):
         f"Whose RLOO: {in_words(OBJECTIVES)}. The options below override its choices.",
     )
     advantage_estimator: str | None = option(None, f"The baseline: {', '.join(ADVANTAGE_ESTIMATORS)}.")
-    baseline_momentum: float = option(0.9, 'Memory of the "moving_average" baseline.')
+    baseline_momentum: float = option(
+        0.9, f'Memory of the "{in_words(readers("baseline_momentum", ADVANTAGE_ESTIMATORS))}" baseline.'
+    )
     kl_estimator: str | None = option(None, f"{described(KL_ESTIMATORS)}.")
     kl_placement: str | None = option(None, f"Where the KL goes: {', '.join(KL_PLACEMENTS)}.")
     ratio_level: str | None = option(
@@ -63,7 +65,9 @@ class ObjectiveTopic(Topic):
     length_regularization: str | None = option(None, f"Charge for length: {described(LENGTH_REGULARIZATIONS)}.")
     length_coefficient: float = option(1.0, "The most that the length of a completion can cost.")
     length_margin: int | None = option(
-        None, "soft_overlong: the last tokens over which the charge rises; unset: a fifth of the limit."
+        None,
+        f"{in_words(readers('length_margin', LENGTH_REGULARIZATIONS))}: the last tokens over which the charge rises; "
+        "unset: a fifth of the limit.",
     )
     truncated_completions: str | None = option(None, f"Completions cut off at the limit: {described(TRUNCATIONS)}.")
 
