@@ -15,7 +15,8 @@ import json
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from rloom.models.precision import SplitAdamW, accumulate_in_float32
+from rloom.models.low_bits import accumulate_in_float32
+from rloom.models.optimizers import SplitAdamW
 
 
 def make(dtype: torch.dtype) -> LlamaForCausalLM:

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from rloom.config import RLOOConfig
     from rloom.generation import Engine, FakeEngine, NativeEngine, Sampling
     from rloom.models.adapters import is_bf16_supported
-    from rloom.models.fast import FastLanguageModel, add_lora, load_model
+    from rloom.models.quick_load import FastLanguageModel, add_lora, load_model
     from rloom.observe.progress import LiveProgress
     from rloom.rewards.compose import route, term
     from rloom.rewards.marks import reward
@@ -27,7 +27,7 @@ _HOME = {
     "Completion": "types",
     "Engine": "generation",
     "FakeEngine": "generation",
-    "FastLanguageModel": "models.fast",
+    "FastLanguageModel": "models.quick_load",
     "Group": "types",
     "LiveProgress": "observe.progress",
     "NativeEngine": "generation",
@@ -35,9 +35,9 @@ _HOME = {
     "RLOOConfig": "config",
     "RLOOTrainer": "training.trainer",
     "Sampling": "generation",
-    "add_lora": "models.fast",
+    "add_lora": "models.quick_load",
     "is_bf16_supported": "models.adapters",
-    "load_model": "models.fast",
+    "load_model": "models.quick_load",
     "reward": "rewards.marks",
     "route": "rewards.compose",
     "term": "rewards.compose",

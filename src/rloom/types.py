@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
+
+T = TypeVar("T")
 
 EOS, LENGTH, STOP_STRING, ABORTED = "eos", "length", "stop_string", "aborted"
 """Why a completion ended."""
@@ -32,7 +35,12 @@ class Prompt:
 
 @dataclass(slots=True, kw_only=True)
 class Completion:
-    """Sampled tokens (the end token included), why they ended, their text, their sampling log-probabilities."""
+    """Sampled tokens (the end token included), why they ended, their text, their sampling log-probabilities.
+
+    `mask` says which tokens the policy drew; None: all of them. The others (what a tool answered, say) are read by the
+    policy and never trained on: losses, KL, entropy, lengths and denominators leave them out. `logprobs` have an entry
+    for every token; those of tokens that the policy did not draw are not looked at.
+    """
 
     token_ids: list[int]
     stop_reason: str
@@ -40,6 +48,16 @@ class Completion:
     logprobs: list[float] | None = None  # of the plain distribution, over the temperature
     drawn_logprobs: list[float] | None = None  # of the filtered one that was drawn from, where that is another
     entropies: list[float] | None = None
+    mask: list[bool] | None = None  # (T,)
+
+    def __post_init__(self) -> None:
+        if self.mask is not None and len(self.mask) != len(self.token_ids):
+            raise ValueError(f"a mask of {len(self.mask)} entries for a completion of {len(self.token_ids)} tokens")
+
+    @property
+    def num_drawn(self) -> int:
+        """Tokens that the policy drew: the length of the completion, as it is logged and regularised."""
+        return len(self.token_ids) if self.mask is None else sum(self.mask)
 
     @property
     def truncated(self) -> bool:
@@ -75,7 +93,8 @@ class Rollout:
     """One step's scored groups as flat rows: row i is a completion, `groups[i]` its prompt's number.
 
     What is known from the scores alone is filled when the rollout is collected. `policy_logprobs`, `kl` and
-    `advantages` are the learner's: filled before the first update (two passes) or by it (one forward).
+    `advantages` are the learner's: filled before the first update (two passes) or by it (one forward). What there is
+    per token (log-probabilities, KLs, advantages) has an entry for each of the D_i tokens that the policy drew.
     """
 
     prompt_ids: list[list[int]]  # one per row; rows of a group share the list
@@ -87,11 +106,12 @@ class Rollout:
     sampling_logprobs: list[list[float]] | None = None
     num_groups: int = 0  # also those without a completion, which have no row
     ended: list[bool] | None = None  # by an end token, and not cut off
+    masks: list[list[bool] | None] = field(default_factory=list)  # which tokens the policy drew; None: all
     prompt_inputs: list[dict[str, Tensor]] = field(default_factory=list)  # of images; rows of a group share them
-    policy_logprobs: list[Tensor | None] = field(default_factory=list)  # (T_i,) each, at the rollout's weights
-    reference_logprobs: list[Tensor | None] = field(default_factory=list)  # (T_i,) each
-    kl: list[Tensor | None] = field(default_factory=list)  # (T_i,) each
-    advantages: list[Tensor | None] = field(default_factory=list)  # () or (T_i,) each
+    policy_logprobs: list[Tensor | None] = field(default_factory=list)  # (D_i,) each, at the rollout's weights
+    reference_logprobs: list[Tensor | None] = field(default_factory=list)  # (D_i,) each
+    kl: list[Tensor | None] = field(default_factory=list)  # (D_i,) each
+    advantages: list[Tensor | None] = field(default_factory=list)  # () or (D_i,) each
     total: Tensor | None = None  # (N,) weighted sum of scores, as it is logged; until the first use
     records: list[Record] = field(default_factory=list)  # one per row, until the first use
     drawn: list[Record] = field(default_factory=list)  # those, and those of groups that were replaced
@@ -99,7 +119,7 @@ class Rollout:
     def __post_init__(self) -> None:
         if not self.prompt_inputs:
             self.prompt_inputs = [{} for _ in self.completion_ids]
-        for name in ("policy_logprobs", "reference_logprobs", "kl", "advantages"):
+        for name in ("masks", "policy_logprobs", "reference_logprobs", "kl", "advantages"):
             if not getattr(self, name):
                 setattr(self, name, [None] * len(self))
 
@@ -109,22 +129,27 @@ class Rollout:
         off are trained on."""
         flat = [(number, group.prompt, c) for number, group in enumerate(groups) for c in group.completions]
         unknown = torch.full((len(flat),), torch.nan)
-        logprobs = [c.logprobs for _, _, c in flat]
+        logprobs = [None if c.logprobs is None else drawn_of(c.logprobs, c.mask) for _, _, c in flat]
         return cls(
             prompt_ids=[prompt.token_ids for _, prompt, _ in flat],
             completion_ids=[c.token_ids for _, _, c in flat],
             groups=torch.tensor([number for number, _, _ in flat]),
             scores=unknown.unsqueeze(-1),
             score=unknown,
-            trained=[bool(c.token_ids) and (train_truncated or not c.truncated) for _, _, c in flat],
+            trained=[c.num_drawn > 0 and (train_truncated or not c.truncated) for _, _, c in flat],
             num_groups=len(groups),
             sampling_logprobs=None if any(p is None for p in logprobs) else logprobs,  # type: ignore[arg-type]
             ended=[c.stop_reason == EOS for _, _, c in flat],
+            masks=[c.mask for _, _, c in flat],
             prompt_inputs=[prompt.inputs for _, prompt, _ in flat],
         )
 
     def __len__(self) -> int:
         return len(self.completion_ids)
+
+    def drawn_ids(self, row: int) -> list[int]:
+        """The tokens of a completion that the policy drew."""
+        return drawn_of(self.completion_ids[row], self.masks[row])
 
     def degenerate(self) -> list[bool]:
         """For each group whether its scores are all equal, so that it teaches nothing (the KL aside)."""
@@ -135,6 +160,15 @@ class Rollout:
     def rows(self, part: int, parts: int) -> range:
         """The rows of one of `parts` equal contiguous shares."""
         return range(part * len(self) // parts, (part + 1) * len(self) // parts)
+
+
+def drawn_of(values: list[T], mask: list[bool] | None) -> list[T]:
+    """The entries of tokens that the policy drew.
+
+    >>> drawn_of([5, 6, 7], [True, False, True])
+    [5, 7]
+    """
+    return values if mask is None else list(itertools.compress(values, mask))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -155,7 +189,7 @@ class PackedRow:
     num_prompt_tokens: int  # where the completions begin
     input_ids: Tensor  # (1, T)
     position_ids: Tensor  # (1, T)
-    source: Tensor  # (N,) the position whose hidden state predicts each completion token
+    source: Tensor  # (N,) the position whose hidden state predicts each token that the policy drew
 
 
 @dataclass(slots=True, kw_only=True)
@@ -170,14 +204,15 @@ class Share:
 class MicroBatch:
     """Rows of one rollout for one forward, packed (each prompt once) or padded (a row per completion).
 
-    Tables are (B, C): a line per completion, a column per token, `completion_mask` 1 where there is one.
+    Tables are (B, C): a line per completion, a column per token that the policy drew, `completion_mask` 1 where there
+    is one.
     """
 
     rollout: Rollout
     rows: list[int]
-    lengths: list[int]  # completion lengths
+    lengths: list[int]  # tokens of each completion that the policy drew
     completion_mask: Tensor  # (B, C) float
-    targets: Tensor  # (N,) the completion tokens, line by line
+    targets: Tensor  # (N,) these tokens, line by line
     flat: Tensor  # (N,) where each stands in the flattened table
     first: bool = False  # no update has used these rows: their log-probabilities here are the old policy's
     one_forward: bool = False  # their advantages come from this very forward
@@ -185,11 +220,13 @@ class MicroBatch:
     input_ids: Tensor | None = None  # (B, P + C), prompts padded on the left, completions on the right
     attention_mask: Tensor | None = None
     position_ids: Tensor | None = None
+    width: int = 0  # padded: the longest completion
+    places: Tensor | None = None  # (N,) padded: where each target stands among the completions, (B, width) flattened
     prompt_inputs: dict[str, Tensor] = field(default_factory=dict)  # of images, joined
 
     @property
     def num_tokens(self) -> int:
-        """Completion tokens in the micro-batch."""
+        """Tokens in the micro-batch that the policy drew."""
         return sum(self.lengths)
 
     def first_rows(self) -> list[int]:

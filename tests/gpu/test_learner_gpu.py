@@ -126,7 +126,8 @@ def test_float32_on_the_gpu_has_the_padded_paths_gradient(name):
 
 
 def test_bfloat16_gradients_accumulate_in_float32():
-    from rloom.models.precision import SplitAdamW, accumulate_in_float32
+    from rloom.models.low_bits import accumulate_in_float32
+    from rloom.models.optimizers import SplitAdamW
 
     weight = torch.nn.Parameter(torch.ones(1000, 1000, device="cuda", dtype=torch.bfloat16))
     accumulate_in_float32([weight])
@@ -141,7 +142,7 @@ def test_bfloat16_gradients_accumulate_in_float32():
 
 
 def test_a_step_that_shall_be_skipped_changes_nothing():
-    from rloom.models.precision import SplitAdamW
+    from rloom.models.optimizers import SplitAdamW
 
     half = torch.nn.Parameter(torch.randn(1000, device="cuda").bfloat16())
     wide = torch.nn.Parameter(torch.randn(1000, device="cuda"))
@@ -203,7 +204,8 @@ def test_head_kernels_against_float64(softcap, keep):
 
 
 def test_adamw_kernel_follows_torchs_float32_adamw():
-    from rloom.models.precision import SplitAdamW, accumulate_in_float32, join
+    from rloom.models.low_bits import accumulate_in_float32, join_float32
+    from rloom.models.optimizers import SplitAdamW
 
     torch.manual_seed(0)
     weight = torch.nn.Parameter(torch.randn(1000, 33, device="cuda").bfloat16())
@@ -216,7 +218,9 @@ def test_adamw_kernel_follows_torchs_float32_adamw():
         weight.grad, master.grad = gradient.clone(), gradient.clone()
         ours.step()
         theirs.step()
-    torch.testing.assert_close(join(weight.detach(), ours.state[weight]["rest"]), master.detach(), rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(
+        join_float32(weight.detach(), ours.state[weight]["rest"]), master.detach(), rtol=1e-5, atol=1e-6
+    )
 
 
 def test_compiled_layers_agree():

@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from rloom.training.loop import UpdateLoop
+from rloom.training.processes import DeepSpeedProcess, Processes
 from tests.conftest import make_model
 
 SCRIPT = """
@@ -70,8 +71,8 @@ def test_no_second_master_under_deepspeed():
     args = SimpleNamespace(
         optim="adamw_torch", optim_args=None, learning_rate=1e-3, adam_beta1=0.9, adam_beta2=0.999, adam_epsilon=1e-8
     )
-    choose = lambda enabled: UpdateLoop.get_optimizer_cls_and_kwargs(  # noqa: E731
-        SimpleNamespace(is_deepspeed_enabled=enabled, precision=SimpleNamespace(split=None)), args, model
+    choose = lambda kind: UpdateLoop.get_optimizer_cls_and_kwargs(  # noqa: E731
+        SimpleNamespace(processes=kind(), precision=SimpleNamespace(split=None)), args, model
     )[0]
-    assert choose(False).__name__ == "SplitAdamW"
-    assert choose(True) is torch.optim.AdamW
+    assert choose(Processes).__name__ == "SplitAdamW"
+    assert choose(DeepSpeedProcess) is torch.optim.AdamW

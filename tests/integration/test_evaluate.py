@@ -124,7 +124,7 @@ def test_against_another_model_by_a_reward_model(rows, quick, tmp_path, monkeypa
     assert 0.0 <= first["eval_win_rate"] <= 1.0
     assert trainer.evaluate()["eval_win_rate"] == first["eval_win_rate"]
     assert len(asked) == 1
-    known = trainer.contest.replies.known
+    known = trainer.win_rate.replies.known
     assert set(known) == {row["prompt"] for row in rows}
 
 
@@ -165,7 +165,7 @@ def test_a_judge_that_fails(rows, quick, caplog):
         ({"eval_reference_column": "summary", "remove_unused_columns": True}, "needs its column"),
     ],
 )
-def test_half_a_contest_is_refused(rows, quick, options, message):
+def test_half_a_win_rate_is_refused(rows, quick, options, message):
     with pytest.raises(ConfigError, match=message):
         trainer_of(quick(**options), with_references(rows))
 

@@ -10,7 +10,7 @@ from peft import LoraConfig
 from rloom import RLOOTrainer
 from rloom.errors import ConfigError, EngineError
 from rloom.generation import NativeEngine, Sampling
-from rloom.models.proof import check_head, why_not_packed
+from rloom.models.model_checks import check_head, why_not_packed
 from tests.conftest import make_model, make_tokenizer
 
 
@@ -136,7 +136,7 @@ def test_eight_bit_adamw_keeps_32_bits_for_embeddings_in_a_run(config, rows):
     trainer = make_trainer(config, rows, model, optim="adamw_8bit")
     trainer.train()
     optimizer = trainer.optimizer.optimizer
-    masters = {id(p): master for p, master in optimizer.pairs}
+    masters = {id(p): master for p, master in optimizer.masters.items()}
     bits = {n: optimizer.state[masters[id(p)]]["state1"].dtype for n, p in model.named_parameters()}
     assert bits["model.embed_tokens.weight"] == torch.float32
     assert bits["lm_head.weight"] == torch.uint8

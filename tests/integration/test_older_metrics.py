@@ -11,7 +11,8 @@ from transformers.integrations.integration_utils import rewrite_logs
 
 from rloom import RLOOTrainer
 from rloom.errors import RewardError
-from rloom.observe.older import NAMES, RolloutFacts, rollout_metrics
+from rloom.observe.metric_table import OLDER_METRICS
+from rloom.observe.older import RolloutFacts, rollout_metrics
 from rloom.types import Rollout
 
 FILTERS = (  # of the older document's plotting command
@@ -21,6 +22,8 @@ FILTERS = (  # of the older document's plotting command
     "&metrics=train/loss/policy_avg&metrics=train/policy/entropy_avg&metrics=train/val/ratio&metrics=train/val/ratio_var"
     "&metrics=train/val/num_eos_tokens&metrics=train/lr&metrics=train/eps"
 )
+
+OLDER_NAMES = {name for metric in OLDER_METRICS for name in metric.names}
 
 
 def spread(completions, **kwargs):
@@ -36,7 +39,7 @@ def history(model, tokenizer, rows, config):
 
 
 def test_every_name_is_there_and_the_plotting_command_finds_its_metrics(history):
-    assert set(history[0]) >= NAMES
+    assert set(history[0]) >= OLDER_NAMES
     sent = rewrite_logs(history[0])  # as W&B and TensorBoard get them
     assert set(re.findall(r"(?:metrics|xaxis)=([^&]+)", FILTERS)) <= set(sent)
     assert not any(name.startswith("val/clipfrac") for name in history[0])  # there is no value function
@@ -103,7 +106,7 @@ def test_off_by_default_and_names_are_taken(model, tokenizer, rows, config):
 
     trainer = RLOOTrainer(model, spread, config(max_steps=1), rows, processing_class=tokenizer)
     trainer.train()
-    assert not NAMES & set(trainer.state.log_history[0])
+    assert not OLDER_NAMES & set(trainer.state.log_history[0])
     trainer = RLOOTrainer(model, logs_a_taken_name, config(max_steps=1), rows, processing_class=tokenizer)
     with pytest.raises(RewardError, match="the trainer's own"):
         trainer.train()

@@ -11,7 +11,8 @@ from transformers import AutoModelForCausalLM
 
 from rloom import RLOOTrainer
 from rloom.errors import ConfigError
-from rloom.models.precision import MasterWeights, SplitAdamW
+from rloom.models.master_weights import MasterWeights
+from rloom.models.optimizers import SplitAdamW
 from tests.conftest import make_model, make_tokenizer
 
 
@@ -321,7 +322,7 @@ def test_a_model_with_a_float32_table_of_positions_is_left_alone(rows, config):
 
 
 def test_parameters_that_an_architecture_keeps_in_float32_stay():
-    from rloom.models.split import kept_in_float32
+    from rloom.models.split_weights import kept_in_float32
 
     model = make_model()
     names = {id(p): name for name, p in model.named_parameters()}

@@ -19,9 +19,9 @@ from rloom.generation.base import Sampling
 from rloom.generation.transformers import TransformersEngine
 from rloom.models.attention import NAME, own_attention, packed_attention, running
 from rloom.models.logprobs import Forward
-from rloom.models.looking import sees_ahead
+from rloom.models.mask_probe import sees_ahead
+from rloom.models.model_checks import why_not_packed
 from rloom.models.positions import image_positions
-from rloom.models.proof import why_not_packed
 from rloom.types import Rollout
 from tests import vision_models
 from tests.conftest import make_model, make_tokenizer

@@ -188,6 +188,18 @@ MUTANTS = [
         draw(253),
     ),
     Mutant("data/packing.py", "source[begins[lengths > 0] - num_prompt_tokens] = last[lengths > 0]", "pass", draw(253)),
+    Mutant("data/packing.py", "source = source[drawn]", "source = source[: int(drawn.sum())]", draw(7)),
+    Mutant("data/batching.py", "else places[drawn]", "else places[: int(drawn.sum())]", draw(397)),
+    Mutant(
+        "training/learner.py",
+        "trained * len(rollout.drawn_ids(row))",
+        "trained * len(rollout.completion_ids[row])",
+        draw(17),
+    ),
+    Mutant(
+        "training/collector.py", "[c.num_drawn for group in groups", "[len(c.token_ids) for group in groups", draw(47)
+    ),
+    Mutant("types.py", "drawn_of(c.logprobs, c.mask)", "c.logprobs[: c.num_drawn]", draw(127)),
     Mutant("data/packing.py", "if runs and groups[rows[runs[-1][-1]]] == groups[row]:", "if runs:", draw(335)),
     # models
     Mutant(
@@ -221,9 +233,9 @@ MUTANTS = [
     Mutant(
         "models/head.py", "        factor = self.scale / self.temperature\n", "        factor = self.scale\n", draw(335)
     ),
-    Mutant("models/two_part.py", "seen = other <= own", "seen = other < own + 2", draw(253)),
+    Mutant("models/block_attention.py", "seen = other <= own", "seen = other < own + 2", draw(253)),
     Mutant(
-        "models/two_part.py",
+        "models/block_attention.py",
         "mask = _causal(width, block.prompt, window, q.device)",
         "mask = _causal(width, block.prompt, None, q.device)",
         "tests/parity/test_architectures.py::test_packed_is_padded_is_plain[mistral, window]",
@@ -236,8 +248,8 @@ MUTANTS = [
     ),
     Mutant(
         "models/logprobs.py",
-        "where = starts + torch.arange(width, device=batch.input_ids.device)",
-        "where = starts + 1 + torch.arange(width, device=batch.input_ids.device)",
+        "(keep - width - 1) + batch.places % width",
+        "(keep - width) + batch.places % width",
         draw(14),
     ),
     Mutant(
@@ -247,10 +259,10 @@ MUTANTS = [
         draw(311),
     ),
     Mutant(
-        "models/following.py",
+        "models/moving_average.py",
         "mine[piece].mul_(1 - alpha)",
         "mine[piece].mul_(alpha)",
-        "tests/unit/test_following.py::test_float32_weights_move_as_ever",
+        "tests/unit/test_moving_average.py::test_float32_weights_move_as_ever",
     ),
     # training
     Mutant(
@@ -280,8 +292,8 @@ MUTANTS = [
     ),
     Mutant(
         "training/learner.py",
-        "tokens += trained * len(rollout.completion_ids[row])",
-        "tokens += len(rollout.completion_ids[row])",
+        "tokens += trained * len(rollout.drawn_ids(row))",
+        "tokens += len(rollout.drawn_ids(row))",
         draw(21),
     ),
     Mutant("training/learner.py", "tokens if self.over_tokens else completions", "completions", draw(14)),
@@ -421,15 +433,15 @@ MUTANTS = [
         "        pass\n",
         "tests/unit/test_credit.py::test_the_moving_average_goes_from_batch_to_batch_and_through_a_checkpoint",
     ),
-    Mutant("training/rollouts.py", "if not self.truncation.counted:", "if False:", draw(139)),
+    Mutant("training/collector.py", "if not self.truncation.counted:", "if False:", draw(139)),
     Mutant(
-        "training/rollouts.py",
+        "training/collector.py",
         "rollout.score = self.shaper(counted, lengths, ~truncated, scored.failed, update=False)",
         "rollout.score = self.shaper(counted, lengths, ~truncated, scored.failed, update=True)",
         draw(11),
     ),
     Mutant(
-        "training/rollouts.py",
+        "training/collector.py",
         "rollout.score = self.shaper.together(self.processes, counted, lengths, ~truncated, scored.failed)",
         "rollout.score = self.shaper.together(self.processes, counted, lengths, truncated, scored.failed)",
         draw(311),
@@ -441,25 +453,25 @@ MUTANTS = [
         draw(11),
     ),
     Mutant(
-        "training/rollouts.py",
-        'self.count_tokens(whole.num_tokens if mode == "train" else 0)',
-        "self.count_tokens(whole.num_tokens)",
+        "training/collector.py",
+        'if mode == "train":\n            state.num_input_tokens_seen',
+        "if True:\n            state.num_input_tokens_seen",
         draw(11),
     ),
     Mutant(
-        "training/rollouts.py",
+        "training/collector.py",
         "return sorted(groups, key=lambda group: position[id(group.prompt)])",
         "return groups",
         draw(139),
     ),
     Mutant(
-        "training/rollouts.py",
+        "training/dynamic_sampling.py",
         "record.group += before",
         "pass",
         "tests/unit/test_processes.py::test_all_take_part_in_rounds_of_replacement",
     ),
     Mutant(
-        "training/rollouts.py",
+        "training/collector.py",
         'return derive_seed(seed, "process", self.processes.rank) if self.processes.rank else seed',
         "return seed",
         "tests/unit/test_processes.py::test_processes_never_draw_the_same_noise_for_different_prompts[False]",
@@ -516,7 +528,7 @@ MUTANTS = [
         draw(80),
     ),
     Mutant(
-        "training/loaders.py",
+        "data/loader.py",
         "seed = args.seed if args.data_seed is None else args.data_seed",
         "seed = args.seed",
         "tests/parity/test_oracle.py::test_seed_decides_prompts_and_noise",
@@ -691,8 +703,8 @@ MUTANTS = [
         "tests/unit/test_generation.py::test_sampling_options_of_the_checkpoint_do_not_leak_in",
     ),
     Mutant(
-        "generation/transformers.py",
-        "        model.train(was_training)\n",
+        "models/verify.py",
+        "        model.train(training)\n",
         "        pass\n",
         "tests/unit/test_generation.py::test_generation_leaves_model_and_random_state_alone",
     ),

@@ -23,9 +23,11 @@ IN_GROUPS = ESTIMATORS[:3]
 CI = [
     11, 14, 21, 26, 29, 30, 46, 74, 80, 91, 101, 102, 110, 131, 139,
     156, 176, 184, 222, 228, 253, 311, 332, 335, 341, 345, 368, 374, 1114, 1162,
+    7, 17, 47, 127, 167, 397, 467,
 ]  # fmt: skip
 """The runs that are always tried: of the first 400, those with the most pairs of choices between them; two that
-evaluate between rollouts with a moving average as baseline; one with groups of which nothing is trained on."""
+evaluate between rollouts with a moving average as baseline; one with groups of which nothing is trained on; and some
+with tokens that the policy did not draw."""
 TINY = {
     "vocab_size": len(LETTERS) + FIRST,
     "hidden_size": 16,
@@ -123,6 +125,13 @@ class Draw:
     def sampled(self, tokens: list[int], sample: int) -> list[float]:
         """Log-probabilities that an engine might have given."""
         return [-((token * 31 + sample * 17 + place * 7) % 50) / 16 for place, token in enumerate(tokens)]
+
+    def mask(self, tokens: list[int]) -> list[bool] | None:
+        """Which tokens the policy drew: in a tenth of the runs some were put there by others, as a tool's answers are.
+        A completion may have none that the policy drew."""
+        if self.number % 10 != 7:
+            return None
+        return [(token * 13 + place * 5 + len(tokens)) % 3 > 0 for place, token in enumerate(tokens)]
 
 
 def length(completions, **kwargs):

@@ -101,6 +101,7 @@ class Row:
     ended: bool
     trained: bool
     sampled: list[float]  # the engine's log-probabilities
+    mask: list[bool]  # which tokens the policy drew
     scores: list[float | None]
     total: float | None = None  # weighted sum, as logged
     score: float | None = None  # after penalties, normaliser and clip
@@ -112,7 +113,12 @@ class Row:
     @property
     def length(self) -> int:
         """Tokens that are in the loss."""
-        return len(self.tokens) if self.trained else 0
+        return len(self.drawn) if self.trained else 0
+
+    @property
+    def drawn(self) -> list[int]:
+        """The tokens that the policy drew."""
+        return [token for token, mine in zip(self.tokens, self.mask, strict=True) if mine]
 
 
 @dataclass
@@ -167,8 +173,8 @@ def spread(values: list[float]) -> float | None:
 class Oracle:
     """Simulates the run of `options` on a model and prompts; `logs` and `weights` are what the run should show.
 
-    `tape(prompts, count, mode)` gives each prompt's completions as (tokens, ended, sampled) or None, where `prompts` is
-    None for those of the run's own choice (a shuffled data set).
+    `tape(prompts, count, mode)` gives each prompt's completions as (tokens, ended, sampled, mask) or None, where
+    `prompts` is None for those of the run's own choice (a shuffled data set).
     """
 
     def __init__(
@@ -308,13 +314,13 @@ class Oracle:
     # -- forwards
 
     def forward(self, model: Any, row: Row) -> tuple[Tensor, list[Tensor]]:
-        """Log-probabilities of all tokens at each of a completion's, (T, V), and each layer's router logits."""
+        """Log-probabilities of all tokens at each that was drawn, (D, V), and each layer's router logits."""
         ids = torch.tensor([row.prompt + row.tokens])
         if not self.coefficient:
             out = model(input_ids=ids, use_cache=False)
         else:
             out = model(input_ids=ids, use_cache=False, output_router_logits=True)
-        logits = out.logits[0, len(row.prompt) - 1 : -1].double() / self.set.temperature
+        logits = out.logits[0, len(row.prompt) - 1 : -1][torch.tensor(row.mask)].double() / self.set.temperature
         return logits.log_softmax(-1), list(out.router_logits) if self.coefficient else []
 
     def of_reference(self, row: Row) -> Tensor:
@@ -361,12 +367,12 @@ class Oracle:
         drawn_groups = self.tape(prompts, number, count, mode)
         for group, (prompt, completions) in enumerate(drawn_groups):
             there = [c for c in completions if c is not None]
-            texts = [self.decode(tokens) for tokens, _, _ in there]
+            texts = [self.decode(tokens) for tokens, *_ in there]
             values = [f(prompts=[prompt] * len(texts), completions=texts) for f in self.rewards]
-            for index, (tokens, ended, sampled) in enumerate(there):
-                trained = bool(tokens) and (ended or self.set.truncated_completions == "keep")
+            for index, (tokens, ended, sampled, mask) in enumerate(there):
+                trained = any(mask) and (ended or self.set.truncated_completions == "keep")
                 scores = [column[index] for column in values]
-                rows.append(Row(group, self.encode(prompt), tokens, ended, trained, sampled, scores))
+                rows.append(Row(group, self.encode(prompt), tokens, ended, trained, sampled, mask, scores))
         self.shape(rows, train=mode == "train")
         rollout = Rollout(rows, len(drawn_groups), len(drawn_groups) * count)
         self.describe(rollout, self.notes if mode == "train" else self.eval_notes)
@@ -399,10 +405,10 @@ class Oracle:
         if not row.ended:
             cost += self.set.missing_eos_penalty or 0.0
         if self.set.length_regularization == "linear":
-            cost += self.set.length_coefficient * len(row.tokens) / limit
+            cost += self.set.length_coefficient * len(row.drawn) / limit
         if self.set.length_regularization == "soft_overlong":
             margin = self.set.length_margin or max(1, limit // 5)
-            cost += self.set.length_coefficient * min(max((len(row.tokens) - (limit - margin)) / margin, 0.0), 1.0)
+            cost += self.set.length_coefficient * min(max((len(row.drawn) - (limit - margin)) / margin, 0.0), 1.0)
         return cost
 
     @torch.no_grad()
@@ -643,8 +649,8 @@ class Oracle:
     def describe(self, rollout: Rollout, notes: Notes) -> None:
         """Of a rollout's completions and scores."""
         rows = rollout.rows
-        lengths = [len(row.tokens) for row in rows]
-        finished = [len(row.tokens) for row in rows if row.ended] or [0]
+        lengths = [len(row.drawn) for row in rows]
+        finished = [len(row.drawn) for row in rows if row.ended] or [0]
         for name, values in (("", lengths), ("terminated_", finished)):
             notes.add(f"completions/mean_{name}length", mean(values))
             notes.add(f"completions/min_{name}length", min(values))
@@ -679,7 +685,9 @@ class Oracle:
             notes.add("kl", torch.cat(kls).mean())
         asked = [row for row in rollout.rows if row.old is not None]
         if asked:
-            gaps = torch.cat([(row.old - torch.tensor(row.sampled, dtype=torch.float64)).abs() for row in asked])
+            sampled = [[s for s, mine in zip(row.sampled, row.mask, strict=True) if mine] for row in asked]
+            pairs = zip(asked, sampled, strict=True)
+            gaps = torch.cat([(row.old - torch.tensor(s, dtype=torch.float64)).abs() for row, s in pairs])
             notes.add("mismatch/mean", gaps.mean())
             notes.add("mismatch/max", gaps.max())
         if self.set.log_older_metrics:
@@ -738,7 +746,7 @@ class Oracle:
 
         found = {
             "reward": of(lambda row: row.total),
-            "completions/mean_length": of(lambda row: float(len(row.tokens))),
+            "completions/mean_length": of(lambda row: float(len(row.drawn))),
             "completions/clipped_ratio": of(lambda row: float(not row.ended)),
         }
         for index, function in enumerate(self.rewards):
@@ -767,8 +775,8 @@ def pass_rates(groups: list[list[float]]) -> dict[str, float | None]:
 
 
 def drawn(distributions: Tensor, row: Row) -> Tensor:
-    """Of the tokens that were drawn: (T, V) → (T,)."""
-    return distributions[torch.arange(len(row.tokens)), torch.tensor(row.tokens)]
+    """Of the tokens that were drawn: (D, V) → (D,)."""
+    return distributions[torch.arange(len(row.drawn)), torch.tensor(row.drawn)]
 
 
 def total(kl: Tensor | None) -> float:

@@ -16,7 +16,7 @@ from rloom.data.batching import Batcher
 from rloom.models import head
 from rloom.models.attention import CompiledLayers, packed_attention, running
 from rloom.models.logprobs import Forward
-from rloom.models.proof import why_not_packed
+from rloom.models.model_checks import why_not_packed
 from rloom.types import Rollout
 from tests.architectures import ARCHITECTURES, GQA, VOCAB, make
 
@@ -171,7 +171,7 @@ def test_what_does_not_fit_is_found(config, reason, caplog):
     torch.manual_seed(0)
     model = tf.AutoModelForCausalLM.from_config(config)
     assert re.search(reason, why_not_packed(model))
-    from rloom.models.proof import proves_packing
+    from rloom.models.model_checks import proves_packing
 
     assert not proves_packing(model)
     assert "training uses padded micro-batches" in caplog.text

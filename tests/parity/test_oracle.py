@@ -13,6 +13,7 @@ from transformers import TrainerCallback
 
 from rloom import FakeEngine, RLOOConfig, RLOOTrainer
 from rloom.errors import ConfigError
+from rloom.observe.metric_table import find
 from tests.conftest import LETTERS, make_tokenizer
 from tests.parity.draws import CI, EOS, ESTIMATORS, FIRST, PLACEMENTS, Draw, draw_run
 from tests.parity.oracle import Oracle
@@ -50,6 +51,7 @@ class ScriptedEngine(FakeEngine):
         for group in reversed(list(super().generate(prompts, num_generations, seed=seed))):
             for place, completion in enumerate(group.completions):
                 completion.logprobs = self.run.sampled(completion.token_ids, place)
+                completion.mask = self.run.mask(completion.token_ids)
             yield group
 
 
@@ -76,10 +78,11 @@ class Tape:
     def _completions(self, prompt, count, seed):
         drawn = [self.run.script(prompt, sample, seed) for sample in range(count)]
         there = iter(range(count))
-        return [
-            None if tokens is None else (tokens, EOS in tokens, self.run.sampled(tokens, next(there)))
-            for tokens in drawn
-        ]
+        return [None if tokens is None else self._completion(tokens, next(there)) for tokens in drawn]
+
+    def _completion(self, tokens, place):
+        mask = self.run.mask(tokens)
+        return tokens, EOS in tokens, self.run.sampled(tokens, place), [True] * len(tokens) if mask is None else mask
 
 
 class Rows:
@@ -175,6 +178,9 @@ def compare_weights(start, ours, theirs, *, least, tolerance):
 def compare_logs(ours, theirs, tolerance):
     """The same names in each log, clocks aside, with the same values."""
     assert len(ours) == len(theirs)
+    names = {name.removeprefix("eval_") for log in ours for name in log if not name.startswith("train_")}
+    unknown = {name for name in names if not name.endswith(("_low", "_high", *CLOCKS)) and find(name) is None}
+    assert not unknown, "these metrics have no entry in the table of metrics"
     for number, (mine, other) in enumerate(zip(ours, theirs, strict=True)):
         mine = {name: value for name, value in mine.items() if not name.endswith(CLOCKS)}
         for name in [name for name in mine if name.startswith("eval_") and name.endswith(("_low", "_high"))]:

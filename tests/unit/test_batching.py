@@ -9,7 +9,7 @@ import torch
 
 from rloom.data.batching import Batcher
 from rloom.training.learner import merge
-from rloom.types import Rollout, Share
+from rloom.types import Completion, Group, Prompt, Rollout, Share
 
 CPU = torch.device("cpu")
 
@@ -62,3 +62,31 @@ def test_only_neighbouring_shares_of_a_rollout_are_one():
     assert [share.rows for share in merge(shares)] == [range(4), range(2)]
     apart = [Share(rollout=one, rows=range(2)), Share(rollout=other, rows=range(2, 4))]
     assert [share.rollout is one for share in merge(apart)] == [True, False]
+
+
+@pytest.mark.parametrize("packed", [True, False])
+def test_targets_are_the_tokens_that_the_policy_drew(packed):
+    """Tokens of others are in the forward, and in no table: the column of a token counts drawn ones only."""
+    completions = [
+        Completion(token_ids=[11, 12, 13], stop_reason="eos", mask=[True, False, True]),
+        Completion(token_ids=[14, 15], stop_reason="eos"),
+        Completion(token_ids=[16], stop_reason="eos", mask=[False]),
+    ]
+    group = Group(prompt=Prompt(content="", token_ids=[7, 8]), completions=completions)
+    rollout = Rollout.of([group], train_truncated=True)
+    assert rollout.trained == [True, True, False]
+    batch = Batcher(packed=packed, pad_token_id=0).make(rollout, [0, 1], CPU)
+    assert batch.targets.tolist() == [11, 13, 14, 15]
+    assert batch.lengths == [2, 2]
+    assert batch.to_table(torch.arange(4.0)).tolist() == [[0, 1], [2, 3]]
+    if packed:
+        assert batch.packed.input_ids.tolist() == [[7, 8, 11, 12, 13, 14, 15]]
+        assert batch.packed.source.tolist() == [1, 3, 1, 5]
+    else:
+        assert batch.input_ids.tolist() == [[7, 8, 11, 12, 13], [7, 8, 14, 15, 0]]
+        assert (batch.width, batch.places.tolist()) == (3, [0, 2, 3, 4])
+
+
+def test_a_mask_of_another_length_is_refused():
+    with pytest.raises(ValueError, match="mask of 1 entries"):
+        Completion(token_ids=[1, 2], stop_reason="eos", mask=[True])

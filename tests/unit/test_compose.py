@@ -80,16 +80,15 @@ def test_routes_call_a_function_on_its_rows_alone():
 
     terms = route("task", {"math": double, "code": [half, term(half, weight=0.1)]})
     assert [t.weight for t in terms] == [None, None, 0.1]
-    extra = {}
     batch = RewardBatch(
         prompts=["p"] * 3, completions=["a", "b", "c"], completion_ids=[[1]] * 3,
-        columns={"task": ["math", "code", "math"]}, log_extra=extra.__setitem__,
+        columns={"task": ["math", "code", "math"]},
     )  # fmt: skip
     rewards = RewardSet([FunctionReward(t.function) for t in terms], None, when=[t.when for t in terms])
-    scores = rewards.score(batch).scores
-    assert scores.nan_to_num(-1).tolist() == [[2.0, -1.0, -1.0], [-1.0, 0.5, 0.5], [2.0, -1.0, -1.0]]
+    scored = rewards.score(batch)
+    assert scored.scores.nan_to_num(-1).tolist() == [[2.0, -1.0, -1.0], [-1.0, 0.5, 0.5], [2.0, -1.0, -1.0]]
     assert seen == [["a", "c"]]
-    assert extra == {"note": ["A", None, "C"]}
+    assert scored.extra == {"note": ["A", None, "C"]}
     batch.columns = {"tsk": ["math"] * 3}
     with pytest.raises(RewardError, match=r"column 'task'.*did you mean 'tsk'"):
         rewards.score(batch)

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from rloom.data.packing import pack
+from rloom.models.block_attention import attend_blocks
 from rloom.models.prefix import Options, Tiles, launch, prefix_forward, prefix_grads
-from rloom.models.two_part import two_part
 from rloom.types import Rollout
 
 pytest.importorskip("triton")
@@ -51,7 +51,9 @@ def test_kernels_do_what_the_plain_form_does(heads, widths, window, softcap, sin
     sink = torch.randn(heads[0], requires_grad=True) if sinks else None
     grad = torch.randn(count, heads[0], widths[1])
     options = {"scale": 0.3, "window": window, "softcap": softcap}
-    plain = two_part(*(x.transpose(0, 1) for x in (q, k, v)), row, sinks=sink, dropout=0.0, **options).transpose(0, 1)
+    plain = attend_blocks(*(x.transpose(0, 1) for x in (q, k, v)), row, sinks=sink, dropout=0.0, **options).transpose(
+        0, 1
+    )
     wanted = torch.autograd.grad(plain, [x for x in (q, k, v, sink) if x is not None], grad)
     with torch.no_grad():
         tiles = Tiles.of(row, cpu, tile)

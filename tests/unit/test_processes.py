@@ -18,7 +18,7 @@ from datasets.distributed import split_dataset_by_node
 from torch import nn
 
 from rloom import FakeEngine, RLOOConfig, term
-from rloom.data.loader import DealtIndices, Turns
+from rloom.data.loader import RoundRobin, RoundRobinIndices
 from rloom.data.plan import Schedule
 from rloom.errors import NoCompletionError, ProcessError
 from rloom.evaluation.measured import Measured
@@ -29,11 +29,12 @@ from rloom.rewards.compose import Composition
 from rloom.rewards.functions import FunctionReward
 from rloom.rewards.scored import Scored
 from rloom.training import checkpoint
+from rloom.training.collector import Collector
 from rloom.training.credit import Credit, Shaper
+from rloom.training.dynamic_sampling import replace_degenerate
 from rloom.training.launch import check_same_everywhere
 from rloom.training.outcome import Outcome
 from rloom.training.processes import ALONE, Processes, fingerprint
-from rloom.training.rollouts import Collector, replace_degenerate
 from rloom.training.tally import Tally
 from rloom.types import Completion, Group, Prompt, Record, Rollout
 
@@ -307,10 +308,10 @@ def test_places_are_everybodys_and_an_update_has_the_groups_of_one_process(promp
 
 def test_batches_are_dealt_in_turns():
     whole = [[0, 1], [2, 3], [4, 5], [6]]
-    each = [list(DealtIndices(7, Turns(2, rank=rank, count=3))) for rank in range(3)]
+    each = [list(RoundRobinIndices(7, RoundRobin(2, rank=rank, count=3))) for rank in range(3)]
     assert each == [[whole[0], whole[3]], [whole[1]], [whole[2]]]
-    assert [len(DealtIndices(7, Turns(2, rank=rank, count=3))) for rank in range(3)] == [2, 1, 1]
-    assert list(DealtIndices(1, Turns(2, rank=1, count=2))) == []
+    assert [len(RoundRobinIndices(7, RoundRobin(2, rank=rank, count=3))) for rank in range(3)] == [2, 1, 1]
+    assert list(RoundRobinIndices(1, RoundRobin(2, rank=1, count=2))) == []
 
 
 @pytest.mark.parametrize("keyed", [True, False])

@@ -172,7 +172,7 @@ class Trips:
 
 def test_an_offloaded_reference_is_on_the_device_while_it_is_used(monkeypatch):
     trips = Trips(monkeypatch)
-    with trips.reference.use_head(trips.policy):
+    with trips.reference.use(trips.policy, head_only=True):
         assert trips.away() == {"lm_head.weight"}
     with trips.reference.staying():
         assert not trips.away()  # nobody has used it yet

@@ -10,8 +10,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from rloom.errors import EngineError
 from rloom.generation import NativeEngine, Sampling
 from rloom.generation.native import proof as native
-from rloom.models import proof as packed
-from rloom.models.rounding import rounded_otherwise
+from rloom.models.model_checks import why_not_packed
+from rloom.models.verify import Tolerance, difference, rounded_otherwise
 
 IDS = torch.randint(0, 90, (2, 40), generator=torch.Generator().manual_seed(3))
 
@@ -41,7 +41,7 @@ def test_rounding_otherwise_moves_a_model_as_far_as_it_is_from_float32():
     plain = model(input_ids=IDS).logits
     with rounded_otherwise(model):
         shaken = [model(input_ids=IDS).logits, model(input_ids=IDS).logits]
-    from_float32, own = native.difference(plain, exact), native.difference(shaken[0], plain)
+    from_float32, own = difference(plain, exact), difference(shaken[0], plain)
     assert from_float32 / 2 < own < 3 * from_float32
     assert not torch.equal(*shaken)  # each forward rounds its own way
     assert torch.equal(model(input_ids=IDS).logits, plain)  # and nothing is left of it
@@ -49,26 +49,22 @@ def test_rounding_otherwise_moves_a_model_as_far_as_it_is_from_float32():
 
 def test_the_native_engine_takes_a_model_whose_own_rounding_is_above_the_usual():
     engine = engine_of(adapted())
-    assert native.NOISE < engine.noise <= 0.3
+    assert Tolerance.DECODED < engine.noise <= 0.3
     assert engine.merged  # merged weights round otherwise, no worse
 
 
 def test_packed_rows_too(monkeypatch):
-    monkeypatch.setattr(packed, "NOISE", 1e-4)  # their usual noise is above it, as that of an 8B model may be
-    assert packed.why_not_packed(adapted()) is None
+    monkeypatch.setattr(Tolerance, "PACKED", 1e-4)  # their usual noise is above it, as that of an 8B model may be
+    assert why_not_packed(adapted()) is None
 
 
 def test_what_is_wrong_is_still_refused(monkeypatch):
-    plain = native._plain
+    plain = native.plain_logits
 
-    def one_token_is_another(model, runner, prompt, tokens):
-        prompt.token_ids[-2] += 1
-        try:
-            return plain(model, runner, prompt, tokens)
-        finally:
-            prompt.token_ids[-2] -= 1
+    def one_token_is_another(model, prompt, completion, images):
+        return plain(model, [*prompt[:-2], prompt[-2] + 1, prompt[-1]], completion, images)
 
-    monkeypatch.setattr(native, "_plain", one_token_is_another)
+    monkeypatch.setattr(native, "plain_logits", one_token_is_another)
     with pytest.raises(EngineError, match="differs from its plain forward"):
         engine_of(adapted())
 

@@ -19,11 +19,12 @@ from torch import nn
 from rloom import RLOOConfig, RLOOTrainer
 from rloom.errors import ConfigError, EngineError
 from rloom.generation import Sampling, choose_engine
-from rloom.generation.vllm import VllmEngine, VllmOptions, VllmServerEngine, client, proof
+from rloom.generation.vllm import VllmEngine, VllmOptions, VllmServerEngine, client
 from rloom.generation.vllm.requests import RequestFormat
 from rloom.generation.vllm.surroundings import remember_classes, restore_classes
 from rloom.generation.vllm.weights import check_sendable, checkpoint_weights, fingerprint
-from rloom.models.bits import CHUNK
+from rloom.models.checksums import CHUNK
+from rloom.models.verify import Tolerance
 from rloom.types import Prompt
 from tests.conftest import make_model, make_tokenizer
 from tests.vllm_standin import LLM, install, serving
@@ -641,7 +642,7 @@ def test_a_server_that_is_not_there_or_dies(monkeypatch):
 def test_dtypes_that_differ_are_told(caplog, monkeypatch):
     model = make_model()
     with serving(model.config) as service, torch.autocast("cpu", torch.bfloat16):
-        monkeypatch.setattr(proof, "EXACT", 0.0)
+        monkeypatch.setattr(Tolerance, "VLLM_FLOAT32", 0.0)
         server_engine(service, model, dtype=torch.bfloat16)
         assert "computes in torch.float32 and the trainer in torch.bfloat16" in caplog.text
     with serving(model.config, dtype="torch.bfloat16") as service:

@@ -240,7 +240,8 @@ def _kl(options: EvalOptions, written: Written) -> dict[str, Estimate]:
 
 
 def _win_rate(options: EvalOptions, rows: list[dict[str, Any]], written: Written) -> Estimate:
-    from rloom.evaluation.opponents import as_reply, judge_of
+    from rloom.data.prompts import as_reply
+    from rloom.evaluation.opponents import judge_of
 
     prompts, ours = [group.prompt.content for group in written.groups], [replies[0] for replies in written.replies]
     if options.against:

@@ -14,7 +14,7 @@ from rloom.evaluation.writer import Writer
 from rloom.rewards.base import Reward, RewardBatch
 from rloom.rewards.build import build_reward, check_rewards, is_url, load_reward_model, reward_tokenizer
 from rloom.rewards.collection import RewardSet
-from rloom.training.rollouts import column_names
+from rloom.training.collector import column_names
 from rloom.types import Group
 
 

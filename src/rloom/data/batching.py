@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from rloom.data.model_inputs import join, join_packed
-from rloom.data.packing import pack, runs_of_groups
+from rloom.data.packing import drawn_tokens, pack, runs_of_groups
 from rloom.data.transfer import flat_tokens, upload
 from rloom.types import MicroBatch, PackedRow, Rollout
 
@@ -71,7 +71,8 @@ class Batcher:
 
     def make(self, rollout: Rollout, rows: Sequence[int], device: torch.device) -> MicroBatch:
         """The rows as tensors."""
-        lengths = [len(rollout.completion_ids[row]) for row in rows]
+        drawn = [rollout.drawn_ids(row) for row in rows]
+        lengths = [len(ids) for ids in drawn]
         packed = pack(rollout, rows, device) if self._packs(has_images(rollout, rows)) else None
         width = _round_up(max(lengths), None if packed else self.multiple)
         mask = torch.arange(width) < torch.tensor(lengths).unsqueeze(1)
@@ -81,18 +82,23 @@ class Batcher:
             lengths=lengths,
             flat=upload(mask.flatten().nonzero().squeeze(-1), device),
             completion_mask=upload(mask.float(), device),
-            targets=_targets(packed) if packed else upload(_completion_tokens(rollout, rows), device),
+            targets=_targets(drawn, packed, device),
             packed=packed,
         )
         if packed is not None:
             batch.prompt_inputs = _inputs_of_packed(batch)
         else:
-            self._pad(batch, width, device)
+            self._pad(batch, device)
         return batch
 
-    def _pad(self, batch: MicroBatch, right: int, device: torch.device) -> None:
+    def _pad(self, batch: MicroBatch, device: torch.device) -> None:
         """Prompts padded on the left, completions on the right, positions counted per row."""
         prompts = [batch.rollout.prompt_ids[row] for row in batch.rows]
+        lengths = torch.tensor([len(batch.rollout.completion_ids[row]) for row in batch.rows])
+        batch.width = right = _round_up(int(lengths.max()), self.multiple)
+        places = (torch.arange(right) < lengths.unsqueeze(1)).flatten().nonzero().squeeze(-1)
+        drawn = drawn_tokens(batch.rollout, batch.rows)
+        batch.places = upload(places if drawn is None else places[drawn], device)
         left = _round_up(max(map(len, prompts)), self.multiple)
         input_ids = torch.full((len(prompts), left + right), self.pad_token_id, dtype=torch.long)
         mask = torch.zeros_like(input_ids)
@@ -145,13 +151,11 @@ def has_images(rollout: Rollout, rows: Sequence[int]) -> bool:
     return any(rollout.prompt_inputs[row] for row in rows)
 
 
-def _completion_tokens(rollout: Rollout, rows: Sequence[int]) -> Tensor:
-    return flat_tokens([rollout.completion_ids[row] for row in rows])
-
-
-def _targets(row: PackedRow) -> Tensor:
-    """A packed row ends with all completions, one after the other."""
-    return row.input_ids[0, row.num_prompt_tokens :]
+def _targets(drawn: list[list[int]], packed: PackedRow | None, device: torch.device) -> Tensor:
+    """The drawn tokens. A packed row ends with all completions: where all of them are drawn, nothing is copied."""
+    if packed is not None and len(packed.source) == packed.input_ids.shape[1] - packed.num_prompt_tokens:
+        return packed.input_ids[0, packed.num_prompt_tokens :]
+    return upload(flat_tokens(drawn), device)
 
 
 def _round_up(width: int, multiple: int | None) -> int:

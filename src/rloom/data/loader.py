@@ -1,4 +1,5 @@
-"""DataLoaders whose batches are whole updates ([`UpdatePlan`] with rows in place of indices)."""
+"""DataLoaders. In training a batch is a whole update ([`UpdatePlan`] with rows in place of indices), in evaluation it
+is a list of rows."""
 
 from __future__ import annotations
 
@@ -9,8 +10,13 @@ from typing import Any
 
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
+from rloom.config import RLOOConfig
+from rloom.data.datasets import is_iterable
 from rloom.data.plan import PlanSampler, Schedule, UpdatePlan, plan_stream
 from rloom.errors import DataError
+from rloom.printable import get_logger
+
+logger = get_logger(__name__)
 
 
 class PlannedDataset(Dataset):
@@ -74,10 +80,10 @@ class PlanLoader(DataLoader):
             self.batch_sampler.set_epoch(epoch)
 
 
-class Turns:
+class RoundRobin:
     """Batches of `size`, of which every `count`-th, from number `rank` on, is this process'.
 
-    >>> list(Turns(2, rank=1, count=2)("abcdefg"))
+    >>> list(RoundRobin(2, rank=1, count=2)("abcdefg"))
     [['c', 'd'], ['g']]
     """
 
@@ -91,34 +97,34 @@ class Turns:
         return itertools.islice(batches, self.rank, None, self.count)
 
 
-class DealtIndices:
+class RoundRobinIndices:
     """A batch sampler of this process' batches."""
 
-    def __init__(self, length: int, turns: Turns) -> None:
-        self.length, self.turns = length, turns
+    def __init__(self, length: int, share: RoundRobin) -> None:
+        self.length, self.share = length, share
 
     def __iter__(self) -> Iterator[list[int]]:
-        return self.turns(range(self.length))
+        return self.share(range(self.length))
 
     def __len__(self) -> int:
-        return len(range(self.turns.rank, -(-self.length // self.turns.size), self.turns.count))
+        return len(range(self.share.rank, -(-self.length // self.share.size), self.share.count))
 
 
-class DealtStream(IterableDataset):
+class RoundRobinStream(IterableDataset):
     """A stream of which this process reads all, and has its own batches."""
 
-    def __init__(self, rows: Iterable[dict[str, Any]], turns: Turns) -> None:
-        self.rows, self.turns = rows, turns
+    def __init__(self, rows: Iterable[dict[str, Any]], share: RoundRobin) -> None:
+        self.rows, self.share = rows, share
 
     def __iter__(self) -> Iterator[list[dict[str, Any]]]:
-        return self.turns(self.rows)
+        return self.share(self.rows)
 
 
-def dealt_loader(rows: Any, turns: Turns, *, stream: bool, **options: Any) -> DataLoader:
+def _round_robin_loader(rows: Any, share: RoundRobin, *, stream: bool, **options: Any) -> DataLoader:
     """Loader of this process' batches of rows, of which other processes have others."""
     if stream:
-        return DataLoader(DealtStream(rows, turns), batch_size=None, collate_fn=as_is)
-    return DataLoader(rows, batch_sampler=DealtIndices(len(rows), turns), collate_fn=as_is, **options)
+        return DataLoader(RoundRobinStream(rows, share), batch_size=None, collate_fn=as_is)
+    return DataLoader(rows, batch_sampler=RoundRobinIndices(len(rows), share), collate_fn=as_is, **options)
 
 
 def only(batch: list[Any]) -> Any:
@@ -139,3 +145,61 @@ def map_style_loader(rows: Sequence[dict[str, Any]], sampler: PlanSampler, **opt
 def stream_loader(rows: Iterable[dict[str, Any]], schedule: Schedule, **options: Any) -> PlanLoader:
     """Loader over a stream; it is read by one process, since several would cut groups apart."""
     return PlanLoader(PlannedStream(rows, schedule), batch_size=None, collate_fn=as_is, **{**options, "num_workers": 0})
+
+
+# -- of a run
+
+
+def make_schedule(args: RLOOConfig) -> Schedule:
+    """How this run's rollouts are cut into updates."""
+    # The config has filled both in.
+    assert args.generation_batch_size is not None
+    assert args.steps_per_generation is not None
+    prompts = args.generation_batch_size // args.num_generations // args.world_size
+    return Schedule(
+        prompts=prompts,
+        parts=args.steps_per_generation,
+        passes=args.num_iterations,
+        parts_per_update=args.gradient_accumulation_steps,
+        world_size=args.world_size,
+        rank=args.process_index,
+    )
+
+
+def train_loader(dataset: Any, args: RLOOConfig, plan: Schedule) -> DataLoader:
+    """Loader whose batches are updates."""
+    if is_iterable(dataset):
+        if args.shuffle_dataset and hasattr(dataset, "shuffle"):
+            dataset = dataset.shuffle(seed=args.seed)
+        return stream_loader(dataset, plan)
+    seed = args.seed if args.data_seed is None else args.data_seed
+    sampler = PlanSampler(plan, len(dataset), shuffle=bool(args.shuffle_dataset), seed=seed)
+    if sampler.num_left_out and not args.process_index:
+        logger.warning(
+            "%d of the %d prompts do not fill a rollout and sit out each epoch%s",
+            sampler.num_left_out,
+            len(dataset),
+            " (others each time)" if args.shuffle_dataset else "",
+        )
+    return map_style_loader(dataset, sampler, **_loader_options(args))
+
+
+def eval_loader(dataset: Any, args: RLOOConfig) -> DataLoader:
+    """Loader whose batches are lists of rows."""
+    prompts = max(1, args.eval_batch_size // (args.num_generations_eval or args.num_generations))
+    options = _loader_options(args)
+    if args.world_size > 1:
+        # Processes take whole batches in turn, so that each batch is the one that a single process would have.
+        share = RoundRobin(prompts, rank=args.process_index, count=args.world_size)
+        return _round_robin_loader(dataset, share, stream=is_iterable(dataset), **options)
+    if is_iterable(dataset):
+        dataset, options = Stream(dataset), {}
+    return DataLoader(dataset, batch_size=prompts, collate_fn=as_is, **options)
+
+
+def _loader_options(args: RLOOConfig) -> dict[str, Any]:
+    return {
+        "num_workers": args.dataloader_num_workers,
+        "persistent_workers": args.dataloader_persistent_workers,
+        "prefetch_factor": args.dataloader_prefetch_factor,
+    }

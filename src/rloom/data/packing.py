@@ -41,15 +41,25 @@ def pack(rollout: Rollout, rows: Sequence[int], device: torch.device) -> PackedR
     ids = flat_tokens([*prompts, *(completion for run in completions for completion in run)])
     blocks = _blocks([len(prompt) for prompt in prompts], [[len(c) for c in run] for run in completions])
     positions, source = _positions(blocks)
-    count = len(ids)
+    count, num_completion_tokens = len(ids), len(source)
+    if (drawn := drawn_tokens(rollout, rows)) is not None:
+        source = source[drawn]
     tokens = upload(torch.cat([ids, positions, source]), device)
     return PackedRow(
         blocks=blocks,
-        num_prompt_tokens=count - len(source),
+        num_prompt_tokens=count - num_completion_tokens,
         input_ids=tokens[None, :count],
         position_ids=tokens[None, count : 2 * count],
         source=tokens[2 * count :],
     )
+
+
+def drawn_tokens(rollout: Rollout, rows: Sequence[int]) -> Tensor | None:
+    """Which of the rows' completion tokens, one completion after the other, the policy drew; None: all. (T,) bool"""
+    if all(rollout.masks[row] is None for row in rows):
+        return None
+    masks = [rollout.masks[row] or [True] * len(rollout.completion_ids[row]) for row in rows]
+    return torch.tensor([drawn for mask in masks for drawn in mask])
 
 
 def _blocks(prompts: list[int], completions: list[list[int]]) -> tuple[Block, ...]:

@@ -151,3 +151,14 @@ class PromptEncoder:
                 self.max_completion_length,
                 self.context_length,
             )
+
+
+def as_reply(text: Any, *, conversational: bool) -> Any:
+    """A text as a completion: messages for prompts that are messages.
+
+    >>> as_reply("Yes.", conversational=True)
+    [{'role': 'assistant', 'content': 'Yes.'}]
+    """
+    if not conversational or not isinstance(text, str):
+        return text
+    return [{"role": "assistant", "content": text}]

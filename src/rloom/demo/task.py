@@ -18,6 +18,8 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
+from rloom.models.verify import evaluating
+
 PAD, EOS = "<pad>", "<eos>"
 CHARACTERS = "0123456789>"
 NUM_DIGITS = 5
@@ -148,9 +150,8 @@ def accuracy(
     how: dict[str, Any] = {"do_sample": False}
     if sampled:
         how = {"do_sample": True, "temperature": 1.0, "top_k": 0, "top_p": 1.0}
-    was_training, right = model.training, 0.0
-    model.eval()
-    with torch.random.fork_rng():
+    right = 0.0
+    with evaluating(model), torch.random.fork_rng():
         torch.manual_seed(seed)
         for start in range(0, len(rows), batch_size):
             batch = rows[start : start + batch_size]
@@ -160,5 +161,4 @@ def accuracy(
             output = model.generate(ids, attention_mask=mask, max_new_tokens=MAX_COMPLETION_LENGTH, **how)
             texts = tokenizer.batch_decode(output[:, ids.shape[1] :], skip_special_tokens=True)
             right += sum(exact_match(texts, answer=[row["answer"] for row in batch]))
-    model.train(was_training)
     return right / len(rows)

@@ -16,20 +16,20 @@ logger = get_logger(__name__)
 
 
 @dataclass(slots=True, kw_only=True)
-class Contest:
-    """Whose completions a judge compares with ours: `replies` says theirs, `compare` how often ours are better."""
+class WinRate:
+    """How often a judge prefers our completions: `replies` gives the opponent's, `compare` the share that ours win."""
 
     replies: Callable[[Sequence[Prompt]], list[Any]]
     compare: Callable[[list[Any], list[Any], list[Any]], list[float]]
 
-    def held(self, prompts: Sequence[Prompt], ours: list[Any]) -> Estimate:
+    def measure(self, prompts: Sequence[Prompt], ours: list[Any]) -> Estimate:
         """The win rate; over prompts that there is a reply to."""
         pairs = zip(prompts, ours, self.replies(prompts), strict=True)
-        held = [(prompt.content, our, their) for prompt, our, their in pairs if their is not None]
-        if len(held) < len(prompts):
-            logger.warning("%d of %d prompts have no text to compare with", len(prompts) - len(held), len(prompts))
-        contents, mine, theirs = (list(column) for column in zip(*held, strict=True)) if held else ([], [], [])
-        return estimate(self.compare(contents, mine, theirs) if held else [math.nan])
+        compared = [(prompt.content, our, their) for prompt, our, their in pairs if their is not None]
+        if len(compared) < len(prompts):
+            logger.warning("%d of %d prompts have no text to compare with", len(prompts) - len(compared), len(prompts))
+        contents, mine, theirs = (list(column) for column in zip(*compared, strict=True)) if compared else ([], [], [])
+        return estimate(self.compare(contents, mine, theirs) if compared else [math.nan])
 
 
 @dataclass(slots=True, kw_only=True)
@@ -37,7 +37,7 @@ class Measured:
     """Collects what evaluation batches show; names are those of the metrics."""
 
     reward_names: Sequence[str]
-    contest: Contest | None = None
+    win_rate_of: WinRate | None = None
     prompts: list[Prompt] = field(default_factory=list)
     firsts: list[Any] = field(default_factory=list)  # each prompt's first completion, as rewards see it
     values: dict[str, list[list[float]]] = field(default_factory=dict)  # by name, per prompt
@@ -50,7 +50,7 @@ class Measured:
         named = {f"rewards/{name}/mean": scores[:, i].tolist() for i, name in enumerate(self.reward_names)}
         assert rollout.total is not None
         named["reward"] = rollout.total.tolist()
-        named["completions/mean_length"] = [float(len(ids)) for ids in rollout.completion_ids]
+        named["completions/mean_length"] = [float(len(rollout.drawn_ids(row))) for row in range(len(rollout))]
         named["completions/clipped_ratio"] = [float(record.completion.truncated) for record in records]
         groups: list[list[int]] = [[] for _ in range(rollout.num_groups)]
         for row, group in enumerate(rollout.groups.tolist()):
@@ -58,7 +58,7 @@ class Measured:
         for name, column in named.items():
             self._extend(name, [[column[row] for row in rows] for rows in groups])
         self._add_kl(rollout)
-        if self.contest is not None:
+        if self.win_rate_of is not None:
             firsts = [records[rows[0]] for rows in groups if rows]
             self.prompts += [record.prompt for record in firsts]
             self.firsts += [record.reply for record in firsts]
@@ -85,9 +85,9 @@ class Measured:
             self.tokens += one.tokens
 
     def sendable(self) -> Measured:
-        """As another process can be sent it: a contest's judge may be anything, and so may columns."""
+        """As another process can be sent it: a judge may be anything, and so may columns."""
         prompts = [replace(p, columns=sendable_values(p.columns), images=[]) for p in self.prompts]
-        return replace(self, contest=None, prompts=prompts)
+        return replace(self, win_rate_of=None, prompts=prompts)
 
     def estimates(self) -> dict[str, Estimate]:
         """All numbers by name, but the win rate."""
@@ -101,4 +101,6 @@ class Measured:
 
     def win_rate(self) -> Estimate | None:
         """The share of prompts on which the judge prefers our first completion; None without a judge."""
-        return self.contest.held(self.prompts, self.firsts) if self.contest is not None and self.prompts else None
+        if self.win_rate_of is None or not self.prompts:
+            return None
+        return self.win_rate_of.measure(self.prompts, self.firsts)

@@ -4,26 +4,21 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
-from rloom.data.images import without_images
-from rloom.errors import DataError, did_you_mean
+from transformers import AutoConfig
+
+from rloom.config import RLOOConfig
+from rloom.data.images import ImageSources, without_images
+from rloom.data.prompts import as_reply
+from rloom.errors import ConfigError, DataError, did_you_mean
+from rloom.evaluation.measured import WinRate
 from rloom.evaluation.win_rate import OPENAI, wins, wins_by_score
 from rloom.evaluation.writer import Writer
 from rloom.types import Prompt
 
 Compare = Callable[[list[Any], list[Any], list[Any]], list[float]]
-
-
-def as_reply(text: Any, *, conversational: bool) -> Any:
-    """A text as a completion: messages for prompts that are messages.
-
-    >>> as_reply("Yes.", conversational=True)
-    [{'role': 'assistant', 'content': 'Yes.'}]
-    """
-    if not conversational or not isinstance(text, str):
-        return text
-    return [{"role": "assistant", "content": text}]
 
 
 def texts_of_column(column: str) -> Callable[[Sequence[Prompt]], list[Any]]:
@@ -98,3 +93,61 @@ def pairwise(function: Callable[..., list[float | None]]) -> Compare:
 
     threads = 8 if marks_of(function).threads else 1
     return lambda prompts, ours, theirs: wins(function, prompts, ours, theirs, threads)
+
+
+def choose_win_rate(args: RLOOConfig, judge: Any) -> WinRate | None:
+    """Who evaluation compares completions with, and who compares; None where no win rate was asked for."""
+    judges = [judge, args.eval_judge_model, args.eval_judge_reward_model]
+    opponents = [args.eval_reference_column, args.eval_against]
+    if judge is not None and (args.eval_judge_model or args.eval_judge_reward_model):
+        raise ConfigError("the judge is given twice, as `eval_judge` and by name in the options: give one of them")
+    if any(judges) != any(opponents):
+        raise ConfigError(
+            "a win rate in evaluation needs an opponent (eval_reference_column, eval_against) and a judge "
+            "(eval_judge_model, eval_judge_reward_model, or the trainer's argument `eval_judge`)"
+        )
+    if not any(opponents):
+        return None
+    for option in ("eval_against", "eval_judge_reward_model"):
+        _check_there(args, option)
+    replies = texts_of_column(args.eval_reference_column) if args.eval_reference_column else _other_model(args)
+    compare = (
+        pairwise(judge)
+        if judge is not None
+        else judge_of(
+            model=args.eval_judge_model,
+            url=args.eval_judge_url,
+            reward_model=args.eval_judge_reward_model,
+            rubric=args.eval_judge_rubric,
+            cache=args.eval_judge_cache,
+        )
+    )
+    return WinRate(replies=replies, compare=compare)
+
+
+def _check_there(args: RLOOConfig, option: str) -> None:
+    """Whether there is such a model is asked now, and not at the first evaluation."""
+    name = getattr(args, option)
+    if not name or (Path(name) / "adapter_config.json").exists():
+        return
+    try:
+        AutoConfig.from_pretrained(name, trust_remote_code=args.trust_remote_code)
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{option}: the model {name!r} cannot be loaded: {error}") from None
+
+
+def _other_model(args: RLOOConfig) -> OtherModel:
+    """Another model, sampled as ours is."""
+    assert args.eval_against is not None
+    return OtherModel(
+        args.eval_against,
+        seed=args.seed,
+        max_completion_length=args.max_completion_length,
+        trust_remote_code=args.trust_remote_code,
+        images=ImageSources(args.fetch_images, args.image_folder),
+        temperature=args.temperature,
+        top_p=args.top_p,
+        top_k=args.top_k,
+        min_p=args.min_p,
+        repetition_penalty=args.repetition_penalty,
+    )

@@ -76,8 +76,9 @@ def cut_at_end(tokens: Sequence[int], eos_token_ids: Sequence[int]) -> Completio
 
     The position of the first end token decides, not equality with the padding token: in many models they are the same.
 
-    >>> cut_at_end([5, 6, 2, 2, 2], eos_token_ids=[2])
-    Completion(token_ids=[5, 6, 2], stop_reason='eos', text='', logprobs=None, drawn_logprobs=None, entropies=None)
+    >>> completion = cut_at_end([5, 6, 2, 2, 2], eos_token_ids=[2])
+    >>> completion.token_ids, completion.stop_reason
+    ([5, 6, 2], 'eos')
     """
     tokens = list(tokens)
     ends = [tokens.index(end) for end in eos_token_ids if end in tokens]

@@ -1,12 +1,11 @@
-"""Generation with the library's own cache, forked: prompts are run once, and their keys and values repeated for the
-group. For models that the native engine does not fit (other attention, position biases) but whose cache can be forked.
+"""Generation with the library's own cache, forked: each prompt is run once, and its keys and values are repeated for
+the group. For models that the native engine does not fit (other attention, position biases) but whose cache can be
+repeated.
 """
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -15,9 +14,16 @@ from torch import Tensor
 from rloom.errors import EngineError
 from rloom.generation.base import Sampling, is_end, nothing_asked
 from rloom.generation.native.noise import key_of
-from rloom.generation.native.sampler import Sampler
+from rloom.generation.native.sampler import Drawn, Sampler
 from rloom.generation.padding import pad_left
-from rloom.models.load import base_of
+from rloom.models.verify import (
+    Tolerance,
+    accepted_by,
+    evaluating,
+    largest_difference,
+    plain_logits,
+    probe_tokens,
+)
 from rloom.printable import get_logger
 from rloom.types import Completion, Group, Prompt
 
@@ -29,12 +35,12 @@ class _Fork:
 
     def __init__(self, model: Any, prompts: list[list[int]], k: int) -> None:
         self.model = model
-        base = base_of(model)
-        self.with_positions = "position_ids" in inspect.signature(type(base).forward).parameters
+        accepts = accepted_by(model)
+        self.with_positions = "position_ids" in accepts
         device = next(model.parameters()).device
         ids, mask = (x.to(device) for x in pad_left(prompts, 0))
         inputs = self._inputs(ids, mask, (mask.cumsum(-1) - 1).clamp(min=0))
-        if "logits_to_keep" in inspect.signature(type(base).forward).parameters:
+        if "logits_to_keep" in accepts:
             inputs["logits_to_keep"] = 1
         output = model(**inputs, use_cache=True)
         self.cache = output.past_key_values
@@ -80,7 +86,7 @@ class ForkedEngine:
 
     def _rows(self, prompts: Sequence[Prompt], k: int, seed: int) -> list[Completion]:
         model = self.get_model()
-        with _evaluating(model):
+        with evaluating(model), torch.no_grad():
             fork = _Fork(model, [prompt.token_ids for prompt in prompts], k)
             device = fork.logits.device
             numbers = [index if p.number is None else p.number for index, p in enumerate(prompts)]
@@ -103,6 +109,7 @@ class ForkedEngine:
         return rows
 
     def _seen(self, prompts: Sequence[Prompt], k: int, logits: Tensor) -> Tensor | None:
+        """Which tokens occur in each row, (B·K, V), for the repetition penalty; None without one."""
         if self.sampler.penalty == 1.0:
             return None
         seen = torch.zeros(logits.shape, dtype=torch.bool, device=logits.device)
@@ -110,7 +117,8 @@ class ForkedEngine:
             seen[index * k : (index + 1) * k, torch.tensor(prompt.token_ids, device=logits.device)] = True
         return seen
 
-    def _take(self, rows: list[Completion], drawn: Any) -> None:
+    def _take(self, rows: list[Completion], drawn: Drawn) -> None:
+        """Add the tokens that were drawn to the rows that have not ended."""
         for row, token, numbers in zip(rows, drawn.tokens.tolist(), drawn.stats().tolist(), strict=True):
             if row.stop_reason:
                 continue
@@ -121,39 +129,24 @@ class ForkedEngine:
             row.stop_reason = is_end(row.token_ids, self.sampling, self.tokenizer) or ""
 
 
-@contextmanager
-def _evaluating(model: Any) -> Iterator[None]:
-    training = model.training
-    model.eval()
-    try:
-        with torch.no_grad():
-            yield
-    finally:
-        model.train(training)
-
-
+@torch.no_grad()
 def why_not_forked(model: Any) -> str | None:
     """None if two prompts, forked and continued, have the logits of a plain forward, else what went wrong."""
     name = type(model).__name__
-    vocabulary = min(model.config.get_text_config().vocab_size, 1000)
-    prompts, own = [[5 % vocabulary, 7 % vocabulary, 3], [4]], [6 % vocabulary, 2]
+    one, other, completion = probe_tokens(model.config.get_text_config(), 3, 1, 2)
     try:
-        with _evaluating(model):
-            fork = _Fork(model, prompts, 2)
-            device = fork.logits.device
-            found = [fork.logits]
-            for token in own:
-                fork.step(torch.full((4,), token, device=device))
-                found.append(fork.logits)
-            worst = 0.0
-            for index, prompt in enumerate(prompts):
-                plain = (
-                    model(input_ids=torch.tensor([prompt + own], device=device)).logits[0, len(prompt) - 1 :].float()
-                )
-                ours = torch.stack([logits[2 * index + 1] for logits in found]).float()
-                worst = max(worst, float((ours - plain).abs().max() / plain.abs().max().clamp(min=1e-6)))
+        with evaluating(model):
+            fork = _Fork(model, [one, other], 2)
+            steps = [fork.logits]
+            for token in completion:
+                fork.step(torch.full((4,), token, device=fork.logits.device))
+                steps.append(fork.logits)
+            forked = torch.stack(steps, 1)  # (4, 1 + C, V)
+            plain = [plain_logits(model, prompt, completion) for prompt in (one, other)]
     except Exception as error:
         logger.debug("the forked forward failed", exc_info=True)
         return f"the cache of {name} cannot be forked ({type(error).__name__}: {str(error)[:120]})"
-    allowed = 1e-3 if next(model.parameters()).dtype == torch.float32 else 0.06
+    # The second row of each prompt: a cache that was repeated in another order would show.
+    worst = largest_difference([forked[1], forked[3]], plain)
+    allowed = Tolerance.FLOAT32 if next(model.parameters()).dtype == torch.float32 else Tolerance.DECODED
     return None if worst < allowed else f"{name} decodes with a forked cache {worst:.1e} off its plain forward"

@@ -14,6 +14,7 @@ from rloom.data.model_inputs import fitted_to, join
 from rloom.errors import ConfigError, EngineError, did_you_mean
 from rloom.generation.base import Sampling, cut_at_end, nothing_asked
 from rloom.generation.padding import pad_left
+from rloom.models.verify import evaluating
 from rloom.printable import get_logger
 from rloom.types import STOP_STRING, Completion, Group, Prompt
 
@@ -164,16 +165,14 @@ def _sampling_mode(model: Any, generation_config: GenerationConfig) -> Iterator[
     if hasattr(model, "get_base_model"):  # a PeftModel copies its config onto the model inside
         owners.append(model.get_base_model())
     before = [owner.generation_config for owner in owners]
-    was_training = model.training
-    model.eval()
     for owner in owners:
         owner.generation_config = generation_config
     try:
-        yield
+        with evaluating(model):
+            yield
     finally:
         for owner, config in zip(owners, before, strict=True):
             owner.generation_config = config
-        model.train(was_training)
 
 
 @contextmanager

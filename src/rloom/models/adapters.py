@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -55,19 +57,18 @@ def quantization_config(
 
     if load_in_8bit:
         return BitsAndBytesConfig(load_in_8bit=True)
+    named = getattr(torch, dtype, None) if isinstance(dtype, str) else dtype
     return BitsAndBytesConfig(
         load_in_4bit=True,
         bnb_4bit_quant_type=quant_type,
         bnb_4bit_use_double_quant=nested,
-        bnb_4bit_compute_dtype=_compute_dtype(dtype),
+        bnb_4bit_compute_dtype=named if isinstance(named, torch.dtype) else fast_dtype(),
     )
 
 
-def _compute_dtype(dtype: Any) -> torch.dtype:
-    named = getattr(torch, dtype, None) if isinstance(dtype, str) else dtype
-    if isinstance(named, torch.dtype):
-        return named
-    return torch.bfloat16 if is_bf16_supported() and torch.cuda.is_available() else torch.float32
+def fast_dtype() -> torch.dtype:
+    """bfloat16 where the GPU has it, else float32."""
+    return torch.bfloat16 if torch.cuda.is_available() and is_bf16_supported() else torch.float32
 
 
 def keep_differentiable(model: Any) -> None:
@@ -96,9 +97,7 @@ def is_bf16_supported() -> bool:
     >>> is_bf16_supported() in (True, False)
     True
     """
-    if torch.cuda.is_available():
-        return torch.cuda.is_bf16_supported(including_emulation=False)
-    return True
+    return not torch.cuda.is_available() or torch.cuda.is_bf16_supported(including_emulation=False)
 
 
 def save_merged(model: Any, processing_class: Any, folder: Any) -> None:
@@ -107,11 +106,9 @@ def save_merged(model: Any, processing_class: Any, folder: Any) -> None:
     The model in memory stays as it was. Weights that are quantized are merged as they are: peft rounds the result to
     the same format.
     """
-    import copy
-    from contextlib import nullcontext
-
+    # Here, since `load.py` needs this module.
     from rloom.models.load import is_peft_model
-    from rloom.models.split import split_of
+    from rloom.models.split_weights import split_of
 
     if not is_peft_model(model):
         raise ConfigError("there is no adapter to merge: the model is not a PeftModel")

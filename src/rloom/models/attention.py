@@ -1,10 +1,11 @@
-"""Attention over a packed row ([`PackedRow`]): prompts causal among themselves, completions see [prompt, themselves].
+"""The learner's attention, over a packed row ([`PackedRow`]): prompts are causal among themselves, completions see
+their prompt and themselves. (The native engine's attention, over its cache, is `generation/native/attention.py`.)
 
 It stands in for a model's own attention through transformers' attention interface, so that any architecture that goes
 through that interface can be trained on packed rows unchanged. Two forms, chosen per call:
 
 - `prefix.py`: Triton kernels made for such rows; on CUDA.
-- `two_part.py`: scaled dot-product attention, block by block; for CPUs, dropout, heads that are too wide.
+- `block_attention.py`: scaled dot-product attention, block by block; for CPUs, dropout, heads that are too wide.
 
 For `torch.compile` the whole of it is one opaque operator, `rloom::shared_prefix`.
 """
@@ -13,19 +14,28 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 import torch._functorch.config as functorch_config
 from torch import Tensor
-from transformers import AttentionInterface
+from transformers import AttentionInterface, PretrainedConfig
 from transformers.modeling_layers import GradientCheckpointingLayer
 
+from rloom.models.block_attention import attend_blocks
 from rloom.models.fused import FusedLayers, forwards_replaced
-from rloom.models.prefix import Options, Tiles, fits, launch, prefix_forward, prefix_grads
-from rloom.models.two_part import two_part
+from rloom.models.prefix import (
+    Options,
+    Tiles,
+    effective_window,
+    fits,
+    launch,
+    longest_sequence,
+    prefix_forward,
+    prefix_grads,
+)
 from rloom.types import PackedRow
 
 NAME = "rloom_shared_prefix"
@@ -45,31 +55,39 @@ class _Active:
     """What holds for all threads: one of them trains."""
 
     trained: _Running = field(default_factory=_Running)  # the row that is run for its gradients
-    opaque: bool = False  # layers are compiled: attention must be one operator
     replaced: list[tuple[Any, Any]] = field(default_factory=list)  # models, and the attention that is their own
     compiled: CompiledLayers | None = None
+    opaque: bool = False  # layers are compiled: attention must be one operator
+
+
+class _Here(threading.local):
+    """What holds for this thread: a reward may have an engine of its own in another."""
+
+    running: _Running | None = None
 
 
 _active = _Active()
-_here = threading.local()  # .running: what this thread runs; a reward may have an engine of its own in another
+_here = _Here()
 
 
 def _current() -> _Running:
-    """What this thread runs. With gradient checkpointing layers run again inside the backward, which torch may do in a
-    thread of its own: there it is the row that is trained on."""
-    return getattr(_here, "running", None) or _active.trained
+    """What this thread runs; the row that is trained on, if it runs none.
+
+    With gradient checkpointing layers run again inside the backward, which torch may do in a thread of its own.
+    """
+    return _here.running or _active.trained
 
 
-def attention_of(config: Any) -> Any:
-    """The attention in use, as `set_attn_implementation` takes it back: a vision tower may have one of its own."""
+def attention_of(config: PretrainedConfig) -> Any:
+    """The attention in use, in the form that `set_attn_implementation` takes: a vision tower may have its own."""
     inner = {name: attention_of(part) for name in config.sub_configs if (part := getattr(config, name)) is not None}
     return {"": config._attn_implementation, **inner} if inner else config._attn_implementation
 
 
-def attention_for_text(config: Any, ours: str = NAME) -> Any:
-    """Ours for the text, and for a tower of images the one that it has: its rows are not packed."""
+def attention_for_text(config: PretrainedConfig, ours: str = NAME) -> Any:
+    """Our attention for the text; a tower of images keeps the one that it has, since its rows are not packed."""
 
-    def within(part: Any) -> Any:
+    def within(part: PretrainedConfig) -> Any:
         if part is config.get_text_config():
             return ours
         inner = {name: within(p) for name in part.sub_configs if (p := getattr(part, name)) is not None}
@@ -81,32 +99,30 @@ def attention_for_text(config: Any, ours: str = NAME) -> Any:
 
 @contextmanager
 def packed_attention(models: list[Any], layers: CompiledLayers | FusedLayers | None = None) -> Iterator[None]:
-    """Let `models` attend over packed rows meanwhile. Stays set until the backward is done (checkpointing).
+    """Let `models` attend over packed rows until the backward is done: checkpointing runs layers again in it.
 
-    `layers`: a faster form of theirs, which is in use meanwhile.
+    `layers`: a faster form of the models' layers, which is in use meanwhile.
     """
-    compiled = layers if isinstance(layers, CompiledLayers) else None
-    before = [attention_of(model.config) for model in models]
+    before = [(model, attention_of(model.config)) for model in models]
     for model in models:
         model.set_attn_implementation(attention_for_text(model.config))
-    _active.opaque = compiled is not None
-    _active.replaced, _active.compiled = list(zip(models, before, strict=True)), compiled
+    _active.replaced, _active.compiled = before, layers if isinstance(layers, CompiledLayers) else None
+    _active.opaque = _active.compiled is not None
     try:
         with nullcontext() if layers is None else layers.used():
             yield
     finally:
-        _active.opaque = False
-        _active.replaced, _active.compiled = [], None
-        for model, name in zip(models, before, strict=True):
-            model.set_attn_implementation(name)
+        _active.replaced, _active.compiled, _active.opaque = [], None, False
+        for model, own in before:
+            model.set_attn_implementation(own)
 
 
 @contextmanager
 def own_attention() -> Iterator[None]:
     """Inside of [`packed_attention`]: the models as they are, for a micro-batch that is not packed."""
     replaced, compiled = _active.replaced, _active.compiled
-    for model, name in replaced:
-        model.set_attn_implementation(name)
+    for model, own in replaced:
+        model.set_attn_implementation(own)
     try:
         with nullcontext() if compiled is None else compiled.unused():
             yield
@@ -123,12 +139,12 @@ class CompiledLayers:
     """
 
     def __init__(self, models: list[Any]) -> None:
-        decoders = [model.get_decoder() for model in models]  # a tower of images stays as it is
+        # The decoders' layers alone: a tower of images stays as it is.
+        decoders = [model.get_decoder() for model in models]
         layers = [m for decoder in decoders for m in decoder.modules() if isinstance(m, GradientCheckpointingLayer)]
         self.plain = [(layer, layer.forward) for layer in layers]
-        self.layers = [
-            (layer, torch.compile(layer.forward, dynamic=True, options=_compile_options())) for layer in layers
-        ]
+        options = _compile_options()
+        self.layers = [(layer, torch.compile(layer.forward, dynamic=True, options=options)) for layer in layers]
 
     @contextmanager
     def used(self) -> Iterator[None]:
@@ -137,11 +153,9 @@ class CompiledLayers:
         with forwards_replaced(self.layers), functorch_config.patch(ban_recompute_materialized_backward=False):
             yield
 
-    @contextmanager
-    def unused(self) -> Iterator[None]:
+    def unused(self) -> AbstractContextManager[None]:
         """Inside of `used`: run the layers as they are."""
-        with forwards_replaced(self.plain):
-            yield
+        return forwards_replaced(self.plain)
 
 
 def _compile_options() -> dict[str, Any]:
@@ -149,7 +163,8 @@ def _compile_options() -> dict[str, Any]:
 
     An update with both took 0.58 s and 24.0 GiB with them, and takes 0.40 s and 21.4 GiB without (bench/RESULTS.md).
     """
-    import torch._inductor.config as inductor_config  # only who compiles pays for it
+    # Here, so that only who compiles waits for the import.
+    import torch._inductor.config as inductor_config
 
     known = hasattr(inductor_config.triton, "mix_order_reduction")
     return {"triton.mix_order_reduction": False} if known else {}
@@ -158,7 +173,7 @@ def _compile_options() -> dict[str, Any]:
 @contextmanager
 def running(row: PackedRow) -> Iterator[None]:
     """The row that attention calls are about, from its forward to the end of its backward."""
-    before, trained = getattr(_here, "running", None), _active.trained
+    before, trained = _here.running, _active.trained
     _here.running = _Running(row)
     if torch.is_grad_enabled():
         _active.trained = _here.running
@@ -192,7 +207,7 @@ def shared_prefix_attention(
     scale = query.shape[-1] ** -0.5 if scaling is None else float(scaling)
     drop = float(dropout) if module.training else 0.0
     query, key, value = in_one_dtype(query, key, value)
-    if _active.opaque and _fits_kernels(query, value, drop):
+    if _active.opaque and not drop and fits(query, value):
         q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))  # (T, H, D)
         out, _ = torch.ops.rloom.shared_prefix(q, k, v, s_aux, scale, sliding_window or 0, softcap or 0.0)
         return out.unsqueeze(0), None
@@ -227,23 +242,18 @@ def attend_packed(
     row = now.row
     assert row is not None, "packed attention was called outside of a packed forward"
     now.calls += 1
-    if _fits_kernels(query, value, dropout):
+    if not dropout and fits(query, value):
         q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
         options = Options(scale=scale, window=window, softcap=softcap)
         return _SharedPrefix.apply(q, k, v, sinks, _tiles(q, v), options).unsqueeze(0)
-    longest = max(block.prompt + max(block.completions, default=0) for block in row.blocks)
-    felt = window if window and window < longest else None
-    out = two_part(
-        query[0], key[0], value[0], row, scale=scale, window=felt, softcap=softcap, sinks=sinks, dropout=dropout
+    window = effective_window(window, longest_sequence(row))
+    out = attend_blocks(
+        query[0], key[0], value[0], row, scale=scale, window=window, softcap=softcap, sinks=sinks, dropout=dropout
     )
     return out.transpose(0, 1).unsqueeze(0)
 
 
 AttentionInterface.register(NAME, shared_prefix_attention)
-
-
-def _fits_kernels(query: Tensor, value: Tensor, dropout: float) -> bool:
-    return not dropout and fits(query, value)
 
 
 def _tiles(q: Tensor, v: Tensor) -> Tiles:
@@ -273,7 +283,7 @@ class _SharedPrefix(torch.autograd.Function):
         return (*prefix_grads(grad, q, k, v, out, lse, sinks, *ctx.options), None, None)
 
 
-# -- the same as one operator, for torch.compile, which must not look inside: what it does depends on the row
+# -- The same as one operator, for torch.compile, which must not look inside: what it does depends on the row.
 
 
 # Registered by hand rather than with `torch.library.custom_op`, whose checks cost half a millisecond per call.

@@ -13,29 +13,31 @@ from rloom.printable import get_logger
 logger = get_logger(__name__)
 
 one_at_a_time = threading.RLock()
-"""Held while a graph is recorded, and by whoever must not be in the way of that: the device cannot be waited for
-meanwhile, and torch's own generator draws nothing outside of the graph."""
+"""Held while a graph is recorded, and by whoever must not do so meanwhile: nobody can wait for the device then, and
+torch's own generator draws nothing outside of the graph."""
 
 
 class Disturbed(RuntimeError):
-    """A graph could not be recorded for something that another thread did on the device: another time it may."""
+    """A graph could not be recorded because of what another thread did on the device. Another time it may."""
 
 
 def captured(step: Callable[[], None], pool: Any) -> Any:
-    """The graph of what `step` does, which must have run before. What it raises is raised, and torch left as it was."""
+    """The graph of what `step` does, which must have run before. What it raises is raised, and torch is as it was."""
     with one_at_a_time:
         graph, stream = torch.cuda.CUDAGraph(), torch.cuda.current_stream()
         found: BaseException | None = None
         try:
-            # by thread: rewards may run a model, and take memory, in another meanwhile
+            # By thread: rewards may run a model, and take memory, in another meanwhile.
             with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
                 try:
                     step()
-                except BaseException as error:  # torch raises another at the end, which does not say why
+                except BaseException as error:
+                    # Kept, since torch raises another at the end, which does not say why.
                     found = error
                     raise
         except BaseException as error:
-            torch.cuda.set_stream(stream)  # torch stays on the one that it recorded
+            # torch stays on the stream that it recorded.
+            torch.cuda.set_stream(stream)
             _mend()
             found = found or error
             raise (Disturbed(str(found)) if "previous error during capture" in str(found) else found) from None
@@ -43,18 +45,19 @@ def captured(step: Callable[[], None], pool: Any) -> Any:
 
 
 def _mend() -> None:
-    """After a recording that failed torch's generator takes it for still under way, and the next dropout would fail:
-    one that succeeds ends it."""
+    """Record an empty graph. After a recording that failed torch's generator takes it for still under way, and the next
+    dropout would fail: a recording that succeeds ends it."""
     try:
         torch.cuda.synchronize()
         with torch.cuda.graph(torch.cuda.CUDAGraph(), capture_error_mode="thread_local"):
             torch.zeros(1, device="cuda")
-    except RuntimeError as error:  # what made the recording fail is raised
+    except RuntimeError as error:
+        # Not raised: the caller raises what made the recording fail.
         logger.warning("torch could not be brought back to order after a CUDA graph that failed: %s", error)
 
 
 def wait_for_others() -> None:
-    """Until no other thread records a graph. The lock is let go: the thread that wants it next may hold a model's."""
+    """Wait until no other thread records a graph. The lock is not kept: whoever wants it next may hold a model's."""
     with one_at_a_time:
         pass
 

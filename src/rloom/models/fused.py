@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from rloom.models.trial import ROUNDING, agrees
+from rloom.models.verify import Tolerance, agrees
 
 ROTATION = "apply_rotary_pos_emb"
 """What transformers calls the function that rotates queries and keys."""
@@ -31,54 +31,52 @@ Later = Callable[[Tensor, Tensor], None]
 """Takes cosines and sines by which somebody else will rotate."""
 
 
+def _kernels() -> Any:
+    """The kernels, imported where they are run: Triton is not everywhere."""
+    from rloom.models import fused_kernels
+
+    return fused_kernels
+
+
 class _Norm(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        from rloom.models import fused_kernels as kernels
-
-        out, scales = kernels.norm(x, weight, eps)
+        out, scales = _kernels().norm(x, weight, eps)
         ctx.save_for_backward(x, weight, scales)
         return out
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
-        from rloom.models import fused_kernels as kernels
-
-        return (*kernels.norm_grads(grad, *ctx.saved_tensors), None)
+        return (*_kernels().norm_grads(grad, *ctx.saved_tensors), None)
 
 
 class _Turn(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-        from rloom.models import fused_kernels as kernels
-
         ctx.save_for_backward(cos, sin)
-        return kernels.turn(q, k, cos, sin)
+        return _kernels().turn(q, k, cos, sin)
 
     @staticmethod
     def backward(ctx: Any, dq: Tensor, dk: Tensor) -> tuple[Any, ...]:
-        from rloom.models import fused_kernels as kernels
-
-        return (*kernels.turn(dq, dk, *ctx.saved_tensors, back=True), None, None)
+        return (*_kernels().turn(dq, dk, *ctx.saved_tensors, back=True), None, None)
 
 
 class _Gate(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, gate: Tensor, up: Tensor) -> Tensor:
-        from rloom.models import fused_kernels as kernels
-
         ctx.save_for_backward(gate, up)
-        return kernels.gate(gate, up)
+        return _kernels().gate(gate, up)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
-        from rloom.models import fused_kernels as kernels
-
-        return kernels.gate_grads(grad, *ctx.saved_tensors)
+        return _kernels().gate_grads(grad, *ctx.saved_tensors)
 
 
 class FusedLayers:
     """The parts of some models that run as one kernel each while they are `used`."""
+
+    users = 0
+    """Contexts in which layers run the kernels, over all threads."""
 
     def __init__(self, models: list[Any]) -> None:
         self.forwards: list[tuple[nn.Module, Callable[..., Tensor]]] = []
@@ -92,12 +90,12 @@ class FusedLayers:
     @contextmanager
     def used(self) -> Iterator[None]:
         """Run the kernels meanwhile, also in what the backward runs again in a thread of torch's own."""
-        _state.users += 1
+        FusedLayers.users += 1
         try:
             with rotating(), forwards_replaced(self.forwards):
                 yield
         finally:
-            _state.users -= 1
+            FusedLayers.users -= 1
 
 
 @contextmanager
@@ -111,7 +109,8 @@ def forwards_replaced(layers: list[tuple[nn.Module, Any]]) -> Iterator[None]:
     finally:
         for (layer, _), old in zip(layers, before, strict=True):
             if old is None:
-                del layer.forward  # uncovers the class' own
+                # Uncovers the class' own.
+                del layer.forward
             else:
                 layer.forward = old
 
@@ -137,7 +136,8 @@ def _block_forward(block: Any, tried: dict[Any, bool]) -> Callable[..., Tensor] 
     if not all(isinstance(part, nn.Module) for part in parts) or _is_watched(block):
         return None
     weight = next((p for p in block.parameters() if p.is_floating_point()), None)
-    if weight is None:  # quantized: what it computes in is not known here
+    # Quantized: what it computes in is not known here.
+    if weight is None:
         return None
     key = (type(block), str(block._modules.get("act_fn")), weight.dtype)
     if key not in tried:
@@ -156,10 +156,12 @@ def _is_gated(block: Any, weight: Tensor) -> bool:
     """Whether a block is down(silu(gate) · up), whatever those three are: tried with others in their place."""
     own = {name: block._modules[name] for name in ("gate_proj", "up_proj", "down_proj")}
     stand_ins = {"gate_proj": nn.Identity(), "up_proj": _Reversed(), "down_proj": nn.Identity()}
-    training, block.training = block.training, True  # what dropout draws must show
+    # In training mode: what dropout draws must show.
+    training, block.training = block.training, True
     block._modules.update(stand_ins)
+    # The block's own width, for which the kernel is compiled then.
+    width = getattr(own["gate_proj"], "out_features", 64)
     try:
-        width = getattr(own["gate_proj"], "out_features", 64)  # for which the kernel is compiled then
         return _does_the_same(block.forward, lambda x: _Gate.apply(x, x.flip(-1)), [(3, width)], weight)
     finally:
         block._modules.update(own)
@@ -179,16 +181,21 @@ def _is_watched(module: nn.Module) -> bool:
 def _does_the_same(own: Function, ours: Function, shapes: list[tuple[int, ...]], weight: Tensor) -> bool:
     """Whether two functions have the same values and gradients: on random numbers, on large ones, which some models
     clamp, and on small ones, beside which a norm's epsilon shows."""
-    for scale in (1.0, 100.0, 0.01):
+    tolerance = Tolerance.KERNEL_FLOAT32 if weight.dtype == torch.float32 else Tolerance.KERNEL
+
+    def same(scale: float) -> bool:
         try:
             expected = _values(own, shapes, weight, scale)
-        except Exception:  # it takes other arguments: it is something else
+        except Exception:
+            # It takes other arguments: it is something else.
             return False
-        for index, value in enumerate(expected):
-            run = lambda index=index, value=value, scale=scale: (_values(ours, shapes, weight, scale)[index], value)  # noqa: E731
-            if not agrees(run, None, rounding=1e-4 if weight.dtype == torch.float32 else ROUNDING):
-                return False
-    return True
+        runs = (
+            lambda index=index, value=value: (_values(ours, shapes, weight, scale)[index], value)
+            for index, value in enumerate(expected)
+        )
+        return all(agrees(run, None, tolerance) for run in runs)
+
+    return all(map(same, (1.0, 100.0, 0.01)))
 
 
 def _values(function: Function, shapes: list[tuple[int, ...]], weight: Tensor, scale: float) -> list[Tensor]:
@@ -205,18 +212,20 @@ def _values(function: Function, shapes: list[tuple[int, ...]], weight: Tensor, s
 # -- rotations
 
 
-class _State:
-    users = 0  # contexts in which layers run the kernels, over all threads
+class _Here(threading.local):
+    """What holds for this thread."""
+
+    rotating = False  # it runs a model with the kernels
+    later: Later | None = None  # who rotates instead
 
 
-_state = _State()
-_here = threading.local()  # .rotating: this thread runs a model with the kernels; .later: who rotates instead
+_here = _Here()
 
 
 @contextmanager
 def rotating(later: Later | None = None) -> Iterator[None]:
     """This thread's models rotate by the kernel meanwhile; or not at all, where `later` is told by what."""
-    before = getattr(_here, "rotating", False), getattr(_here, "later", None)
+    before = _here.rotating, _here.later
     _here.rotating, _here.later = True, later
     try:
         yield
@@ -227,7 +236,7 @@ def rotating(later: Later | None = None) -> Iterator[None]:
 def _is_ours() -> bool:
     """Whether the call comes from a model that runs the kernels: in this thread, or in the one in which torch runs
     layers again for their gradients. A reward's model that runs beside, without gradients, keeps its own rotation."""
-    return getattr(_here, "rotating", False) or (_state.users > 0 and torch.is_grad_enabled())
+    return _here.rotating or (FusedLayers.users > 0 and torch.is_grad_enabled())
 
 
 def _replace_rotation(module: Any) -> bool:
@@ -235,22 +244,24 @@ def _replace_rotation(module: Any) -> bool:
     own = getattr(module, ROTATION, None)
     if own is None or hasattr(own, "rloom_kinds"):
         return own is not None
+    # Some take one tensor at a time.
     if list(inspect.signature(own).parameters)[:4] != ["q", "k", "cos", "sin"]:
-        return False  # some take one tensor at a time
-    kinds: dict[bool, bool] = {}  # whether all of a head is turned, or a part: does the kernel do the same?
+        return False
+    # Whether the kernel does the same, by whether all of a head is turned or a part.
+    kinds: dict[bool, bool] = {}
 
     def apply_rotary_pos_emb(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *args: Any, **kwargs: Any) -> Any:
         # First of all whether it is compiled, which must not see the rest.
         if torch.compiler.is_compiling() or args or kwargs or not _is_ours() or not _fits(q, k, cos):
             return own(q, k, cos, sin, *args, **kwargs)
         whole = cos.shape[-1] == q.shape[-1]
-        if whole not in kinds:  # with heads of this model, whose kernel is compiled then
+        # Tried with heads of this model, whose kernel is compiled then.
+        if whole not in kinds:
             kinds[whole] = _turns_the_same(own, q, k, cos)
         if not kinds[whole]:
             return own(q, k, cos, sin)
-        later = getattr(_here, "later", None)
-        if later is not None and whole:
-            later(cos, sin)
+        if _here.later is not None and whole:
+            _here.later(cos, sin)
             return q, k
         return _Turn.apply(q, k, cos, sin)
 
@@ -260,21 +271,22 @@ def _replace_rotation(module: Any) -> bool:
 
 
 def _turns_the_same(own: Function, q: Tensor, k: Tensor, cos: Tensor) -> bool:
-    """In a thread of its own: checkpointing, in which the first call may be, notes what this one's tensors save."""
+    """Whether the kernel rotates as a model's own function does.
+
+    Tried in a thread of its own: checkpointing, in which the first call may be, notes what this one's tensors save.
+    """
 
     def tried() -> bool:
+        generator = torch.Generator().manual_seed(1)
+        angles = [torch.randn((1, 5, cos.shape[-1]), generator=generator).to(cos.detach()) for _ in range(2)]
+        shapes: list[tuple[int, ...]] = [(1, x.shape[1], 5, x.shape[-1]) for x in (q, k)]
         with torch.cuda.device(q.device) if q.is_cuda else nullcontext():
-            return _try_to_turn(own, q.detach(), k.detach(), cos.detach())
+            return _does_the_same(
+                lambda q, k: own(q, k, *angles), lambda q, k: _Turn.apply(q, k, *angles), shapes, q.detach()
+            )
 
     with ThreadPoolExecutor(1) as thread:
         return thread.submit(tried).result()
-
-
-def _try_to_turn(own: Function, q: Tensor, k: Tensor, cos: Tensor) -> bool:
-    generator = torch.Generator().manual_seed(1)
-    angles = [torch.randn((1, 5, cos.shape[-1]), generator=generator).to(cos) for _ in range(2)]
-    shapes: list[tuple[int, ...]] = [(1, x.shape[1], 5, x.shape[-1]) for x in (q, k)]
-    return _does_the_same(lambda q, k: own(q, k, *angles), lambda q, k: _Turn.apply(q, k, *angles), shapes, q)
 
 
 def _fits(q: Tensor, k: Tensor, cos: Tensor) -> bool:

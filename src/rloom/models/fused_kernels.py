@@ -11,7 +11,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-PROGRAMS = 264  # of the norm's backward: each sums the weight's gradient over its own rows
+PROGRAMS = 264
+"""Of the norm's backward: each sums the weight's gradient over its own rows."""
 
 
 @triton.jit

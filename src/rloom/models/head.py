@@ -25,9 +25,10 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from rloom.models.fused import forwards_replaced
-from rloom.models.gpu import runs_kernels
+from rloom.models.triton_support import runs_kernels
 
-CHUNK_BYTES = 1 << 29  # of logits at a time
+CHUNK_BYTES = 1 << 29
+"""Of logits at a time."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,15 +43,17 @@ class LogitTransform:
     def of(cls, model: Any, temperature: float) -> LogitTransform:
         """As the model's config declares it: gemma's soft-cap, cohere's, granite's and Falcon-H1's scales.
 
-        What is declared by another name is found by `proof.check_head`.
+        What is declared by another name is found by `model_checks.check_head`.
         """
         config = model.config.get_text_config()
-        scale = 1.0
-        for name in ("logit_scale", "lm_head_multiplier"):
-            scale *= float(getattr(config, name, None) or 1.0)
-        scale /= float(getattr(config, "logits_scaling", None) or 1.0)
-        caps = [getattr(config, name, None) for name in ("final_logit_softcapping", "logits_soft_cap")]
-        return cls(scale=scale, softcap=next(filter(None, caps), None), temperature=temperature)
+
+        def declared(name: str) -> float | None:
+            return getattr(config, name, None)
+
+        scale = float(declared("logit_scale") or 1.0) * float(declared("lm_head_multiplier") or 1.0)
+        scale /= float(declared("logits_scaling") or 1.0)
+        softcap = declared("final_logit_softcapping") or declared("logits_soft_cap")
+        return cls(scale=scale, softcap=softcap or None, temperature=temperature)
 
     def apply(self, logits: Tensor) -> Tensor:
         """Transformed logits in float32."""
@@ -94,7 +97,8 @@ def run_head(
     def logits(part: Tensor) -> Tensor:
         return transform.apply(forward(part))
 
-    own = getattr(forward, "__func__", None) is nn.Linear.forward  # not one that somebody has put in its place
+    # Not a forward that somebody has put in its place.
+    own = getattr(forward, "__func__", None) is nn.Linear.forward
     if type(head) is nn.Linear and own and head.weight.is_floating_point():
         dtype = head.weight.dtype
         if torch.is_autocast_enabled(hidden.device.type):
@@ -102,15 +106,13 @@ def run_head(
         bias = None if head.bias is None else head.bias.to(dtype)
         keep = keep and torch.is_grad_enabled()
         logprobs, entropy = _LinearHead.apply(hidden.to(dtype), head.weight.to(dtype), bias, targets, transform, keep)
-    else:  # an adapter on the head, a quantized head: recomputed through the module itself
-        logprobs, entropy = _through_module(logits, hidden, targets, _num_logits(head), keep)
-    entropy = entropy.clamp(min=0.0)  # of a distribution that is all but certain, rounding may leave less
+    else:
+        # An adapter on the head, or a quantized head: recomputed through the module itself.
+        num_logits = int(getattr(head, "out_features", None) or head.weight.shape[0])  # type: ignore[index]
+        logprobs, entropy = _through_module(logits, hidden, targets, num_logits, keep)
+    # Of a distribution that is all but certain, rounding may leave less than 0.
+    entropy = entropy.clamp(min=0.0)
     return HeadOutput(logprobs=logprobs, entropy=entropy, hidden=hidden, logits=logits)
-
-
-def _num_logits(head: nn.Module) -> int:
-    size = getattr(head, "out_features", None)
-    return int(size if size else head.weight.shape[0])  # type: ignore[index]
 
 
 def rows_at_a_time(num_logits: int, dtype: torch.dtype = torch.float32) -> int:
@@ -172,7 +174,8 @@ class _LinearHead(torch.autograd.Function):
         size = max(1, len(hidden)) if keep else rows_at_a_time(weight.shape[0], weight.dtype)
         logits = None
         for start in range(0, len(hidden), size):
-            part, logits = slice(start, start + size), None  # before the next chunk is there
+            # Let go of these logits before the next are there.
+            part, logits = slice(start, start + size), None
             logits = F.linear(hidden[part], weight, bias)
             logprobs[part], entropy[part], normalizer[part] = row_stats(logits, targets[part], transform)
         ctx.save_for_backward(hidden, weight, bias, targets, normalizer)
@@ -188,7 +191,8 @@ class _LinearHead(torch.autograd.Function):
         grad_hidden = torch.empty_like(hidden) if need_hidden else None
         grad_weight = torch.zeros_like(weight, dtype=torch.float32) if need_weight else None
         grad_bias = torch.zeros_like(bias, dtype=torch.float32) if need_bias else None
-        kept, ctx.logits = ctx.logits, None  # their gradient is written over them: they serve once
+        # Their gradient is written over them: kept logits serve once.
+        kept, ctx.logits = ctx.logits, None
         size = rows_at_a_time(weight.shape[0], weight.dtype) if kept is None else len(hidden)
         for start in range(0, len(hidden), size):
             part = slice(start, start + size)
@@ -200,7 +204,8 @@ class _LinearHead(torch.autograd.Function):
                 _add_product(grad_weight, dz, hidden[part])
             if grad_bias is not None:
                 grad_bias += dz.float().sum(0)
-            del logits, dz  # before the next chunk is there
+            # Before the next chunk is there.
+            del logits, dz
         return grad_hidden, _as(grad_weight, ctx.grad_dtype), _as(grad_bias, ctx.grad_dtype), None, None, None
 
 

@@ -1,14 +1,17 @@
-"""Triton kernels for what torch would do in many passes over memory. CUDA only; each has a plain twin that tests hold
-it against (`head.py`, `precision.py`)."""
+"""Triton kernels of the head and of AdamW, for what torch would do in many passes over memory. CUDA only; each has a
+plain twin that tests hold it against (`head.py`, `optimizers.py`)."""
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+
+if TYPE_CHECKING:
+    from rloom.models.head import LogitTransform
 
 
 @triton.jit
@@ -69,16 +72,16 @@ def _row_grads(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _adamw_split(  # type: ignore[no-untyped-def]
-    weight, rest, grad, exp_avg, exp_avg_sq, skip, count, decay, beta1, beta2, step_size, correction, eps,
+    weight, low_bits, grad, exp_avg, exp_avg_sq, skip, count, decay, beta1, beta2, step_size, correction, eps,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """AdamW on the float32 word whose upper half, rounded, is the weight and whose rest is kept beside it. Nothing is
+    """AdamW on the float32 word whose upper half, rounded, is the weight and whose low bits lie beside it. Nothing is
     changed where `skip` is set."""
     offset = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = offset < count
     inside = inside & (tl.full([BLOCK], 0.0, tl.float32) + tl.load(skip) == 0.0)
     upper = tl.load(weight + offset, mask=inside, other=0).to(tl.int32)
-    lower = tl.load(rest + offset, mask=inside, other=0).to(tl.int32)
+    lower = tl.load(low_bits + offset, mask=inside, other=0).to(tl.int32)
     value = ((upper << 16) + lower).to(tl.float32, bitcast=True)
     g = tl.load(grad + offset, mask=inside, other=0.0)
     m = tl.load(exp_avg + offset, mask=inside, other=0.0)
@@ -90,12 +93,12 @@ def _adamw_split(  # type: ignore[no-untyped-def]
     bits = value.to(tl.int32, bitcast=True)
     upper = (bits + 0x8000) >> 16
     tl.store(weight + offset, upper.to(tl.int16), mask=inside)
-    tl.store(rest + offset, (bits - (upper << 16)).to(tl.int16), mask=inside)
+    tl.store(low_bits + offset, (bits - (upper << 16)).to(tl.int16), mask=inside)
     tl.store(exp_avg + offset, m, mask=inside)
     tl.store(exp_avg_sq + offset, v, mask=inside)
 
 
-def row_stats(logits: Tensor, targets: Tensor, transform: Any) -> tuple[Tensor, Tensor, Tensor]:
+def row_stats(logits: Tensor, targets: Tensor, transform: LogitTransform) -> tuple[Tensor, Tensor, Tensor]:
     """Log-probabilities, entropies and log-sum-exps, (N,) each, of contiguous logits (N, V), in one pass."""
     count, width = logits.shape
     outputs = [torch.empty(count, dtype=torch.float32, device=logits.device) for _ in range(3)]
@@ -106,7 +109,7 @@ def row_stats(logits: Tensor, targets: Tensor, transform: Any) -> tuple[Tensor, 
     return outputs[0], outputs[1], outputs[2]
 
 
-def row_grads(logits: Tensor, targets: Tensor, normalizer: Tensor, grads: Tensor, transform: Any) -> Tensor:
+def row_grads(logits: Tensor, targets: Tensor, normalizer: Tensor, grads: Tensor, transform: LogitTransform) -> Tensor:
     """The gradient of Σ grads·log-probabilities with respect to the raw logits, in their place."""
     count, width = logits.shape
     options = (transform.scale, transform.softcap or 1.0, transform.temperature)
@@ -127,7 +130,7 @@ def row_grads(logits: Tensor, targets: Tensor, normalizer: Tensor, grads: Tensor
 def adamw_split(
     weight: Tensor, state: dict[str, Any], grad: Tensor, group: dict[str, Any], step: int, skip: Tensor
 ) -> None:
-    """One AdamW step of a contiguous bfloat16 weight with its rest, in one kernel; none where `skip` (1,) is not 0."""
+    """One AdamW step of a contiguous bfloat16 weight with its low bits, in one kernel; none if `skip` (1,) is not 0."""
     beta1, beta2 = group["betas"]
     lr = float(group["lr"])
     count = weight.numel()

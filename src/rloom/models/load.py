@@ -1,4 +1,5 @@
-"""Loading the policy and its tokenizer, as TRL does: by name or path, or taken as given; LoRA on top."""
+"""Loading the policy and its tokenizer, as TRL does: by name or path, or taken as given, with LoRA on top; and what can
+be asked of a loaded model. (What users call to load a model is `quick_load.py`.)"""
 
 from __future__ import annotations
 
@@ -13,13 +14,14 @@ from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
     AutoProcessor,
+    PretrainedConfig,
     PreTrainedTokenizerBase,
     ProcessorMixin,
 )
 
 from rloom.errors import ConfigError, needs_extra
 from rloom.models.adapters import keep_differentiable
-from rloom.models.cpu import make_bfloat16_safe
+from rloom.models.cpu_bfloat16 import make_bfloat16_safe
 from rloom.printable import get_logger
 
 logger = get_logger(__name__)
@@ -55,31 +57,37 @@ def load_policy(
             if value is not None:
                 logger.warning("`%s` has no effect: the model is already instantiated", name)
         return model
-    kwargs = dict(init_kwargs or {})
+    kwargs = {"trust_remote_code": trust_remote_code, **(init_kwargs or {})}
     if quantization_config is not None:
         if "quantization_config" in kwargs:
             raise ConfigError("`quantization_config` is given twice: as an argument and in `model_init_kwargs`")
         kwargs["quantization_config"] = quantization_config
     if device is not None and kwargs.get("quantization_config") is not None:
         kwargs.setdefault("device_map", {"": device})
-    kwargs.setdefault("trust_remote_code", trust_remote_code)
     return load_model(model, **kwargs)
 
 
 def load_model(name: str, **kwargs: Any) -> Any:
     """`from_pretrained` with the architecture that the checkpoint names, in float32 unless told otherwise."""
     kwargs["dtype"] = _dtype(kwargs.get("dtype", "float32"))
+    # Products in bfloat16 may run on this CPU; "auto" may turn out to be bfloat16.
     if kwargs["dtype"] not in (torch.float32, torch.float16) and not torch.cuda.is_available():
-        make_bfloat16_safe()  # its products may run here; "auto" may turn out to be bfloat16
+        make_bfloat16_safe()
+    names = load_config(name, kwargs).architectures or [""]
+    architecture = getattr(transformers, names[0], None) or AutoModelForCausalLM
+    return architecture.from_pretrained(name, **kwargs)
+
+
+def load_config(name: str, kwargs: dict[str, Any]) -> PretrainedConfig:
+    """The config of a checkpoint that is loaded with these arguments."""
     own = {key: kwargs[key] for key in ("trust_remote_code", "revision") if key in kwargs}
     try:
-        config = AutoConfig.from_pretrained(name, **own)
-    except OSError as error:  # its own words do not always say which model
+        return AutoConfig.from_pretrained(name, **own)
+    except OSError as error:
+        # The library's own words do not always say which model.
         raise OSError(
             f"the model {name!r} cannot be loaded, from a folder of that name or from the hub: {error}"
         ) from error
-    architecture = getattr(transformers, (config.architectures or [""])[0], None) or AutoModelForCausalLM
-    return architecture.from_pretrained(name, **kwargs)
 
 
 def load_for_inference(name: str, **kwargs: Any) -> Any:
@@ -134,14 +142,13 @@ def agree_on_tokens(
     Every end token that the model's generation config declares counts (an end-of-turn token, say), the tokenizer's
     own and, for chat prompts, the special token with which the chat template (a processor has its own) ends a reply.
     """
+    config = model.config.get_text_config()
+    _check_stops(extra_stops, config)
     declared = getattr(model.generation_config, "eos_token_id", None)
-    ends = [] if declared is None else [declared] if isinstance(declared, int) else list(declared)
-    if tokenizer.eos_token_id is not None and tokenizer.eos_token_id not in ends:
-        ends = [tokenizer.eos_token_id, *ends]
-    _check_stops(extra_stops, model.config.get_text_config())
-    for stop in (*extra_stops, end_of_turn(tokenizer, template) if chat else None):
-        if stop is not None and stop not in ends:
-            ends.append(stop)
+    declared = [declared] if isinstance(declared, int) else list(declared or ())
+    own = [] if tokenizer.eos_token_id in declared else [tokenizer.eos_token_id]
+    found = [*own, *declared, *extra_stops, end_of_turn(tokenizer, template) if chat else None]
+    ends = [token for token in dict.fromkeys(found) if token is not None]
     if not ends:
         raise ConfigError(
             "neither the tokenizer nor the model's generation config has an end-of-sequence token, so no completion "
@@ -149,13 +156,12 @@ def agree_on_tokens(
         )
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token_id = ends[0]
-    model.config.get_text_config().pad_token_id = tokenizer.pad_token_id
-    model.generation_config.pad_token_id = tokenizer.pad_token_id
+    config.pad_token_id = model.generation_config.pad_token_id = tokenizer.pad_token_id
     return ends
 
 
-def _check_stops(stops: Sequence[int], config: Any) -> None:
-    """A token that the model does not have would never end anything."""
+def _check_stops(stops: Sequence[int], config: PretrainedConfig) -> None:
+    """Refuse a token that the model does not have: it would never end anything."""
     for stop in stops:
         if not 0 <= stop < config.vocab_size:
             raise ConfigError(
@@ -167,18 +173,20 @@ def end_of_turn(tokenizer: Any, template: str | None = None) -> int | None:
     """The special token that the chat template puts right after a reply, if it puts one."""
     if template is None and getattr(tokenizer, "chat_template", None) is None:
         return None
-    mark = "5f3a9"  # something that no template contains
+    # Something that no template contains.
+    mark = "5f3a9"
     text = _rendered(tokenizer, template, ["a", mark])
-    if mark not in text:  # templates of vision-language models may know contents in parts only
+    # Templates of vision-language models may know contents in parts only.
+    if mark not in text:
         text = _rendered(tokenizer, template, [[{"type": "text", "text": content}] for content in ("a", mark)])
-    if mark not in text:  # a template may refuse such a conversation; then it has nothing to say about ends
-        return None
-    rest = text.rsplit(mark, 1)[-1].lstrip()
-    ids = tokenizer(rest, add_special_tokens=False)["input_ids"] if rest else []
+    # A template may refuse such a conversation; then nothing is found behind the mark.
+    after = text.rpartition(mark)[2].lstrip() if mark in text else ""
+    ids = tokenizer(after, add_special_tokens=False)["input_ids"] if after else []
     return ids[0] if ids and ids[0] in tokenizer.all_special_ids else None
 
 
 def _rendered(tokenizer: Any, template: str | None, contents: list[Any]) -> str:
+    """A user's turn and a reply as the chat template writes them; nothing if it refuses them."""
     turns = [{"role": role, "content": content} for role, content in zip(("user", "assistant"), contents, strict=True)]
     try:
         return tokenizer.apply_chat_template(turns, tokenize=False, chat_template=template)
@@ -214,7 +222,7 @@ def context_length(model: Any) -> int | None:
 
 def max_seq_length(model: Any) -> int | None:
     """The limit on prompt and completion that the model was loaded with; it may stand on a model inside."""
-    for module in (model, getattr(model, "base_model", None), model.get_base_model() if is_peft_model(model) else None):
+    for module in (model, getattr(model, "base_model", None), base_of(model)):
         value = getattr(module, "max_seq_length", None)
         if isinstance(value, int) and value > 0:
             return value
@@ -226,8 +234,9 @@ def wrap_peft(model: Any, peft_config: Any, *, gradient_checkpointing: bool) -> 
     keep_differentiable(model)
     if peft_config is not None:
         model = _new_adapter(model, peft_config)
+    # Else checkpointed blocks behind frozen embeddings would get no gradient.
     if is_peft_model(model) and gradient_checkpointing:
-        model.enable_input_require_grads()  # or checkpointed blocks behind frozen embeddings get no gradient
+        model.enable_input_require_grads()
     return model
 
 
@@ -235,7 +244,7 @@ def _new_adapter(model: Any, peft_config: Any) -> Any:
     try:
         from peft import PeftConfig, get_peft_model
     except ImportError as error:
-        raise ImportError("`peft_config` needs the package peft: pip install 'rloom[peft]'") from error
+        raise needs_extra("`peft_config`", "peft", "peft") from error
     if not isinstance(peft_config, PeftConfig):
         raise TypeError(f"`peft_config` must be a `peft.PeftConfig`, got {type(peft_config).__name__}.")
     if is_peft_model(model):

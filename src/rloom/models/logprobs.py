@@ -5,17 +5,16 @@ They are of softmax(logits / temperature) over the whole vocabulary, whatever to
 
 from __future__ import annotations
 
-import inspect
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from rloom.data.model_inputs import fitted_to
 from rloom.models.head import HeadOutput, LogitTransform, captured_head
-from rloom.models.load import is_peft_model
+from rloom.models.load import base_of
 from rloom.models.positions import image_positions, rope_index_of
+from rloom.models.verify import accepted_by
 from rloom.types import MicroBatch, PackedRow
 
 
@@ -30,12 +29,12 @@ class TokenStats:
 
 
 class Forward:
-    """How to run one model on micro-batches. Reads the model's habits once."""
+    """How to run one model on micro-batches. What its forward accepts and does to logits is looked up once."""
 
     def __init__(self, model: Any, temperature: float, *, keep_logits: bool = False) -> None:
         self.keep_logits = keep_logits
-        self.base = model.get_base_model() if is_peft_model(model) else model
-        self.accepts = frozenset(inspect.signature(self.base.forward).parameters)
+        self.base = base_of(model)
+        self.accepts = accepted_by(self.base)
         self.rope_index = rope_index_of(self.base)
         self.transform = LogitTransform.of(self.base, temperature)
 
@@ -57,6 +56,7 @@ class Forward:
         )
 
     def _packed(self, batch: MicroBatch, row: PackedRow) -> tuple[dict[str, Any], Tensor | None]:
+        """Inputs of a packed row, and which hidden states predict completion tokens; None: all that reach the head."""
         inputs: dict[str, Any] = {"input_ids": row.input_ids, "position_ids": row.position_ids}
         if batch.prompt_inputs:
             inputs |= fitted_to(self.base, batch.prompt_inputs)
@@ -67,13 +67,13 @@ class Forward:
         return inputs, row.source
 
     def _padded(self, batch: MicroBatch) -> tuple[dict[str, Any], Tensor]:
-        """The hidden states that predict completion tokens: those from the last prompt token on, but the last."""
+        """Inputs of padded rows, and which hidden states predict completion tokens: those from the last prompt token
+        on, but the last."""
         assert batch.input_ids is not None
-        rows, length = batch.input_ids.shape
-        width = batch.completion_mask.shape[1]
+        assert batch.places is not None
+        length, width = batch.input_ids.shape[1], batch.width
         keep = width + 1 if "logits_to_keep" in self.accepts else length
-        starts = torch.arange(rows, device=batch.input_ids.device).unsqueeze(1) * keep + (keep - width - 1)
-        where = starts + torch.arange(width, device=batch.input_ids.device)  # (B, C)
+        source = batch.places // width * keep + (keep - width - 1) + batch.places % width
         inputs: dict[str, Any] = {"input_ids": batch.input_ids, "attention_mask": batch.attention_mask}
         inputs |= fitted_to(self.base, batch.prompt_inputs)
         # Where images have positions in several dimensions, the model alone can count them.
@@ -81,4 +81,4 @@ class Forward:
             inputs["position_ids"] = batch.position_ids
         if "logits_to_keep" in self.accepts:
             inputs["logits_to_keep"] = keep
-        return inputs, where.flatten()[batch.flat]
+        return inputs, source

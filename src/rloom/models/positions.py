@@ -1,5 +1,5 @@
-"""Positions: in several dimensions, where a model counts those of images so (completions go on after the largest), and
-how far they may go."""
+"""Positions of tokens: how far they may go, and those in several dimensions, which some models give to images.
+Completions go on after the largest position of their prompt."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from rloom.types import MicroBatch, PackedRow
 
 
 def rope_index_of(model: Any) -> Callable[..., Any] | None:
-    """What counts a model's positions in several dimensions, where it has such."""
+    """The function that counts a model's positions in several dimensions; None for a model without such."""
     owners = (model, getattr(model, "model", None))
     return next(filter(None, (getattr(owner, "get_rope_index", None) for owner in owners)), None)
 
 
 def prompt_positions(rope_index: Callable[..., Any], token_ids: list[int], inputs: Mapping[str, Tensor]) -> Tensor:
-    """Of a prompt with images, as its model counts them. (3, 1, P)"""
+    """The positions of a prompt with images as its model counts them, (3, 1, P)."""
     ids = torch.tensor([token_ids])
     known = {name: value for name, value in inputs.items() if not name.startswith("pixel_values")}
     positions, _ = rope_index(input_ids=ids, attention_mask=torch.ones_like(ids), **known)
@@ -28,8 +28,8 @@ def prompt_positions(rope_index: Callable[..., Any], token_ids: list[int], input
 
 
 def image_positions(rope_index: Callable[..., Any], batch: MicroBatch, row: PackedRow) -> Tensor:
-    """Positions in several dimensions, of prompts with images: the model counts each prompt's, and completions go on
-    after the largest of them. (3, 1, T)"""
+    """Positions of a packed row with images, (3, 1, T): the model counts each prompt's, and its completions go on after
+    the largest of them."""
     prompts, completions = [], []
     for block, first in zip(row.blocks, batch.first_rows(), strict=True):
         rollout = batch.rollout
@@ -41,7 +41,7 @@ def image_positions(rope_index: Callable[..., Any], batch: MicroBatch, row: Pack
 
 
 def position_limit(model: Any) -> int | None:
-    """Positions up to which rows of a batch do not influence each other, or that there are at all; None: no such limit.
+    """How many positions there are, or up to which rows of a batch do not influence each other; None: no such limit.
 
     With dynamic and long RoPE the longest row of a batch decides the frequencies of all.
     """

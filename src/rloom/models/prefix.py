@@ -13,12 +13,13 @@ import torch
 from torch import Tensor
 
 from rloom.data.transfer import upload
-from rloom.models.gpu import runs_kernels
+from rloom.models.triton_support import runs_kernels
 from rloom.types import PackedRow
 
 T = TypeVar("T")
 
-WIDEST = 256  # dimensions of a head that the kernels' tiles hold
+WIDEST = 256
+"""Dimensions of a head that the kernels' tiles hold."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,8 +49,22 @@ class Tiles:
             size=size,
             table=upload(torch.tensor([*prompts, *others], dtype=torch.int32), device),
             positions=row.position_ids[0].to(torch.int32),
-            longest=max(block.prompt + max(block.completions, default=0) for block in row.blocks),
+            longest=longest_sequence(row),
         )
+
+
+def longest_sequence(row: PackedRow) -> int:
+    """Tokens of the longest prompt and completion together."""
+    return max(block.prompt + max(block.completions, default=0) for block in row.blocks)
+
+
+def effective_window(window: int | None, longest: int) -> int | None:
+    """The attention window, if the longest sequence is long enough for it to hide something; else None.
+
+    >>> effective_window(100, longest=101), effective_window(100, longest=100), effective_window(None, longest=9)
+    (100, None, None)
+    """
+    return window if window and window < longest else None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -147,7 +162,8 @@ def prefix_grads(
     how = launch(q, v)
     repeat = heads // k.shape[1]
     dq, delta = torch.empty((count, heads, q.shape[-1]), dtype=q.dtype, device=q.device), torch.empty_like(lse)
-    each = q.dtype if repeat == 1 else torch.float32  # one per query head, summed below
+    # One gradient per query head; those of a key head are summed below.
+    each = q.dtype if repeat == 1 else torch.float32
     dk = torch.empty((count, heads, k.shape[-1]), dtype=each, device=q.device)
     dv = torch.empty((count, heads, v.shape[-1]), dtype=each, device=q.device)
     grid, constants = (heads, len(tiles.table)), _constants(q, k, v, tiles, options)
@@ -192,13 +208,9 @@ def _constants(q: Tensor, k: Tensor, v: Tensor, tiles: Tiles, options: Options) 
     d, e = q.shape[-1], v.shape[-1]
     return {
         "HEADS": q.shape[1], "REPEAT": q.shape[1] // k.shape[1], "D": d, "BD": _power(d), "E": e, "BE": _power(e),
-        "TILE": tiles.size, "BY_WINDOW": _felt(options.window, tiles), "CAPPED": options.softcap is not None,
+        "TILE": tiles.size, "BY_WINDOW": effective_window(options.window, tiles.longest) is not None,
+        "CAPPED": options.softcap is not None,
     }  # fmt: skip
-
-
-def _felt(window: int | None, tiles: Tiles) -> bool:
-    """Whether any sequence is long enough for a window to hide something."""
-    return bool(window) and window < tiles.longest  # type: ignore[operator]
 
 
 def _power(width: int) -> int:

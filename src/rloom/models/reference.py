@@ -4,75 +4,66 @@ from __future__ import annotations
 
 import copy
 import functools
-from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager, nullcontext
-from typing import Any, Protocol
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from typing import Any
 
 from torch import Tensor, nn
 
-from rloom.models.following import FollowingWeights
 from rloom.models.load import is_peft_model
-from rloom.models.precision import Value, as_they_are
+from rloom.models.low_bits import Value, as_they_are
+from rloom.models.moving_average import MovingAverage
 
 REF_ADAPTER = "rloom_reference"
 
 
-class Reference(Protocol):
-    """A model to compare the policy with. `use(policy)` yields the module to run, in evaluation mode."""
+class Reference:
+    """A model to compare the policy with, in evaluation mode. Those that follow the policy can be synced with it."""
 
-    def use(self, policy: Any) -> Any:
-        """A context manager that yields the module to call."""
-        ...
+    weights: MovingAverage
 
-    def use_head(self, policy: Any) -> Any:
-        """The same where its output layer alone is called."""
-        ...
+    def use(self, policy: Any, *, head_only: bool = False) -> AbstractContextManager[Any]:
+        """A context manager that yields the module to call; with `head_only` its output layer alone may be called."""
+        raise NotImplementedError
 
-    def staying(self) -> Any:
+    def staying(self) -> AbstractContextManager[None]:
         """A context manager: what comes to the device meanwhile stays until its end, however often it is used."""
-        ...
+        return nullcontext()
 
     def sync(self, policy: Any, alpha: float, value: Value = as_they_are) -> None:
         """reference ← α·policy + (1−α)·reference; `value` tells what the policy's parameters stand for."""
-        ...
+        raise NotImplementedError
 
-    def begin_with(self, policy: Any, rests: Mapping[Tensor, Tensor]) -> None:
-        """Begin with the bits that the policy's weights drop."""
-        ...
+    def begin_with(self, policy: Any, low_bits: Mapping[Tensor, Tensor]) -> None:
+        """Begin with the low bits of the policy's weights. An adapter's weights have none."""
 
     def state_dict(self) -> dict[str, Tensor]:
-        """The weights, for a checkpoint."""
-        ...
+        """The parameters by name, for a checkpoint (buffers never change)."""
+        return self.weights.state_dict()
 
     def load_state_dict(self, state: dict[str, Tensor]) -> None:
-        """The weights, from a checkpoint."""
-        ...
+        """Copy the parameters in, from a checkpoint."""
+        self.weights.load_state_dict(state)
 
 
-class FrozenReference:
-    """A model of its own, never trained. One that `follows` can be synced."""
+class FrozenReference(Reference):
+    """A model of its own, never trained. With `offload` it lies in the host's memory while it is not used."""
 
     def __init__(self, model: nn.Module, *, offload: bool = False, follows: bool = False) -> None:
         self.model = model.eval().requires_grad_(False)
         self.offload = offload
         if offload:
             self.model.to("cpu")
-        self.weights = FollowingWeights(dict(self.model.named_parameters()), moves=follows)
+        self.weights = MovingAverage(dict(self.model.named_parameters()), moves=follows)
         self._stays = False
-        self._home: dict[int, tuple[Tensor, Tensor]] = {}  # of what is on the device meanwhile: it, and its host's data
+        # What is on the device meanwhile, by id: the tensor, and its data in the host's memory.
+        self._home: dict[int, tuple[Tensor, Tensor]] = {}
 
     @contextmanager
-    def use(self, policy: Any) -> Iterator[Any]:
+    def use(self, policy: Any, *, head_only: bool = False) -> Iterator[Any]:
         """Yields the copy; one that is kept in the host's memory comes to the device meanwhile."""
         with self.staying():
-            self._bring(self.model, policy)
-            yield self.model
-
-    @contextmanager
-    def use_head(self, policy: Any) -> Iterator[Any]:
-        """Yields the copy, of which the output layer alone has come."""
-        with self.staying():
-            self._bring(self.model.get_output_embeddings(), policy)  # type: ignore[operator]
+            self._bring(self.model.get_output_embeddings() if head_only else self.model, policy)  # type: ignore[operator]
             yield self.model
 
     @contextmanager
@@ -84,42 +75,29 @@ class FrozenReference:
         finally:
             if outermost:
                 self._stays = False
-                self._go_home()
+                # Nothing was changed: the device's copies are let go rather than copied back.
+                for tensor, data in self._home.values():
+                    tensor.data = data
+                self._home = {}
 
     def _bring(self, module: nn.Module, policy: Any) -> None:
-        if not self.offload:
-            return
         device = next(policy.parameters()).device
-        for tensor in (*module.parameters(), *module.buffers()):
+        for tensor in (*module.parameters(), *module.buffers()) if self.offload else ():
             if id(tensor) not in self._home:
                 self._home[id(tensor)] = (tensor, tensor.data)
                 tensor.data = tensor.data.to(device, non_blocking=True)
-
-    def _go_home(self) -> None:
-        """Nothing was changed: let go of the device's copies rather than copy them back."""
-        for tensor, data in self._home.values():
-            tensor.data = data
-        self._home = {}
 
     def sync(self, policy: Any, alpha: float, value: Value = as_they_are) -> None:
         """Move the copy towards the policy."""
         self.weights.move(policy.parameters(), alpha, value)
 
-    def begin_with(self, policy: Any, rests: Mapping[Tensor, Tensor]) -> None:
-        """Begin with the bits that the policy's weights drop, of which this is a copy."""
-        self.weights.begin_with([rests.get(p) for p in policy.parameters()])
-
-    def state_dict(self) -> dict[str, Tensor]:
-        """All parameters by name (buffers never change)."""
-        return self.weights.state_dict()
-
-    def load_state_dict(self, state: dict[str, Tensor]) -> None:
-        """Copy the parameters in."""
-        self.weights.load_state_dict(state)
+    def begin_with(self, policy: Any, low_bits: Mapping[Tensor, Tensor]) -> None:
+        """Begin with the low bits of the policy's weights, of which this is a copy."""
+        self.weights.begin_with([low_bits.get(p) for p in policy.parameters()])
 
 
-class AdapterReference:
-    """The policy itself, with its adapters off or a frozen copy of the adapter on. One that `follows` can be synced.
+class AdapterReference(Reference):
+    """The policy itself, with its adapters off or a frozen copy of the adapter on.
 
     What is trained but no adapter's own (biases with peft's `bias=`, or what else a user chose of the base model) would
     be the policy's under any adapter: it is kept as it was given (`shared`), and put in its place meanwhile.
@@ -129,47 +107,34 @@ class AdapterReference:
         self.adapter = adapter
         self.shared = {name: parameter.detach().clone() for name, parameter in _shared_parameters(policy).items()}
         frozen = {} if adapter is None else _parameters_of(policy, adapter)
-        self.weights = FollowingWeights(frozen | self.shared, moves=follows)
+        self.weights = MovingAverage(frozen | self.shared, moves=follows)
 
     @contextmanager
-    def use(self, policy: Any) -> Iterator[Any]:
+    def use(self, policy: Any, *, head_only: bool = False) -> Iterator[Any]:
         """Yields the policy itself, with its adapters switched."""
+        trained = [(policy.get_parameter(name), kept) for name, kept in self.shared.items()]
+        # DeepSpeed places and casts the policy only when training begins: hence `to`.
+        shared = [(parameter, "data", kept.to(parameter)) for parameter, kept in trained]
         # The shared ones first: with an adapter off, some kinds have no place for theirs.
-        with _trainable_as_before(policy), self._shared_in_place(policy), self._switched(policy):
+        with _trainable_as_before(policy), _attributes_set(shared), self._switched(policy):
             yield policy
-
-    use_head = use
-
-    def staying(self) -> Any:
-        """It is the policy's own: there is nothing to bring."""
-        return nullcontext()
 
     @contextmanager
     def _switched(self, policy: Any) -> Iterator[None]:
+        active = policy.active_adapter
         if self.adapter is None:
+            config = policy.peft_config[active]
             with ExitStack() as off:
-                with _without_biases(policy.peft_config[policy.active_adapter]):  # it would warn: ours are in place
+                # peft would warn of biases that stay trained: ours are in place.
+                with _attributes_set([(config, "bias", "none")] if hasattr(config, "bias") else []):
                     off.enter_context(policy.disable_adapter())
                 yield
             return
-        active = policy.active_adapter
         policy.set_adapter(self.adapter)
         try:
             yield
         finally:
             policy.set_adapter(active)
-
-    @contextmanager
-    def _shared_in_place(self, policy: Any) -> Iterator[None]:
-        trained = [(policy.get_parameter(name), kept) for name, kept in self.shared.items()]
-        home = [parameter.data for parameter, _ in trained]
-        for parameter, kept in trained:
-            parameter.data = kept.to(parameter)  # DeepSpeed places and casts the policy only when training begins
-        try:
-            yield
-        finally:
-            for (parameter, _), data in zip(trained, home, strict=True):
-                parameter.data = data
 
     def sync(self, policy: Any, alpha: float, value: Value = as_they_are) -> None:
         """Move the frozen adapter towards the trained one, and what they share with it."""
@@ -177,16 +142,9 @@ class AdapterReference:
         twins = (policy.get_parameter(_renamed(name, REF_ADAPTER, trained)) for name in self.weights.weights)
         self.weights.move(twins, alpha, value)
 
-    def begin_with(self, policy: Any, rests: Mapping[Tensor, Tensor]) -> None:
-        """An adapter's weights drop no bits."""
-
-    def state_dict(self) -> dict[str, Tensor]:
-        """The frozen adapter's parameters by name, and the shared ones."""
-        return self.weights.state_dict()
-
     def load_state_dict(self, state: dict[str, Tensor]) -> None:
         """Copy the parameters in. Older checkpoints have no shared ones: these stay as they were given."""
-        self.weights.load_state_dict({**self.shared, **state})
+        super().load_state_dict({**self.shared, **state})
 
 
 def make_reference(
@@ -220,56 +178,54 @@ def _is_taken_from_base(policy: Any) -> bool:
 
 
 def _copy_active_adapter(policy: Any) -> None:
+    """Add a frozen copy of the policy's adapter. One that an earlier trainer added is replaced."""
     active = policy.active_adapter
-    if REF_ADAPTER in policy.peft_config:  # an earlier trainer's
+    if REF_ADAPTER in policy.peft_config:
         policy.delete_adapter(REF_ADAPTER)
     config = copy.copy(policy.peft_config[active])
+    # peft allows only one adapter that trains biases, since they are not its own.
     if hasattr(config, "bias"):
-        config.bias = "none"  # peft allows only one adapter that trains biases, since they are not its own
+        config.bias = "none"
+    # Others than the usual weights would be taken out of the base weights a second time.
     if hasattr(config, "init_lora_weights"):
-        config.init_lora_weights = True  # others would take their part out of the base weights a second time
+        config.init_lora_weights = True
     policy.add_adapter(REF_ADAPTER, config)
+    policy.set_adapter(active)
     for name, frozen in _parameters_of(policy, REF_ADAPTER).items():
         # peft makes every new adapter float32; the copy of a bfloat16 one has to compute as that does.
         frozen.data = policy.get_parameter(_renamed(name, REF_ADAPTER, active)).detach().clone()
-    policy.set_adapter(active)
-    for frozen in _parameters_of(policy, REF_ADAPTER).values():
         frozen.requires_grad_(False)
 
 
 @contextmanager
-def _without_biases(config: Any) -> Iterator[None]:
-    """An adapter's config as if it trained no biases, for a while."""
-    before = getattr(config, "bias", "none")
-    if before != "none":
-        config.bias = "none"
+def _attributes_set(changes: Sequence[tuple[Any, str, Any]]) -> Iterator[None]:
+    """Objects with other values of some attributes, for a while: (object, name, value) each."""
+    before = [(owner, name, getattr(owner, name)) for owner, name, _ in changes]
+    for owner, name, value in changes:
+        setattr(owner, name, value)
     try:
         yield
     finally:
-        if before != "none":
-            config.bias = before
+        for owner, name, value in before:
+            setattr(owner, name, value)
 
 
-@contextmanager
-def _trainable_as_before(policy: Any) -> Iterator[None]:
-    """Undo what peft does to `requires_grad`: it makes all of an adapter trainable that it activates, and freezes the
-    rest when it adds one, whatever a user chose. Where all is frozen (an adapter loaded without `is_trainable`) nobody
-    chose what to train, and the adapter is."""
-    before = [(parameter, parameter.requires_grad) for parameter in policy.parameters()]
-    if not any(trainable for _, trainable in before):
-        before = []
-    try:
-        yield
-    finally:
-        for parameter, trainable in before:
-            parameter.requires_grad_(trainable)
+def _trainable_as_before(policy: Any) -> AbstractContextManager[None]:
+    """Undo what peft does to `requires_grad` meanwhile.
+
+    It makes all of an adapter trainable that it activates, and freezes the rest when it adds one, whatever a user
+    chose. Where all is frozen (an adapter loaded without `is_trainable`) nobody chose what to train: the adapter is.
+    """
+    now = [(parameter, "requires_grad", parameter.requires_grad) for parameter in policy.parameters()]
+    return _attributes_set(now if any(trainable for _, _, trainable in now) else [])
 
 
 def _parameters_of(policy: Any, *adapters: str) -> dict[str, Tensor]:
     """The parameters of adapters: `…lora_A.NAME.weight`, `…lora_embedding_A.NAME`."""
     found: dict[str, Tensor] = {}
     for path, module in policy.named_modules():
-        if isinstance(module, nn.ModuleDict | nn.ParameterDict):  # peft keeps adapters in these, by name
+        # peft keeps adapters in these, by name.
+        if isinstance(module, nn.ModuleDict | nn.ParameterDict):
             for name, parameter in module.named_parameters(path):
                 if name[len(path) + 1 :].split(".")[0] in adapters and all(parameter is not p for p in found.values()):
                     found[name] = parameter
@@ -299,10 +255,10 @@ def without_reference_adapter(policy: Any) -> Iterator[None]:
     if REF_ADAPTER not in adapters:
         yield
         return
-    save = policy.save_pretrained
     chosen = [name for name in adapters if name != REF_ADAPTER]
-    policy.save_pretrained = functools.partial(save, selected_adapters=chosen)
+    policy.save_pretrained = functools.partial(policy.save_pretrained, selected_adapters=chosen)
     try:
         yield
     finally:
-        del policy.save_pretrained  # uncovers the class' own
+        # Uncovers the class' own.
+        del policy.save_pretrained

@@ -11,15 +11,7 @@ import torch
 from torch import Tensor
 
 from rloom.errors import RewardError
-from rloom.observe.older import NAMES
-
-BUILT_IN = {
-    "reward", "reward_std", "frac_reward_zero_std", "kl", "entropy", "aux_loss", "num_tokens", "step_time", "loss",
-    "grad_norm", "learning_rate", "epoch", "step", "win_rate",
-}  # fmt: skip
-BUILT_IN |= NAMES
-BUILT_IN_PREFIXES = ("rewards/", "completions/", "clip_ratio/", "mismatch/", "updates/", "eval_", "train_")
-"""Names that are the trainer's own; a reward function's `log_metric` must not use them."""
+from rloom.observe.metric_table import is_own, is_total
 
 
 class Metrics:
@@ -56,13 +48,13 @@ class Metrics:
         self.values[mode].clear()
         return result
 
-    def join(self, mode: str, several: Sequence[dict[str, list[float]]], *, summed: str) -> None:
-        """Take the values of several processes, this one's among them, in place of one's own. Totals, whose names begin
-        with `summed`, are those of a process, and are summed."""
+    def join(self, mode: str, several: Sequence[dict[str, list[float]]]) -> None:
+        """Take the values of several processes, this one's among them, in place of one's own. Totals are those of a
+        process, and are summed."""
         self.values[mode].clear()
         for name in dict.fromkeys(name for one in several for name in one):
             found = [value for one in several for value in one.get(name, [])]
-            self.values[mode][name] = [sum(found)] if name.startswith(summed) else found
+            self.values[mode][name] = [sum(found)] if is_total(name) else found
 
     def state_dict(self) -> dict[str, dict[str, list[float]]]:
         """What has not been logged yet."""
@@ -87,7 +79,7 @@ def scalar_mean(total: Tensor, count: Tensor | float) -> Tensor:
 
 def check_loggable(name: str, value: Any) -> None:
     """Refuse a metric that a reward function may not log: a name of the trainer's own, or a value that is no number."""
-    if name in BUILT_IN or name.startswith(BUILT_IN_PREFIXES):
+    if is_own(name):
         raise RewardError(f"log_metric({name!r}, …): that name is the trainer's own; choose another")
     if not isinstance(value, (int, float, Tensor)) and not hasattr(value, "__float__"):
         raise RewardError(f"log_metric({name!r}, …): the value must be a number, not {value!r}")

@@ -13,12 +13,6 @@ from torch import Tensor
 
 from rloom.types import Rollout
 
-NAMES = {
-    "eps", "episode", "lr", "rlhf_reward_var_per_prompt", "objective/kl", "objective/entropy", "objective/scores",
-    "objective/non_score_reward", "objective/rlhf_reward", "policy/approxkl_avg", "policy/clipfrac_avg",
-    "policy/entropy_avg", "loss/policy_avg", "val/ratio", "val/ratio_var", "val/num_eos_tokens",
-}  # fmt: skip
-
 
 @dataclass(slots=True, kw_only=True)
 class RolloutFacts:

@@ -1,4 +1,4 @@
-"""Putting a trainer together: what is checked before anything is loaded, what is loaded, what is built from it."""
+"""Putting a trainer together: what is loaded, and what is built from it."""
 
 from __future__ import annotations
 
@@ -10,41 +10,38 @@ from transformers import ProcessorMixin
 from transformers.integrations import is_deepspeed_zero3_enabled
 
 from rloom import rewards as ready_made
-from rloom.config import RLOOConfig
-from rloom.config.older_names import note_once
 from rloom.data import datasets
 from rloom.data.batching import Batcher
 from rloom.data.images import IMAGE_COLUMNS, ImageSources
 from rloom.data.model_inputs import placeholder_ids
-from rloom.data.plan import PlanSampler
 from rloom.data.prompts import PromptEncoder
 from rloom.data.vision import is_vision
-from rloom.errors import ConfigError, RewardError, UnknownOptionError, did_you_mean
+from rloom.errors import ConfigError, RewardError
 from rloom.generation.base import Engine, Sampling
 from rloom.generation.choose import choose_engine
 from rloom.generation.images import ImageRouter
 from rloom.generation.vllm.options import VllmOptions
 from rloom.models import load as loading
 from rloom.models.fused import FusedLayers
-from rloom.models.gpu import runs_kernels
-from rloom.models.proof import check_head, proves_packed_images, proves_packing
+from rloom.models.model_checks import check_head, proves_packed_images, proves_packing
 from rloom.models.reference import Reference, make_reference
+from rloom.models.triton_support import runs_kernels
 from rloom.observe.completions import TABLE_COLUMNS, CompletionLog
 from rloom.observe.journal import Journal
 from rloom.observe.metrics import Metrics, check_loggable
 from rloom.observe.store import RunStore
 from rloom.printable import get_logger
 from rloom.rewards.base import unique_names
-from rloom.rewards.build import as_list, build_reward, check_rewards, is_url, load_reward_model, reward_tokenizer
+from rloom.rewards.build import build_reward, is_url, load_reward_model, reward_tokenizer
 from rloom.rewards.collection import RewardSet
-from rloom.rewards.compose import Composition, Term, as_terms
-from rloom.training import contest, loaders, tuning
+from rloom.rewards.compose import Composition, Term
+from rloom.training import tuning
 from rloom.training.assigner import CreditAssigner
 from rloom.training.budget import TokenBudget
+from rloom.training.collector import Collector
 from rloom.training.credit import Credit, Shaper
 from rloom.training.learner import Learner
 from rloom.training.passes import Passes
-from rloom.training.rollouts import Collector
 from rloom.training.warmup import compile_kernels
 from rloom.types import Rollout
 
@@ -79,100 +76,6 @@ class Parts:
     collector: Collector
     assigner: CreditAssigner
     learner: Learner
-
-
-# -- before anything is loaded
-
-
-def default_config(model: Any) -> RLOOConfig:
-    """Options for a trainer that was given none: an output folder named after the model."""
-    name = model if isinstance(model, str) else getattr(getattr(model, "config", None), "_name_or_path", "")
-    return RLOOConfig(f"{(name or 'model').rstrip('/').split('/')[-1]}-RLOO")
-
-
-RENAMED_ARGUMENTS = {
-    "tokenizer": "it is called `processing_class=`",
-    "ref_model": "there is none: the reference is a copy of the model as given, or `RLOOConfig(sft_model_path=…)`",
-    "config": "it is called `args=`",
-    "dataset": "it is called `train_dataset=`",
-    "data_collator": "there is nothing to collate: rows go to the rewards as they are",
-    "compute_metrics": "use reward functions, with weight 0 for those that shall only be logged",
-}
-
-
-def refuse_arguments(args: Any, unknown: dict[str, Any]) -> None:
-    """Arguments that the constructor does not have, and options that are no RLOOConfig."""
-    for name in unknown:
-        known = ("model", "reward_funcs", "args", "train_dataset", "eval_dataset", "processing_class", "callbacks",
-                 "reward_processing_classes", "optimizers", "quantization_config", "peft_config", "engine",
-                 "eval_judge")  # fmt: skip
-        why = RENAMED_ARGUMENTS.get(name)
-        hint = f": {why}" if why else did_you_mean(name, known)
-        raise UnknownOptionError(f"RLOOTrainer has no argument `{name}`{hint}")
-    if args is not None and not isinstance(args, RLOOConfig):
-        raise TypeError(f"`args` must be an RLOOConfig, not {type(args).__name__}: RLOOConfig('output', …)")
-
-
-def choose_model(model: Any, args: Any) -> tuple[Any, str | None]:
-    """The model, and the path of a reference that is not a copy of it."""
-    if model is None:
-        if args.sft_model_path is None:
-            raise ConfigError("no model: pass `model` (a name, a path or an instance)")
-        return args.sft_model_path, None
-    if args.sft_model_path is not None and not args.beta:
-        raise ConfigError("`sft_model_path` beside a model names the reference, and with beta=0.0 there is none")
-    return model, args.sft_model_path
-
-
-def choose_rewards(
-    reward_funcs: Any, reward_model: Any, processing_classes: Any, args: Any
-) -> tuple[list[Any], list[Term], list[Any]]:
-    """The rewards as given under any of their names, the part each has, and one processing class (or None) for each."""
-    given = {
-        "reward_funcs": reward_funcs,
-        "reward_model": reward_model,
-        "reward_model_path": args.reward_model_path,
-    }
-    named = [name for name, value in given.items() if value is not None]
-    if len(named) > 1:
-        raise ConfigError(f"rewards are given twice, as `{named[0]}` and as `{named[1]}`: give one of them")
-    terms = as_terms(as_list(given[named[0]]) if named else [], args.reward_weights)
-    functions = [one.function for one in terms]
-    if reward_model is not None:
-        note_once("reward_model=", "`reward_funcs=`")
-    if args.reward_weights is not None and len(args.reward_weights) != len(functions):
-        raise ConfigError(
-            f"Number of reward weights ({len(args.reward_weights)}) must match number of reward functions "
-            f"({len(functions)})"
-        )
-    return functions, terms, check_rewards(functions, processing_classes)
-
-
-def check_data(train: Any, evaluation: Any, args: Any) -> tuple[Any, Any]:
-    """Both data sets, checked."""
-    evaluations = evaluation.values() if isinstance(evaluation, dict) else [evaluation]
-    if any(d is not None and datasets.is_iterable(d) for d in (train, *evaluations)):
-        if args.accelerator_config.dispatch_batches:
-            raise ConfigError(
-                "Iterable datasets require `dispatch_batches=False`, but it is set to `True` in `accelerator_config`. "
-                "Please set it to `False`."
-            )
-        args.accelerator_config.dispatch_batches = False
-    train = datasets.check_train_dataset(train, args.max_steps)
-    evaluation = datasets.check_eval_dataset(evaluation)
-    contest.check_evaluation(evaluation, args)
-    datasets.check_same_format(train, evaluation)
-    if datasets.is_iterable(train):
-        if args.dynamic_sampling:
-            raise ConfigError("dynamic_sampling draws prompts from the data set, which a stream does not allow")
-        if args.dataloader_num_workers:
-            logger.warning("an iterable data set is read by one process: dataloader_num_workers is set to 0")
-            args.dataloader_num_workers = 0
-    else:
-        PlanSampler(
-            loaders.schedule(args), len(train), shuffle=False, seed=0
-        )  # refuses a data set that fills no rollout
-    return train, evaluation
 
 
 # -- loading
@@ -262,7 +165,6 @@ def build(
         assigner=assigner,
         metrics=metrics,
         aux_loss_weight=_aux_loss_weight(trainer.model, args.router_aux_loss_coef),
-        keeps_gradients=not trainer.is_deepspeed_enabled,
         processes=processes,
     )
     collector = Collector(
@@ -276,7 +178,6 @@ def build(
         truncation=args.truncation,
         metrics=metrics,
         table=journal.table,
-        count_tokens=trainer._count_tokens,
         # Of groups that may be replaced, it would be work for nothing.
         meanwhile=assigner.begin if reference is not None and not args.dynamic_sampling else None,
         processes=processes,
@@ -414,7 +315,7 @@ def _reference(trainer: Any, policy: Policy, path: str | None, args: Any) -> Ref
         offload=args.offload_reference,
     )
     if other is None and args.sync_ref_model and trainer.precision.split is not None:
-        reference.begin_with(trainer.model, trainer.precision.split.rests)
+        reference.begin_with(trainer.model, trainer.precision.split.low_bits)
     if hasattr(reference, "model"):
         if args.disable_dropout:
             loading.disable_dropout(reference.model)

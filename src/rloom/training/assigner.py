@@ -22,10 +22,11 @@ from rloom.data.transfer import flat_numbers, upload
 from rloom.models.head import exact_kl_chunks
 from rloom.models.load import has_dropout
 from rloom.models.logprobs import TokenStats
+from rloom.models.verify import evaluating
 from rloom.observe.metrics import Metrics
 from rloom.observe.older import RolloutFacts, rollout_metrics
 from rloom.training.credit import Credit
-from rloom.training.passes import Passes, evaluating, gather, keep, trained_rows
+from rloom.training.passes import Passes, gather, keep, trained_rows
 from rloom.training.processes import ALONE, Processes
 from rloom.types import MicroBatch, Rollout
 
@@ -139,7 +140,7 @@ class CreditAssigner:
         policy, reference = self.passes.policy, self.passes.reference
         assert reference is not None
         size = policy.get_output_embeddings().weight.shape[0]
-        using = functools.partial(reference.use_head, policy)
+        using = functools.partial(reference.use, policy, head_only=True)
         with reference.staying():  # not for the backward, whose memory it would take; its head comes again there
             return batch.to_table(exact_kl_chunks(stats.head, self.passes.by_reference(batch).head, size, using))
 
@@ -161,7 +162,7 @@ class CreditAssigner:
             groups = upload(groups, kl.device)
         values = self.credit.advantages(score, groups, kl, mask, update=update)
         for row, value in zip(rows, values.unbind(0), strict=True):
-            rollout.advantages[row] = value if value.dim() == 0 else value[: len(rollout.completion_ids[row])]
+            rollout.advantages[row] = value if value.dim() == 0 else value[: len(rollout.drawn_ids(row))]
 
     # -- after the first update
 

@@ -8,7 +8,7 @@ import torch
 from transformers import PrinterCallback, ProgressCallback, TrainerCallback
 
 from rloom.data.prompts import PromptEncoder
-from rloom.models.precision import values_of
+from rloom.models.optimizers import values_of
 from rloom.models.reference import Reference
 from rloom.observe.completions import CompletionLog
 from rloom.observe.diagnose import Doctor
@@ -46,7 +46,7 @@ class FitBudget(TrainerCallback):
         """Once, on a GPU, where gradients can be taken back."""
         if (
             self.learner.budget.tried
-            or not self.learner.keeps_gradients
+            or self.learner.processes.external_optimizer
             or not torch.cuda.is_available()
             or next(kwargs["model"].parameters()).device.type != "cuda"
         ):

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from rloom.errors import DivergedError
-from rloom.models.precision import SplitAdamW
+from rloom.models.optimizers import SplitAdamW
 from rloom.observe.metrics import Metrics
 from rloom.printable import get_logger
 from rloom.types import Share

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from rloom.algo import AGGREGATIONS, KL_PLACEMENTS, RATIO_LEVELS, SURROGATES, aggregate, policy_loss
 from rloom.errors import ConfigError
-from rloom.models.precision import added_as_they_come
+from rloom.models.low_bits import added_as_they_come
 from rloom.observe.metrics import Metrics
 from rloom.training.assigner import CreditAssigner
 from rloom.training.passes import Passes, gather, keep, laid_out, trained_rows
@@ -33,14 +33,12 @@ class Learner:
         assigner: CreditAssigner,
         metrics: Metrics,
         aux_loss_weight: float,
-        keeps_gradients: bool = True,
         processes: Processes = ALONE,
     ) -> None:
         self.processes = processes
         self.config, self.passes, self.assigner = config, passes, assigner
         self.policy, self.batcher, self.budget = passes.policy, passes.batcher, passes.budget
         self.metrics, self.aux_loss_weight = metrics, aux_loss_weight
-        self.keeps_gradients = keeps_gradients  # else somebody else does (DeepSpeed), and nothing can be taken back
         choices = config.choices
         self.kl_in_loss = config.beta != 0.0 and KL_PLACEMENTS[choices.kl_placement].in_loss
         self.aggregation = choices.loss_aggregation
@@ -75,7 +73,7 @@ class Learner:
 
         `backward(loss, last)` runs one micro-batch backward; `last` marks the last one.
         `skip`: leave rows out in which our loss has no gradient; where `compute_loss` adds to it, they may have one.
-        Out of memory, the update is redone from its start in smaller micro-batches, where gradients are kept here.
+        Out of memory, the update is redone from its start in smaller micro-batches, where gradients are ours to undo.
         """
         shares = merge(shares)
         for share in shares:  # of a checkpoint, it was not prepared here
@@ -88,7 +86,7 @@ class Learner:
         return self.processes.add_up(self.policy.parameters(), loss)
 
     def _in_pieces_that_fit(self, shares: Sequence[Share], work: Callable[[], Tensor]) -> Tensor:
-        if self.keeps_gradients:
+        if not self.processes.external_optimizer:
             known = [columns for share in shares for columns in _known(share.rollout)]
 
             def undo() -> None:
@@ -252,7 +250,7 @@ class Learner:
             rollout = share.rollout
             for row in share.rows:
                 trained = rollout.trained[row]
-                tokens += trained * len(rollout.completion_ids[row])
+                tokens += trained * len(rollout.drawn_ids(row))
                 forward += trained * (len(rollout.prompt_ids[row]) + len(rollout.completion_ids[row]))
                 completions += trained or self.config.truncation.counted
         self.tokens_forward = forward  # of this process: transformers sums them itself

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from rloom.algo import masked_std
-from rloom.rewards.judging import TOTALS
+from rloom.observe.metric_table import is_total
 from rloom.rewards.scored import Scored
 from rloom.types import Group
 
@@ -22,13 +22,13 @@ Report = list[tuple[str, float]]
 class Outcome:
     """The facts about a rollout's completions that its metrics are made of."""
 
-    lengths: Tensor  # (N,)
+    lengths: Tensor  # (N,) tokens that the policy drew
     ended: Tensor  # (N,) whether by themselves
     scores: Tensor  # (N, F)
     total: Tensor  # (N,)
     sizes: list[int]  # completions of each group
     asked: int  # completions that were asked for
-    prompt_tokens: int
+    num_tokens: int  # of prompts and completions
     report: Report = field(default_factory=list)  # what calling the rewards cost
     logged: Report = field(default_factory=list)  # what they logged themselves
     totals: dict[str, float] = field(default_factory=dict)  # of what they logged: totals of the run so far
@@ -38,16 +38,16 @@ class Outcome:
         """Of some groups; `asked` is for each."""
         completions = [c for group in groups for c in group.completions]
         return cls(
-            lengths=torch.tensor([float(len(c.token_ids)) for c in completions]),
+            lengths=torch.tensor([float(c.num_drawn) for c in completions]),
             ended=torch.tensor([not c.truncated for c in completions]),
             scores=scored.scores,
             total=total,
             sizes=[len(group.completions) for group in groups],
             asked=asked * len(groups),
-            prompt_tokens=sum(len(group.prompt.token_ids) * len(group.completions) for group in groups),
+            num_tokens=sum(len(g.prompt.token_ids) + len(c.token_ids) for g in groups for c in g.completions),
             report=list(scored.costs),
-            logged=[(name, value) for name, value in scored.logged if not name.startswith(TOTALS)],
-            totals=_largest([(name, value) for name, value in scored.logged if name.startswith(TOTALS)]),
+            logged=[(name, value) for name, value in scored.logged if not is_total(name)],
+            totals=_largest([(name, value) for name, value in scored.logged if is_total(name)]),
         )
 
     @classmethod
@@ -55,7 +55,7 @@ class Outcome:
         """Of no completions."""
         empty = torch.zeros(0)
         scores = torch.zeros(0, num_rewards)
-        return cls(lengths=empty, ended=empty.bool(), scores=scores, total=empty, sizes=[], asked=0, prompt_tokens=0)
+        return cls(lengths=empty, ended=empty.bool(), scores=scores, total=empty, sizes=[], asked=0, num_tokens=0)
 
     @classmethod
     def joined(cls, several: Sequence[Outcome]) -> Outcome:
@@ -67,16 +67,11 @@ class Outcome:
             total=torch.cat([one.total for one in several]),
             sizes=[size for one in several for size in one.sizes],
             asked=sum(one.asked for one in several),
-            prompt_tokens=sum(one.prompt_tokens for one in several),
+            num_tokens=sum(one.num_tokens for one in several),
             report=joined_reports([(one.report, len(one.lengths)) for one in several]),
             logged=[entry for one in several for entry in one.logged],
             totals=_summed([one.totals for one in several]),
         )
-
-    @property
-    def num_tokens(self) -> int:
-        """Of prompts and completions."""
-        return self.prompt_tokens + int(self.lengths.sum())
 
     def record(self, names: Sequence[str], add: Callable[[str, Any], None]) -> None:
         """Hand over the metrics; `names` are those of the rewards."""

@@ -13,9 +13,10 @@ from rloom.data.batching import Batcher
 from rloom.data.transfer import upload
 from rloom.models.attention import CompiledLayers, own_attention, packed_attention, running
 from rloom.models.fused import FusedLayers
-from rloom.models.gpu import has_triton
 from rloom.models.logprobs import Forward, TokenStats
 from rloom.models.reference import FrozenReference, Reference
+from rloom.models.triton_support import has_triton
+from rloom.models.verify import evaluating
 from rloom.training.budget import TokenBudget
 from rloom.types import MicroBatch, Rollout
 
@@ -124,14 +125,3 @@ def laid_out(batch: MicroBatch) -> Iterator[None]:
     """Attention as the layout of a micro-batch wants it, until its backward is done."""
     with own_attention() if batch.packed is None else running(batch.packed):
         yield
-
-
-@contextmanager
-def evaluating(model: Any) -> Iterator[None]:
-    """Evaluation mode for a while: no dropout, no gradient checkpointing."""
-    training = model.training
-    model.eval()
-    try:
-        yield
-    finally:
-        model.train(training)

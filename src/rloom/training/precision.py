@@ -13,9 +13,10 @@ from transformers import Trainer
 
 from rloom.errors import ConfigError
 from rloom.models.load import base_of, is_peft_model
-from rloom.models.precision import can_keep_the_bits
+from rloom.models.optimizers import can_keep_low_bits
 from rloom.models.reference import adapter_parameters
-from rloom.models.split import SplitWeights, kept_in_float32, split_of
+from rloom.models.split_weights import SplitWeights, kept_in_float32, split_of
+from rloom.models.verify import evaluating
 from rloom.printable import get_logger
 
 logger = get_logger(__name__)
@@ -89,11 +90,11 @@ def _why_not_split(trainer: Any, asked_dtype: Any, own_optimizer: bool) -> str |
     args = trainer.args
     if not args.bf16:
         return "fp16=True" if args.fp16 else "bf16 is off"
-    if trainer.is_deepspeed_enabled:
+    if trainer.processes.external_optimizer:
         return "DeepSpeed keeps weights of its own"
     if own_optimizer:
         return "the optimizer that was passed in updates float32 weights"
-    if not can_keep_the_bits(*Trainer.get_optimizer_cls_and_kwargs(args, trainer.model)):
+    if not can_keep_low_bits(*Trainer.get_optimizer_cls_and_kwargs(args, trainer.model)):
         return f"optim={str(args.optim).rsplit('.', 1)[-1].lower()} chooses its parameters itself"
     if args.split_weights is not None:
         return None if args.split_weights else "split_weights=False"
@@ -120,17 +121,14 @@ def _leave_dtypes_to(trainer: Any) -> None:
 @torch.no_grad()
 def _runs(trainer: Any) -> torch.dtype | None:
     """In which dtype the model's logits come, as it is run now; None if it does not run."""
-    model, training = trainer.model, trainer.model.training
-    model.eval()
+    model = trainer.model
     try:
         ids = torch.arange(4, device=next(model.parameters()).device).unsqueeze(0)
-        with trainer.accelerator.autocast():
+        with evaluating(model), trainer.accelerator.autocast():
             return model(input_ids=ids).logits.dtype
     except Exception as error:  # of mixed dtypes; what else may be wrong is found where it matters
         logger.debug("the model does not run with these dtypes: %s", error)
         return None
-    finally:
-        model.train(training)
 
 
 def _why_not_half(device: torch.device) -> str:

@@ -1,5 +1,9 @@
 """Several processes that train one policy: what they tell each other, and how their gradients become one.
 
+`Processes` owns whatever depends on how the model is spread: who keeps gradients and master weights, how a backward is
+run, how gradients are summed, how weights are shared and compared. Here each process holds the whole model. A way to
+shard it is one more subclass, chosen in `Processes.of`; nobody else asks.
+
 Each process samples, scores and learns from groups of its own. What they have to agree on is small (counts, scores,
 numbers for the log) and travels as plain objects over a group on the host, so that no GPU waits for it. Gradients are
 added up once, when the update's last backward is done. DistributedDataParallel, which would do so during it, wants as
@@ -11,15 +15,19 @@ from __future__ import annotations
 import functools
 import hashlib
 from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, nullcontext
 from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from accelerate import Accelerator
+from accelerate.utils import DistributedType
 from torch import Tensor, nn
 
+from rloom.config import RLOOConfig
 from rloom.errors import ProcessError
-from rloom.models.bits import sums_of
+from rloom.models.checksums import checksums_of
 from rloom.training.heartbeat import Heartbeat, begin
 
 BUCKET_MEGABYTES = 25
@@ -29,12 +37,16 @@ BUCKET_MEGABYTES = 25
 class Processes:
     """This process among those that train together. Made without arguments: one that is alone, and asks nobody.
 
-    Every method but the properties is for all processes to call, in the same order.
+    Every method is for all processes to call, in the same order, but for the properties and `backward`.
 
     >>> alone = Processes()
     >>> alone.gather("mine"), alone.total(3, 4), alone.any(False), alone.is_main
     (['mine'], [3, 4], False, True)
     """
+
+    external_optimizer = False
+    """Whether somebody else keeps gradients and master weights, and steps by itself. Then an update cannot be undone,
+    and whether its gradient is finite is not ours to decide."""
 
     def __init__(
         self,
@@ -49,8 +61,10 @@ class Processes:
         self._bucket = (bucket_megabytes or BUCKET_MEGABYTES) * 2**20
 
     @classmethod
-    def of(cls, args: Any) -> Processes:
+    def of(cls, args: RLOOConfig, accelerator: Accelerator) -> Processes:
         """Those that were launched, as the options know them."""
+        if accelerator.distributed_type == DistributedType.DEEPSPEED:
+            return DeepSpeedProcess()
         if args.world_size == 1:
             return cls()
         _heart()
@@ -146,6 +160,24 @@ class Processes:
 
     # -- tensors on the device
 
+    @contextmanager
+    def preparing(self, accelerator: Accelerator) -> Iterator[None]:
+        """While accelerate prepares the model for training: without DistributedDataParallel around it."""
+        if self.alone:
+            yield
+            return
+        # Models that are prepared for evaluation are not wrapped.
+        accelerator.prepare_model = functools.partial(accelerator.prepare_model, evaluation_mode=True)
+        try:
+            yield
+        finally:
+            del accelerator.prepare_model
+
+    def backward(self, accelerator: Accelerator, model: nn.Module, loss: Tensor, *, last: bool) -> None:
+        """Gradients of one micro-batch; `last` marks the update's last one. Each process has its own until `add_up`."""
+        with nullcontext() if last else accelerator.no_sync(model):
+            accelerator.backward(loss)
+
     def add_up(self, parameters: Iterable[nn.Parameter], loss: Tensor) -> Tensor:
         """Everybody's gradients summed in place, so that all hold those of the whole update; returns the whole loss.
 
@@ -191,6 +223,17 @@ class Processes:
                 f"the weights of process {', '.join(map(str, others))} are not those of process 0: they have trained "
                 "apart. Does a callback, a hook or an overridden method change weights in one process alone?"
             )
+
+
+class DeepSpeedProcess(Processes):
+    """One process under DeepSpeed (ZeRO-2), which keeps gradients and float32 weights in buffers of its own."""
+
+    external_optimizer = True
+
+    def backward(self, accelerator: Accelerator, model: nn.Module, loss: Tensor, *, last: bool) -> None:
+        """DeepSpeed steps by itself, where it is told that the gradients are complete."""
+        accelerator.sync_gradients = last
+        accelerator.backward(loss, scale_wrt_gas=False)
 
 
 ALONE = Processes()
@@ -271,4 +314,4 @@ def fingerprint(tensors: Iterable[Tensor]) -> str:
     >>> fingerprint([weights]) == fingerprint([weights.clone()]) != fingerprint([weights * (1 + 1e-7)])
     True
     """
-    return hashlib.sha256(repr(sums_of(tensors)).encode()).hexdigest()[:16]
+    return hashlib.sha256(repr(checksums_of(tensors)).encode()).hexdigest()[:16]

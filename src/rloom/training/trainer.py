@@ -9,7 +9,7 @@ import functools
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -23,29 +23,30 @@ from transformers.trainer_utils import EvalLoopOutput, PredictionOutput
 from rloom.config import RLOOConfig
 from rloom.data.datasets import check_dataset, image_column, is_chat
 from rloom.data.images import without_images
-from rloom.data.loader import DealtStream, as_is
+from rloom.data.loader import RoundRobinStream, as_is, eval_loader, make_schedule, train_loader
 from rloom.data.plan import UpdatePlan
 from rloom.errors import NoCompletionError
 from rloom.evaluation.measured import Measured
+from rloom.evaluation.opponents import choose_win_rate
 from rloom.evaluation.statistics import Estimate
 from rloom.generation.base import Engine
 from rloom.models.load import is_peft_model
-from rloom.models.precision import warn_of_lost_bits
+from rloom.models.optimizers import warn_of_lost_bits
 from rloom.observe.journal import Page, in_turns
 from rloom.observe.trackers import tensorboard_writer
 from rloom.printable import get_logger
-from rloom.rewards.judging import TOTALS
 from rloom.seeds import derive_seed
-from rloom.training import assemble, contest, launch, loaders
+from rloom.training import arguments, assemble, launch
 from rloom.training.advice import advise
+from rloom.training.buffer import RolloutBuffer
 from rloom.training.callbacks import Diagnose, FitBudget, SampleTable, SyncReference, one_progress
+from rloom.training.dynamic_sampling import replace_degenerate
 from rloom.training.finite import FiniteUpdates
 from rloom.training.folder import OutputFolder
 from rloom.training.interrupts import Interrupts
 from rloom.training.loop import UpdateLoop
 from rloom.training.precision import choose_precision
 from rloom.training.processes import Processes
-from rloom.training.rollouts import RolloutBuffer, replace_degenerate
 from rloom.types import MicroBatch, Rollout
 
 logger = get_logger(__name__)
@@ -111,14 +112,14 @@ class RLOOTrainer(UpdateLoop):
         eval_judge: Any = None,
         **unknown: Any,
     ) -> None:
-        assemble.refuse_arguments(args, unknown)
-        args = args or assemble.default_config(model)
-        model, reference_path = assemble.choose_model(model, args)
-        functions, terms, reward_classes = assemble.choose_rewards(
+        arguments.refuse_arguments(args, unknown)
+        args = args or arguments.default_config(model)
+        model, reference_path = arguments.choose_model(model, args)
+        functions, terms, reward_classes = arguments.choose_rewards(
             reward_funcs, reward_model, reward_processing_classes, args
         )
-        self.contest = contest.choose_contest(args, eval_judge)
-        train_dataset, eval_dataset = assemble.check_data(train_dataset, eval_dataset, args)
+        self.win_rate = choose_win_rate(args, eval_judge)
+        train_dataset, eval_dataset = arguments.check_data(train_dataset, eval_dataset, args)
         # Everything above is checked before any model is loaded; adapters draw random weights, hence the seed here.
         set_seed(args.seed)
         chat = is_chat(train_dataset)
@@ -139,7 +140,7 @@ class RLOOTrainer(UpdateLoop):
             # The Trainer turns it off for good, in what it saves too. The learner says so at each forward instead.
             self.model.config.use_cache = use_cache
         launch.check_devices(self)
-        self.processes = Processes.of(args)
+        self.processes = Processes.of(args, self.accelerator)
         launch.check_same_everywhere(self.processes, args, train_dataset, eval_dataset)
         self.processes.share_weights(self.model)  # before the reference is made of them
         asked = args.model_init_kwargs if isinstance(model, str) else None
@@ -154,7 +155,7 @@ class RLOOTrainer(UpdateLoop):
         self.completion_log, self.store = parts.journal.table, parts.journal.store
         self.finite, self.interrupts = FiniteUpdates(self.metrics), Interrupts()
         self.folder = OutputFolder(args.output_dir, main=self.processes.is_main)
-        self.schedule = loaders.schedule(args)
+        self.schedule = make_schedule(args)
         self.buffer = RolloutBuffer(self._make_rollout, self.schedule.parts * self.schedule.passes)
         self._eval_prefix: str | None = None  # while evaluating: what metric names begin with
         self._batches: list[tuple[Page, Measured]] = []  # of an evaluation: what is to be written, and was measured
@@ -265,13 +266,7 @@ class RLOOTrainer(UpdateLoop):
             return self.learner.loss(model, inputs)
 
     def _backward(self, loss: Tensor, last: bool) -> None:
-        """Gradients of one micro-batch. Of several processes each has its own, until the update is through."""
-        if self.is_deepspeed_enabled:  # it steps by itself, where it is told that the gradients are complete
-            self.accelerator.sync_gradients = last
-            self.accelerator.backward(loss, scale_wrt_gas=False)
-            return
-        with nullcontext() if last else self.accelerator.no_sync(self.model_wrapped):
-            self.accelerator.backward(loss)
+        self.processes.backward(self.accelerator, self.model_wrapped, loss, last=last)
 
     def _calculate_rewards(
         self,
@@ -291,7 +286,7 @@ class RLOOTrainer(UpdateLoop):
 
     def get_train_dataloader(self) -> DataLoader:
         """Batches are updates: the prompts of the rollouts that an update trains on, and which parts of them."""
-        return loaders.train_loader(self.train_dataset, self.args, self.schedule)
+        return train_loader(self.train_dataset, self.args, self.schedule)
 
     def get_eval_dataloader(self, eval_dataset: Any = None) -> DataLoader:
         """Batches of prompts, so many that their completions fill `per_device_eval_batch_size`."""
@@ -301,11 +296,11 @@ class RLOOTrainer(UpdateLoop):
             eval_dataset = self.eval_dataset[eval_dataset]
         if eval_dataset is None:
             eval_dataset = self.eval_dataset
-        return loaders.eval_loader(check_dataset(eval_dataset, "eval_dataset"), self.args)
+        return eval_loader(check_dataset(eval_dataset, "eval_dataset"), self.args)
 
     def get_test_dataloader(self, test_dataset: Any) -> DataLoader:
         """As for evaluation."""
-        return loaders.eval_loader(check_dataset(test_dataset, "test_dataset"), self.args)
+        return eval_loader(check_dataset(test_dataset, "test_dataset"), self.args)
 
     # -- evaluation
 
@@ -360,13 +355,13 @@ class RLOOTrainer(UpdateLoop):
         return found
 
     def _nothing_measured(self) -> Measured:
-        return Measured(reward_names=self.rewards.names, contest=self.contest)
+        return Measured(reward_names=self.rewards.names, win_rate_of=self.win_rate)
 
     def _join_evaluation(
         self, output: EvalLoopOutput, batches: list[tuple[Page, Measured]]
     ) -> tuple[EvalLoopOutput, list[tuple[Page, Measured]]]:
         """One evaluation of what several processes have evaluated: as if one had run all batches."""
-        self.metrics.join("eval", self.processes.gather(self.metrics.state_dict()["eval"]), summed=TOTALS)
+        self.metrics.join("eval", self.processes.gather(self.metrics.state_dict()["eval"]))
         pages = self._write_down([page for page, _ in batches])
         own = [one if self.processes.is_main else one.sendable() for _, one in batches]
         measured = self.processes.to_main(own)
@@ -375,9 +370,10 @@ class RLOOTrainer(UpdateLoop):
         total, count, seen = self.processes.total(loss, len(batches), output.num_samples)
         if count:
             output.metrics[name] = total / count
-        dealt = isinstance(self.callback_handler.eval_dataloader.dataset, DealtStream)  # which knows no length
+        streamed = isinstance(self.callback_handler.eval_dataloader.dataset, RoundRobinStream)
         joined = list(zip(pages, in_turns(measured), strict=True))
-        return output._replace(num_samples=seen) if dealt else output, joined
+        # A stream does not know its length.
+        return output._replace(num_samples=seen) if streamed else output, joined
 
     def _win_rate(self, measured: Measured) -> Estimate | None:
         """A judge that cannot be reached costs a run its win rate, and ends it only where a failed reward would."""
@@ -444,7 +440,3 @@ class RLOOTrainer(UpdateLoop):
         for page in everybodys:
             self.journal.write(page, step, self._eval_prefix or "train")
         return everybodys
-
-    def _count_tokens(self, new: int) -> int:
-        self.state.num_input_tokens_seen += new
-        return self.state.num_input_tokens_seen

@@ -18,10 +18,10 @@ import torch
 from torch import Tensor
 
 from rloom.data.packing import pack
-from rloom.models.gpu import runs_kernels
 from rloom.models.head import LogitTransform
 from rloom.models.load import base_of
 from rloom.models.prefix import Options, Tiles, launch, prefix_forward, prefix_grads
+from rloom.models.triton_support import runs_kernels
 from rloom.printable import get_logger
 from rloom.types import Rollout
 

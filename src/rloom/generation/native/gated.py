@@ -12,7 +12,7 @@ from torch.nn import functional
 
 from rloom.generation.native.joined import JoinedLayers, Siblings
 from rloom.models.fused import forwards_replaced
-from rloom.models.trial import agrees
+from rloom.models.verify import agrees
 
 PARTS = ("gate_proj", "up_proj", "act_fn")
 """Of a block, that the kernel stands in for."""

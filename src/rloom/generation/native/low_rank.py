@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from rloom.generation.native.lora import adds_nothing, is_lora_on_linear, is_plain_lora, parts_of
-from rloom.models.trial import agrees
+from rloom.models.verify import agrees
 
 
 class LowRank:

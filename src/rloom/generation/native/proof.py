@@ -20,9 +20,18 @@ from rloom.generation.native.pages import Pages
 from rloom.generation.native.rows import not_finite
 from rloom.generation.native.scheduler import Scheduler, Sequence, SharedPrompt
 from rloom.models.load import has_virtual_tokens, keeps_other_state
-from rloom.models.looking import one_row, sees_ahead
-from rloom.models.rounding import allowed_difference, rounded_otherwise
-from rloom.models.windows import window_to_cross
+from rloom.models.mask_probe import sees_ahead
+from rloom.models.verify import (
+    Tolerance,
+    allowed_difference,
+    evaluating,
+    largest_difference,
+    plain_logits,
+    probe_length,
+    probe_tokens,
+    rounded_otherwise,
+    window_to_cross,
+)
 from rloom.printable import get_logger
 from rloom.types import Prompt
 
@@ -33,7 +42,7 @@ logger = get_logger(__name__)
 
 LEAST = 72  # tokens of the longer prompt: more than a page
 STEPS = 3
-NOISE = 0.06
+NOISE = Tolerance.DECODED
 """Of the largest logit: what rounding in half precision makes of it in most models. A wrong mask is off by far more."""
 
 
@@ -55,10 +64,8 @@ def why_not_native(model: Any, runner: Runner, pictured: list[Prompt] | None = N
     text = base.config.get_text_config()
     if pictured and runner.rope_index is not None and "sliding_attention" in (getattr(text, "layer_types", None) or ()):
         return f"{name} has windows, and positions in several dimensions"
-    training = model.training
-    model.eval()
     try:
-        with torch.no_grad(), _stirred(model):
+        with torch.no_grad(), evaluating(model), _stirred(model):
             if pictured is None:
                 return _compare(model, runner, name, *_tokens(text, window_to_cross(model, text)))
             if sees_ahead(model, pictured[0].token_ids, pictured[0].inputs):
@@ -69,8 +76,6 @@ def why_not_native(model: Any, runner: Runner, pictured: list[Prompt] | None = N
     except Exception as error:  # whatever an architecture does not like about it, other engines remain
         logger.debug("the engine's forward failed", exc_info=True)
         return f"{name} does not run with the engine's attention ({type(error).__name__}: {str(error)[:120]})"
-    finally:
-        model.train(training)
 
 
 @contextmanager
@@ -92,7 +97,7 @@ def _compare(
 ) -> str | None:
     def run_plain() -> list[Tensor]:
         return [
-            _plain(model, runner, prompt, tokens)
+            plain_logits(model, prompt.token_ids, tokens, prompt.inputs)[:-1]
             for prompt, own in zip(prompts, completions, strict=True)
             for tokens in own
         ]
@@ -108,42 +113,16 @@ def _compare(
     )  # its products round otherwise for one row than for many
     if any(logits.isnan().any() for logits in plain):
         return str(not_finite())
-    worst = _worst(ours, plain)
+    worst = largest_difference(ours, plain)
 
     def own() -> float:
         with rounded_otherwise(model):
-            return _worst(run_plain(), plain)
+            return largest_difference(run_plain(), plain)
 
-    runner.noise = 1e-3 if exact else allowed_difference(NOISE, worst, own)
+    runner.noise = Tolerance.FLOAT32 if exact else allowed_difference(NOISE, worst, own)
     if not worst < runner.noise:
         return f"decoding {name} step by step differs from its plain forward by {worst:.1e}"
     return None
-
-
-def _worst(found: list[Tensor], wanted: list[Tensor]) -> float:
-    """The largest difference of any completion; NaN if there is one."""
-    return float(torch.tensor([difference(ours, plain) for ours, plain in zip(found, wanted, strict=True)]).max())
-
-
-def difference(found: Tensor, wanted: Tensor) -> float:
-    """The largest between two tensors of logits, as a share of the largest logit; NaN if there is one in either.
-
-    >>> difference(torch.tensor([2.0, 5.0, -torch.inf]), torch.tensor([1.0, 5.0, -torch.inf]))
-    0.20000000298023224
-    """
-    found, wanted = found.float(), wanted.float()
-    apart = (found - wanted).abs().masked_fill(found == wanted, 0.0)  # tokens that a model rules out are at −∞
-    return float(apart.max() / wanted.abs().masked_fill(wanted.isinf(), 0.0).max().clamp(min=1e-6))
-
-
-def _plain(model: Any, runner: Runner, prompt: Prompt, tokens: list[int]) -> Tensor:
-    """Logits (1 + STEPS, V) of the model on its own, which counts positions itself."""
-    if prompt.inputs:
-        row = one_row(runner.base, prompt.token_ids, tokens, prompt.inputs, keep=STEPS + 2)
-        return model(**row).logits[0, -STEPS - 2 : -1].clone()
-    ids = torch.tensor([prompt.token_ids + tokens], device=runner.device)
-    few = {"logits_to_keep": STEPS + 2} if "logits_to_keep" in runner.accepts else {}
-    return model(input_ids=ids, **few, **runner._no_cache()).logits[0, -STEPS - 2 : -1].clone()
 
 
 def _decoded(runner: Runner, prompts: list[Prompt], completions: list[list[list[int]]]) -> tuple[list[Tensor], int]:
@@ -193,10 +172,6 @@ def _after(pictured: list[Prompt], placeholders: tuple[int, ...]) -> tuple[list[
 
 def _tokens(config: Any, window: int) -> tuple[list[Prompt], list[list[list[int]]]]:
     """Two prompts of different lengths with two completions each, across the window if there is one."""
-    limit = getattr(config, "max_position_embeddings", None) or 1024
-    length = max(window + 8, LEAST) if window else min(LEAST, max(8, limit // 2))
-    draw = random.Random(0)
-    vocabulary = min(config.vocab_size, 1000)
-    tokens = lambda count: [draw.randrange(vocabulary) for _ in range(count)]  # noqa: E731
-    prompts = [Prompt(content="", token_ids=tokens(count)) for count in (length, 5)]
-    return prompts, [[tokens(STEPS + 1) for _ in range(2)] for _ in range(2)]
+    length = probe_length(config, LEAST, window)
+    *prompts, a, b, c, d = probe_tokens(config, length, 5, *[STEPS + 1] * 4)
+    return [Prompt(content="", token_ids=tokens) for tokens in prompts], [[a, b], [c, d]]

@@ -16,7 +16,7 @@ from torch import Tensor
 from rloom.errors import EngineError
 from rloom.generation.native.sampler import Drawn
 from rloom.generation.native.scheduler import Sequence, SharedPrompt
-from rloom.models.gpu import runs_kernels
+from rloom.models.triton_support import runs_kernels
 
 CHUNK = 16
 """Steps between two looks of the host, at most."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import bisect
-import inspect
 import threading
 import time
 import types
@@ -26,15 +25,16 @@ from rloom.generation.native.joined import JoinedLayers
 from rloom.generation.native.low_rank import AdaptedLayers
 from rloom.generation.native.merged import MergedLayers
 from rloom.generation.native.paged import PAGE, PagedCache, Tables, fits_kernels, make_tables, rows_at_once
-from rloom.generation.native.proof import NOISE, difference
+from rloom.generation.native.proof import NOISE
 from rloom.generation.native.rows import CHUNK, Look, Rows, groups_of
 from rloom.generation.native.sampler import Drawn, Sampler
 from rloom.generation.native.scheduler import Sequence, SharedPrompt
 from rloom.models.capture import Disturbed, captured, one_at_a_time
 from rloom.models.fused import FusedLayers, forwards_replaced, rotating
-from rloom.models.gpu import runs_kernels
 from rloom.models.load import base_of
 from rloom.models.positions import position_limit, prompt_positions, rope_index_of
+from rloom.models.triton_support import runs_kernels
+from rloom.models.verify import accepted_by, difference
 from rloom.printable import get_logger
 from rloom.types import Block, PackedRow
 
@@ -93,7 +93,7 @@ class Runner:
             # The compiler puts more together than these kernels do, and must see the layers as they are.
             self.fused = FusedLayers([model]) if fused and not compiled and runs_kernels(self.device) else None
         self.sampler, self.max_new_tokens = sampler, max_new_tokens
-        self.accepts = frozenset(inspect.signature(type(self.base).forward).parameters)
+        self.accepts = accepted_by(self.base)
         self.position_limit = position_limit(self.base)
         self.ends = torch.tensor(sorted(eos_token_ids) or [-1], device=self.device)
         if sampler.never is not None:

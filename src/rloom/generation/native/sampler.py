@@ -16,7 +16,7 @@ from torch import Tensor
 
 from rloom.generation.base import Sampling
 from rloom.generation.native.noise import uniform
-from rloom.models.gpu import runs_kernels
+from rloom.models.triton_support import runs_kernels
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from rloom.generation.native.lora import adds_nothing, is_plain_lora, parts_of
 from rloom.generation.vllm.weights import are_renamed, is_wrapped
-from rloom.models.bits import sums_of
+from rloom.models.checksums import checksums_of
 from rloom.models.load import base_of, is_peft_model
 
 RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
@@ -88,7 +88,7 @@ def write_adapter(model: Any, folder: Path, dtype: torch.dtype, shift: float = 0
 
 def base_fingerprint(model: nn.Module) -> tuple[Any, ...]:
     """What changes whenever a weight that is not the adapter's does."""
-    return tuple(sums_of(tensor for name, tensor in model.state_dict().items() if ".lora_" not in name))
+    return tuple(checksums_of(tensor for name, tensor in model.state_dict().items() if ".lora_" not in name))
 
 
 def _wrapped(base: nn.Module) -> Iterator[tuple[str, Any]]:

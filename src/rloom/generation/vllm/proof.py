@@ -9,19 +9,19 @@ from typing import Any
 import torch
 
 from rloom.generation.base import Sampling
+from rloom.models.verify import Tolerance, evaluating, plain_logits, probe_tokens
 from rloom.types import Completion, Prompt
 
 SEED, TOKENS, COMPLETIONS = 0, 8, 2
-EXACT, ROUNDED = 3e-3, 0.1
-"""What log-probabilities may differ by in the mean, in float32 and in half precision. Other weights: about 1."""
+PROMPT_LENGTHS = (3, 24)
 
 OTHER = 0.05
-"""Added to all numbers of an adapter, it makes another one, by which is seen whether adapters are used at all."""
+"""Added to all numbers of an adapter, it makes another one. What vLLM draws with that must differ, or it uses none."""
 
 
 @dataclass(slots=True, kw_only=True)
 class Probe:
-    """What vLLM was asked and answered, and what the policy's own forward says to that."""
+    """What vLLM was asked, what it answered, and the log-probabilities of that by the policy's own forward (`own`)."""
 
     prompts: list[Prompt]
     completions: list[list[Completion]]
@@ -44,7 +44,8 @@ class Probe:
 
     def why_not(self, dtype: torch.dtype) -> str | None:
         """None if vLLM draws from the policy, else what is wrong."""
-        found, allowed = self.difference(), EXACT if dtype == torch.float32 else ROUNDED
+        found = self.difference()
+        allowed = Tolerance.VLLM_FLOAT32 if dtype == torch.float32 else Tolerance.VLLM
         if found <= allowed:
             return None
         return (
@@ -54,7 +55,7 @@ class Probe:
 
 
 def probe_sampling(sampling: Sampling) -> Sampling:
-    """As in training, but short and without filters, whose log-probabilities a forward does not have."""
+    """As in training, but short and without filters: a plain forward has no log-probabilities of filtered tokens."""
     return replace(
         sampling, max_completion_length=TOKENS, temperature=sampling.temperature or 1.0, eos_token_ids=(), top_p=1.0,
         top_k=0, min_p=None, repetition_penalty=1.0, extra={},
@@ -63,10 +64,8 @@ def probe_sampling(sampling: Sampling) -> Sampling:
 
 def probe_prompts(model: Any) -> list[Prompt]:
     """A short and a longer one, of tokens that any vocabulary has."""
-    vocabulary = min(model.config.get_text_config().vocab_size, 1000)
     return [
-        Prompt(content="", token_ids=[(7 * place + length) % vocabulary for place in range(length)])
-        for length in (3, 24)
+        Prompt(content="", token_ids=tokens) for tokens in probe_tokens(model.config.get_text_config(), *PROMPT_LENGTHS)
     ]
 
 
@@ -75,17 +74,11 @@ def own_logprobs(
     model: Any, prompts: Sequence[Prompt], groups: Sequence[Sequence[Completion]], temperature: float
 ) -> list[float]:
     """Log-probabilities of what was drawn by a plain forward, token by token."""
-    training, device = model.training, next(model.parameters()).device
-    model.eval()
     found: list[float] = []
-    try:
+    with evaluating(model):
         for prompt, group in zip(prompts, groups, strict=True):
             for completion in group:
-                ids = torch.tensor([prompt.token_ids + completion.token_ids], device=device)
-                start = len(prompt.token_ids) - 1
-                logits = model(input_ids=ids, use_cache=False).logits[0, start:-1].float() / temperature
-                drawn = ids[0, start + 1 :].unsqueeze(1)
+                logits = plain_logits(model, prompt.token_ids, completion.token_ids)[:-1].float() / temperature
+                drawn = torch.tensor(completion.token_ids, device=logits.device).unsqueeze(1)
                 found += logits.log_softmax(-1).gather(1, drawn).squeeze(1).tolist()
-    finally:
-        model.train(training)
     return found

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from rloom.errors import EngineError
-from rloom.models.bits import sums_of
+from rloom.models.checksums import checksums_of
 from rloom.models.load import base_of, has_virtual_tokens, is_peft_model
 from rloom.printable import get_logger
 
@@ -151,7 +151,7 @@ def fingerprint(model: nn.Module) -> tuple[Any, ...]:
     >>> before == fingerprint(layer), fingerprint(layer) == fingerprint(layer)
     (False, True)
     """
-    bits = sums_of((*model.parameters(), *model.buffers()))
+    bits = checksums_of((*model.parameters(), *model.buffers()))
     return (*bits, *(_adapters_of(module) for module in model.modules() if is_wrapped(module)))
 
 

@@ -1,4 +1,4 @@
-"""Sums over the bits of weights, by which two sets of them are told apart without being compared."""
+"""Checksums of weights: two sets of weights are told apart without being in one place."""
 
 from __future__ import annotations
 
@@ -12,14 +12,15 @@ CHUNK = 1 << 20
 """Words of eight bytes that are summed at a time: what it takes of memory."""
 
 ODD = 0x1E3779B97F4A7C15
+"""An odd number, by which places are multiplied: no two of them weigh the same modulo 2^64."""
 
 
 @torch.no_grad()
-def sums_of(tensors: Iterable[Tensor]) -> list[int]:
+def checksums_of(tensors: Iterable[Tensor]) -> list[int]:
     """Two numbers for each tensor, which change with any of its bits, and with the order of its numbers.
 
     >>> one, other = torch.tensor([1.0, 2.0]), torch.tensor([2.0, 1.0])
-    >>> sums_of([one]) == sums_of([one.clone()]) != sums_of([other])
+    >>> checksums_of([one]) == checksums_of([one.clone()]) != checksums_of([other])
     True
     """
     sums = [_sums(tensor) for tensor in tensors]
@@ -36,7 +37,8 @@ def _sums(tensor: Tensor) -> Tensor:
     total = torch.zeros(2, dtype=torch.int64, device=tensor.device)
     for number, part in enumerate((data[whole:].long(), *words.split(CHUNK))):
         sums = torch.stack([part.sum(), (part * places[: len(part)]).sum()])
-        total += sums * (2 * number + 1)  # odd, so that nothing is lost
+        # An odd factor, so that nothing is lost modulo 2^64.
+        total += sums * (2 * number + 1)
     return total
 
 

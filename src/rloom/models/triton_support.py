@@ -1,4 +1,4 @@
-"""Whether kernels can be run here: they are written in Triton, which torch brings along on most GPUs and not on all."""
+"""Whether our kernels run here: they are written in Triton, which torch brings along for most GPUs and not for all."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Packed attention with scaled dot-product attention, block by block: a prompt, then its completions on both."""
+"""Packed attention in plain torch, block by block: a prompt on itself, then its completions on that and themselves."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import Tensor
 from rloom.types import PackedRow
 
 
-def two_part(
+def attend_blocks(
     query: Tensor,  # (H, T, D)
     key: Tensor,  # (H_kv, T, D)
     value: Tensor,
@@ -23,7 +23,7 @@ def two_part(
     sinks: Tensor | None,
     dropout: float,
 ) -> Tensor:
-    """(H, T, D). The completions of a block are padded to one length among themselves: no prompt is."""
+    """The attention's output, (H, T, D). Completions of a block are padded to one length: prompts never are."""
     repeat = query.shape[0] // key.shape[0]
     key, value = key.repeat_interleave(repeat, 0), value.repeat_interleave(repeat, 0)
     options: dict[str, Any] = {"scale": scale, "softcap": softcap, "sinks": sinks, "dropout": dropout}
@@ -32,7 +32,8 @@ def two_part(
     for block in row.blocks:
         q, k, v = (x[:, block.start : block.start + block.prompt].unsqueeze(0) for x in (query, key, value))
         prompts.append(_attend(q, k, v, _causal(block.prompt, 0, window, q.device), **options)[0])  # (H, P, D)
-        if not block.completions:  # a prompt alone, as generation begins with it
+        # A prompt alone, as generation begins with it.
+        if not block.completions:
             continue
         end = block.first + sum(block.completions)
         own = [_stack(x[:, block.first : end], block.completions) for x in (query, key, value)]  # (K, H, C, D)
@@ -53,7 +54,7 @@ def _stack(x: Tensor, lengths: tuple[int, ...]) -> Tensor:
 
 
 def _causal(queries: int, before: int, window: int | None, device: torch.device) -> Tensor:
-    """Who sees whom, (Q, before + Q): all that came before, within the window."""
+    """Which query (rows) sees which key, (Q, before + Q): all that came before it, within the window."""
     own = torch.arange(before, before + queries, device=device).unsqueeze(1)
     other = torch.arange(before + queries, device=device).unsqueeze(0)
     seen = other <= own
@@ -78,9 +79,10 @@ def _attend(
     if softcap is not None:
         scores = torch.tanh(scores / softcap) * softcap
     scores = scores.masked_fill(~mask, torch.finfo(scores.dtype).min)
-    if sinks is not None:  # one more column that takes probability and gives nothing
+    if sinks is None:
+        weights = scores.softmax(-1)
+    else:
+        # One more column, which takes probability and gives nothing.
         column = sinks.float().view(1, -1, 1, 1).expand(*scores.shape[:-1], 1)
         weights = torch.cat([scores, column], -1).softmax(-1)[..., :-1]
-    else:
-        weights = scores.softmax(-1)
     return F.dropout(weights, dropout).to(q.dtype) @ v

@@ -5,7 +5,7 @@ import signal
 
 import pytest
 
-from rloom.models import cpu
+from rloom.models import cpu_bfloat16 as cpu
 
 
 @pytest.fixture

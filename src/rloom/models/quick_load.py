@@ -1,4 +1,5 @@
-"""Loading a model and putting an adapter on it, in two calls; and the same under Unsloth's names.
+"""What users call to load a model and put an adapter on it, `load_model` and `add_lora`; and the same under Unsloth's
+names. (How the trainer loads the model that it is given is `load.py`.)
 
 Nothing of Unsloth is used: scripts and documents written for it run with the import changed.
 """
@@ -9,9 +10,9 @@ from typing import Any
 
 import torch
 
-from rloom.errors import ConfigError, UnknownOptionError, check_choice, did_you_mean
+from rloom.errors import ConfigError, UnknownOptionError, check_choice
 from rloom.models import load as loading
-from rloom.models.adapters import lora, quantization_config
+from rloom.models.adapters import fast_dtype, lora, quantization_config
 from rloom.printable import get_logger
 
 logger = get_logger(__name__)
@@ -40,8 +41,9 @@ def load_model(
     if max_seq_length is not None and max_seq_length < 2:
         raise ConfigError(f"max_seq_length must be at least 2, not {max_seq_length}")
     quantized = load_in_4bit or load_in_8bit
-    kwargs.update(trust_remote_code=trust_remote_code, dtype=dtype or _dtype(quantized))
-    if quantized and not _quantized_already(name, kwargs):
+    # float32 learns without care. Quantized weights are left as they are, and what is beside them may be bfloat16.
+    kwargs.update(trust_remote_code=trust_remote_code, dtype=dtype or (fast_dtype() if quantized else torch.float32))
+    if quantized and getattr(loading.load_config(name, kwargs), "quantization_config", None) is None:
         kwargs["quantization_config"] = quantization_config(
             load_in_4bit=load_in_4bit, load_in_8bit=load_in_8bit, dtype=dtype
         )
@@ -55,19 +57,6 @@ def load_model(
             logger.warning("max_seq_length=%d is more than the model's %d positions", max_seq_length, own)
         model.max_seq_length = max_seq_length
     return model, tokenizer
-
-
-def _dtype(quantized: bool) -> torch.dtype:
-    """float32, the dtype that learns without care; beside quantized weights bfloat16 where the GPU has it."""
-    fast = torch.cuda.is_available() and torch.cuda.is_bf16_supported(including_emulation=False)
-    return torch.bfloat16 if quantized and fast else torch.float32
-
-
-def _quantized_already(name: str, kwargs: dict[str, Any]) -> bool:
-    from transformers import AutoConfig
-
-    own = {key: kwargs[key] for key in ("trust_remote_code", "revision") if key in kwargs}
-    return getattr(AutoConfig.from_pretrained(name, **own), "quantization_config", None) is not None
 
 
 def add_lora(model: Any, *, r: int = 16, use_gradient_checkpointing: bool | str = True, **options: Any) -> Any:
@@ -93,6 +82,10 @@ def add_lora(model: Any, *, r: int = 16, use_gradient_checkpointing: bool | str 
     return wrapped
 
 
+NOT_SUPPORTED = {"fast_inference": "engine", "gpu_memory_utilization": "engine", "max_lora_rank": "r"}
+"""Options of Unsloth that have no meaning here, and ours that come nearest."""
+
+
 class FastLanguageModel:
     """`load_model` and `add_lora` under the names that Unsloth gives them."""
 
@@ -101,7 +94,11 @@ class FastLanguageModel:
         model_name: str, max_seq_length: int | None = None, dtype: Any = None, load_in_4bit: bool = False, **kwargs: Any
     ) -> tuple[Any, Any]:
         """A model and its tokenizer. Options of Unsloth that have no meaning here are refused."""
-        _refuse(kwargs, {"fast_inference": "engine", "gpu_memory_utilization": "engine", "max_lora_rank": "r"})
+        for name, instead in NOT_SUPPORTED.items():
+            if kwargs.pop(name, None):
+                raise UnknownOptionError(
+                    f"FastLanguageModel.from_pretrained: `{name}` is not supported; see the option `{instead}`"
+                )
         return load_model(model_name, max_seq_length=max_seq_length, dtype=dtype, load_in_4bit=load_in_4bit, **kwargs)
 
     @staticmethod
@@ -120,11 +117,3 @@ class FastLanguageModel:
     def for_training(model: Any) -> Any:
         """Training mode."""
         return model.train()
-
-
-def _refuse(kwargs: dict[str, Any], known: dict[str, str]) -> None:
-    for name, instead in known.items():
-        if kwargs.get(name):
-            hint = f"see the option `{instead}`" if instead == "engine" else did_you_mean(name, [instead])
-            raise UnknownOptionError(f"FastLanguageModel.from_pretrained: `{name}` is not supported; {hint}")
-        kwargs.pop(name, None)

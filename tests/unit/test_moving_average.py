@@ -8,8 +8,9 @@ import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 
-from rloom.models import following
-from rloom.models.precision import MasterWeights, SplitAdamW, values_of
+from rloom.models import moving_average
+from rloom.models.master_weights import MasterWeights
+from rloom.models.optimizers import SplitAdamW, values_of
 from rloom.models.reference import REF_ADAPTER, make_reference
 from tests.conftest import make_model
 
@@ -88,7 +89,7 @@ def test_large_weights_are_mixed_in_pieces(monkeypatch):
     policy = a_little_off(start)
     whole, pieces = (make_reference(start, new_adapter=False, follows=True, other=None) for _ in range(2))
     whole.sync(policy, ALPHA)
-    monkeypatch.setattr(following, "ELEMENTS_AT_A_TIME", 40)  # less than two rows of 32, more than a norm
+    monkeypatch.setattr(moving_average, "ELEMENTS_AT_A_TIME", 40)  # less than two rows of 32, more than a norm
 
     def looked_at(p, piece):
         assert p[piece].numel() <= 48  # a row of down_proj: no smaller piece is a view

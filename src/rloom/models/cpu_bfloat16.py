@@ -53,7 +53,8 @@ def make_bfloat16_safe() -> None:
 def _advertises_amx(info: Path = Path("/proc/cpuinfo")) -> bool:
     try:
         return "amx_" in info.read_text()
-    except OSError:  # no Linux: nothing is known of such machines there
+    except OSError:
+        # No Linux: nothing is known of such machines there.
         return False
 
 

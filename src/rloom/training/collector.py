@@ -1,18 +1,17 @@
-"""Collecting rollouts (prompts → completions → scores) and keeping them while updates still need them."""
+"""Collecting a rollout: prompts → completions → scores."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import fields, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from rloom.algo.shaping import Truncation
-from rloom.data.plan import UpdatePlan
-from rloom.data.prompts import PromptEncoder
+from rloom.data.prompts import PromptEncoder, as_reply
 from rloom.errors import EngineError, NoCompletionError
 from rloom.generation.base import Engine
 from rloom.observe.completions import CompletionLog
@@ -24,7 +23,7 @@ from rloom.seeds import derive_seed
 from rloom.training.credit import Shaper
 from rloom.training.outcome import Outcome
 from rloom.training.processes import ALONE, Processes
-from rloom.types import Group, Prompt, Record, Rollout, Share
+from rloom.types import Group, Prompt, Record, Rollout
 
 ScoreFunction = Callable[[list[dict[str, Any]], list[Any], list[Any], list[list[int]]], Tensor]
 
@@ -49,13 +48,12 @@ class Collector:
         truncation: Truncation,
         metrics: Metrics,
         table: CompletionLog,
-        count_tokens: Callable[[int], int],
         meanwhile: Callable[[Rollout], None] | None = None,
         processes: Processes = ALONE,
     ) -> None:
         self.encoder, self.engine, self.score, self.state = encoder, engine, score, state
         self.rewards, self.shaper, self.decode, self.truncation = rewards, shaper, decode, truncation
-        self.metrics, self.table, self.count_tokens = metrics, table, count_tokens
+        self.metrics, self.table = metrics, table
         self.meanwhile, self.processes = meanwhile, processes
         self._scoring: Scoring | None = None  # of the rollout under way: TRL's override point has no place for it
 
@@ -191,7 +189,7 @@ class Collector:
 
     def _set_scores(self, rollout: Rollout, groups: list[Group], scored: Scored, mode: str) -> None:
         truncated = torch.tensor([c.truncated for group in groups for c in group.completions])
-        lengths = torch.tensor([len(ids) for ids in rollout.completion_ids])
+        lengths = torch.tensor([c.num_drawn for group in groups for c in group.completions])
         counted = scored.scores
         if not self.truncation.counted:
             counted = torch.where(truncated.unsqueeze(-1), torch.full_like(counted, torch.nan), counted)
@@ -210,7 +208,10 @@ class Collector:
             self.metrics.add(mode, name, value)
         for name, value in whole.totals.items():  # calls come in the order of prompts, not of time: the largest counts
             self.metrics.set(mode, name, max([value, *map(float, self.metrics.values[mode].get(name, []))]))
-        self.metrics.set(mode, "num_tokens", self.count_tokens(whole.num_tokens if mode == "train" else 0))
+        state = self.state()
+        if mode == "train":
+            state.num_input_tokens_seen += whole.num_tokens
+        self.metrics.set(mode, "num_tokens", state.num_input_tokens_seen)
         whole.record(self.rewards.names, lambda name, value: self.metrics.add(mode, name, value))
 
     def _records(self, groups: list[Group], rollout: Rollout, scored: Scored) -> list[Record]:
@@ -223,7 +224,7 @@ class Collector:
                 group=number,
                 prompt=prompt,
                 completion=completion,
-                reply=_as_reply(prompt.conversational, completion.text),
+                reply=as_reply(completion.text, conversational=prompt.conversational),
                 scores=dict(zip(self.rewards.names, scores[row], strict=True)),
                 failures=scored.reasons.get(row, {}),
                 reward=reward[row],
@@ -239,7 +240,7 @@ def _flat(groups: list[Group]) -> tuple[list[dict[str, Any]], list[Any], list[An
     return (
         [prompt.columns for prompt, _ in flat],
         [prompt.content for prompt, _ in flat],
-        [_as_reply(prompt.conversational, completion.text) for prompt, completion in flat],
+        [as_reply(completion.text, conversational=prompt.conversational) for prompt, completion in flat],
         [completion.token_ids for _, completion in flat],
     )
 
@@ -251,106 +252,3 @@ def column_names(rows: Sequence[dict[str, Any]]) -> list[str]:
     ['x', 'y']
     """
     return list(dict.fromkeys(name for row in rows for name in row if name != "prompt"))
-
-
-def _as_reply(conversational: bool, text: str) -> Any:
-    return [{"role": "assistant", "content": text}] if conversational else text
-
-
-def replace_degenerate(
-    rollout: Rollout, draw: Callable[[int, int], Rollout], rounds: int, processes: Processes = ALONE
-) -> tuple[Rollout, int]:
-    """Replace groups without signal by groups with some, drawn in at most `rounds` rounds; says how many were replaced.
-
-    `draw(count, round)` collects `count` groups of other prompts. What still is without signal at the end stays, so
-    that the rollout keeps its size. All processes draw in a round, also one that lacks nothing: `draw` is told so.
-    """
-    replaced = 0
-    for number in range(rounds):
-        equal = rollout.degenerate()
-        missing = [group for group, without in enumerate(equal) if without]
-        if not processes.any(bool(missing)):
-            break
-        try:
-            other = draw(len(missing), number)
-        except NoCompletionError:  # which is no reason to lose the groups that there are
-            continue
-        found = [group for group, without in enumerate(other.degenerate()) if not without]
-        swaps = dict(zip(missing, found, strict=False))
-        replaced += len(swaps)
-        drawn = _drawn_together(rollout, other)
-        rollout = _assembled([(other, swaps[g]) if g in swaps else (rollout, g) for g in range(len(equal))])
-        rollout.drawn = drawn
-    return rollout, replaced
-
-
-def _drawn_together(rollout: Rollout, other: Rollout) -> list[Record]:
-    """Records of both, with groups counted on."""
-    before = 1 + max(record.group for record in rollout.drawn)
-    for record in other.drawn:
-        record.group += before
-    return [*rollout.drawn, *other.drawn]
-
-
-def _assembled(sources: list[tuple[Rollout, int]]) -> Rollout:
-    """A rollout of groups taken from others; nothing of it has been used yet."""
-    rows = [
-        (source, row, new)
-        for new, (source, old) in enumerate(sources)
-        for row in (source.groups == old).nonzero().flatten().tolist()
-    ]
-    sampled = [r.sampling_logprobs[row] if r.sampling_logprobs is not None else None for r, row, _ in rows]
-    return Rollout(
-        prompt_ids=[r.prompt_ids[row] for r, row, _ in rows],
-        completion_ids=[r.completion_ids[row] for r, row, _ in rows],
-        groups=torch.tensor([new for _, _, new in rows]),
-        scores=torch.stack([r.scores[row] for r, row, _ in rows]),
-        score=torch.stack([r.score[row] for r, row, _ in rows]),
-        trained=[r.trained[row] for r, row, _ in rows],
-        num_groups=len(sources),
-        sampling_logprobs=None if any(s is None for s in sampled) else sampled,  # type: ignore[arg-type]
-        ended=[bool(r.ended and r.ended[row]) for r, row, _ in rows],
-        prompt_inputs=[r.prompt_inputs[row] for r, row, _ in rows],
-        total=torch.stack([r.total[row] for r, row, _ in rows]),  # type: ignore[index]
-        records=[r.records[row] for r, row, _ in rows],
-    )
-
-
-FIELDS = {field.name for field in fields(Rollout)}
-
-
-class RolloutBuffer:
-    """The rollouts that the present and later updates train on. A checkpoint holds them."""
-
-    def __init__(self, make: Callable[[UpdatePlan, int], Rollout], num_uses: int) -> None:
-        self.make, self.num_uses = make, num_uses
-        self.rollouts: dict[tuple[int, int], tuple[Rollout, int]] = {}
-
-    def take(self, plan: UpdatePlan) -> list[Share]:
-        """The shares of an update; rollouts that are not there yet are made, those used up are let go."""
-        shares: list[Share] = []
-        for ref in plan.parts:
-            key = plan.key(ref.rollout)
-            if key not in self.rollouts:
-                self.rollouts[key] = (self.make(plan, ref.rollout), self.num_uses)
-            rollout, left = self.rollouts[key]
-            shares.append(Share(rollout=rollout, rows=rollout.rows(ref.part, ref.parts)))
-            self.rollouts[key] = (rollout, left - 1)
-        self.rollouts = {key: entry for key, entry in self.rollouts.items() if entry[1] > 0}
-        return shares
-
-    def state_dict(self) -> list[dict[str, Any]]:
-        """The rollouts that later updates need, as plain data. What is written down about them was, at their first
-        use."""
-        names = FIELDS - {"records", "drawn", "total"}
-        return [
-            {"key": list(key), "left": left, "rollout": {name: getattr(rollout, name) for name in names}}
-            for key, (rollout, left) in self.rollouts.items()
-        ]
-
-    def load_state_dict(self, state: list[dict[str, Any]]) -> None:
-        """Go on where a checkpoint stopped; older ones have fields that are no more."""
-        self.rollouts = {}
-        for entry in state:
-            known = {name: value for name, value in entry["rollout"].items() if name in FIELDS - {"records"}}
-            self.rollouts[tuple(entry["key"])] = (Rollout(**known), entry["left"])

@@ -10,16 +10,9 @@ import pytest
 import torch
 from torch import nn
 
-from rloom.models.precision import (
-    MasterWeights,
-    SplitAdamW,
-    accumulate_in_float32,
-    added_as_they_come,
-    join,
-    keeps_the_bits,
-    split,
-    warn_of_lost_bits,
-)
+from rloom.models.low_bits import accumulate_in_float32, added_as_they_come, join_float32, split_float32
+from rloom.models.master_weights import MasterWeights
+from rloom.models.optimizers import SplitAdamW, optimizer_with_low_bits, warn_of_lost_bits
 
 
 def test_split_and_join_lose_nothing():
@@ -27,8 +20,8 @@ def test_split_and_join_lose_nothing():
     bits = torch.randint(-(2**31), 2**31 - 1, (100_000,), generator=generator, dtype=torch.int64).int()
     values = bits.view(torch.float32)
     values = values[values.isfinite() & (values.abs() < 3e38)]
-    weight, rest = split(values)
-    assert torch.equal(join(weight, rest), values)
+    weight, low_bits = split_float32(values)
+    assert torch.equal(join_float32(weight, low_bits), values)
     nearest = values.bfloat16()
     same = weight == nearest
     ties = (values.view(torch.int32) & 0xFFFF) == 0x8000  # halfway: either neighbour is nearest
@@ -98,7 +91,7 @@ def test_hidden_bits_equal_a_float32_run_on_the_same_gradients():
         weight.grad, master.grad = gradient.clone(), gradient.clone()
         ours.step()
         theirs.step()
-    assert torch.equal(join(weight.detach(), ours.state[weight]["rest"]), master.detach())
+    assert torch.equal(join_float32(weight.detach(), ours.state[weight]["rest"]), master.detach())
 
 
 def eight_bit(params, **options):
@@ -175,7 +168,7 @@ def test_weights_that_someone_else_changes_stay_changed():
     weight.grad = torch.zeros(4)
     optimizer.step()
     assert weight.tolist() == [0.5, 0.5, 1.0, 1.0]
-    _, master = optimizer.pairs[0]
+    (master,) = optimizer.masters.values()
     assert torch.allclose(master, torch.tensor([0.5, 0.5, 1 - 1e-4, 1 - 1e-4]), atol=1e-6, rtol=0)
 
 
@@ -258,7 +251,7 @@ def test_eight_bit_adamw_moves_the_weights_as_in_float32():
     exact, x, y = problem(torch.float32)
     first = [p.detach().clone() for p in exact.parameters()]
     train(exact, x, y, torch.optim.AdamW(exact.parameters(), lr=1e-6, weight_decay=0.01))
-    masters = [master for _, master in optimizer.pairs]
+    masters = list(optimizer.masters.values())
     moved = sum((m - s.float()).square().sum() for m, s in zip(masters, start, strict=True)).sqrt()
     expected = sum((p - s).square().sum() for p, s in zip(exact.parameters(), first, strict=True)).sqrt()
     assert abs(moved / expected - 1) < 0.25
@@ -274,12 +267,12 @@ def test_eight_bit_adamw_keeps_32_bits_for_embeddings(dtype):
     model.embedding.to(dtype)
     model.head.weight = model.embedding.weight
     options = {"lr": 1e-3, "optim_bits": 8, "min_8bit_size": 16}
-    cls, options = keeps_the_bits(bitsandbytes.optim.AdamW, options, model)
+    cls, options = optimizer_with_low_bits(bitsandbytes.optim.AdamW, options, model)
     optimizer = cls([{"params": list(model.parameters())}], **options)
     for p in model.parameters():
         p.grad = torch.ones(p.shape)
     optimizer.step()
-    masters = {id(p): master for p, master in optimizer.pairs}
+    masters = {id(p): master for p, master in optimizer.masters.items()}
     bits = {name: optimizer.state[masters.get(id(p), p)]["state1"].dtype for name, p in model.named_parameters()}
     assert bits["embedding.weight"] == torch.float32
     assert bits["inner.weight"] == torch.uint8
@@ -293,7 +286,7 @@ def test_eight_bit_adamw_keeps_32_bits_for_embeddings(dtype):
 
 def test_other_optimizers_are_asked_nothing_about_embeddings():
     model = Tied().bfloat16()
-    _, options = keeps_the_bits(torch.optim.SGD, {"lr": 1e-3}, model)
+    _, options = optimizer_with_low_bits(torch.optim.SGD, {"lr": 1e-3}, model)
     assert options == {"lr": 1e-3, "make": torch.optim.SGD}
 
 

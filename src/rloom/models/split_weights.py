@@ -1,8 +1,8 @@
 """A float32 model that computes in bfloat16, and loses no bit of its weights.
 
-Each float32 number is split: its upper 16 bits, rounded, are a bfloat16 number, which the model computes and samples
-with; the 16 bits that this drops lie beside it (`precision.split`), and the optimizer updates both as one float32
-number. So there is no float32 copy and no cast in a step. What is saved is float32 again.
+Each float32 number is split (`low_bits.py`): its upper 16 bits, rounded, are a bfloat16 number, which the model
+computes and samples with; its low bits lie beside it, and the optimizer updates both as one float32 number. So there is
+no float32 copy and no cast in a step. What is saved is float32 again.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ import torch
 from torch import Tensor, nn
 
 from rloom.models.load import base_of
-from rloom.models.precision import join, split
+from rloom.models.low_bits import join_float32, split_float32
 
 _known: weakref.WeakKeyDictionary[nn.Module, SplitWeights] = weakref.WeakKeyDictionary()
 """By model, without its adapter: one may be trained more than once, and its bits are not in its weights."""
 
 
 class SplitWeights:
-    """Owns the bits that a model's weights drop, from the moment at which it is made of a float32 model.
+    """Owns the low bits of a model's weights, from the moment at which it is made of a float32 model.
 
     The model stays the object that it was, and its parameters the same objects; those that were float32 are bfloat16
     from then on. `leave`: parameters that stay as they are.
@@ -42,14 +42,10 @@ class SplitWeights:
     def __init__(self, model: nn.Module, leave: Collection[Tensor] = ()) -> None:
         left = {id(p) for p in leave}
         self.params = [p for p in model.parameters() if p.dtype == torch.float32 and id(p) not in left]
-        self.rests: dict[Tensor, Tensor] = {}
+        self.low_bits: dict[Tensor, Tensor] = {}
         for p in self.params:
-            weight, rest = split(p.data)
-            p.data = weight
-            if p.requires_grad:
-                self.rests[p] = rest
-            elif bool(rest.any()):  # wanted when the model is saved, and not before
-                self.rests[p] = rest.cpu()
+            p.data, low_bits = split_float32(p.data)
+            self._keep(p, low_bits)
         _known[base_of(model)] = self
 
     @contextmanager
@@ -76,30 +72,37 @@ class SplitWeights:
         for p in self.params:
             p.data = self._value(p).to(p.device)
             p.grad_dtype = None
-        self.params, self.rests = [], {}
+        self.params, self.low_bits = [], {}
 
     def _value(self, p: Tensor) -> Tensor:
-        weight = p.data.cpu()  # on the host: a float32 copy of all weights may be more than the device holds
-        return join(weight, self.rests[p].cpu()) if p in self.rests else weight.float()
+        """What a parameter stands for, on the host: a float32 copy of all weights may be more than the device holds."""
+        weight = p.data.cpu()
+        return join_float32(weight, self.low_bits[p].cpu()) if p in self.low_bits else weight.float()
 
     def _take_over(self, p: Tensor, weight: Tensor) -> None:
         """Split what `p` holds now: the upper bits go to where its weight lies, graphs and views included."""
-        upper, rest = split(p.data.float().contiguous())
+        upper, low_bits = split_float32(p.data.float().contiguous())
         weight.copy_(upper)
-        if p in self.rests:
-            self.rests[p].copy_(rest)
-        elif bool(rest.any()):
-            self.rests[p] = rest.cpu()
+        self._keep(p, low_bits)
+
+    def _keep(self, p: Tensor, low_bits: Tensor) -> None:
+        if p in self.low_bits:
+            self.low_bits[p].copy_(low_bits)
+        elif p.requires_grad:
+            self.low_bits[p] = low_bits
+        elif bool(low_bits.any()):
+            # Of a frozen weight: wanted when the model is saved, and not before.
+            self.low_bits[p] = low_bits.cpu()
 
 
 def split_of(model: nn.Module) -> SplitWeights | None:
-    """The dropped bits of a model that was split before, by another trainer, say."""
+    """The low bits of a model that was split before, by another trainer, say."""
     found = _known.get(base_of(model))
     return found if found is not None and found.params else None
 
 
 def kept_in_float32(model: Any) -> list[Tensor]:
     """Parameters that an architecture keeps in float32 where it is loaded in half precision."""
-    patterns = [re.escape(pattern) for pattern in getattr(model, "_keep_in_fp32_modules_strict", None) or ()]
-    kept = re.compile(rf"(^|\.)({'|'.join(patterns)})(\.|$)") if patterns else None
-    return [p for name, p in model.named_parameters() if kept is not None and kept.search(name)]
+    names = getattr(model, "_keep_in_fp32_modules_strict", None) or ()
+    kept = re.compile(rf"(^|\.)({'|'.join(map(re.escape, names))})(\.|$)")
+    return [p for name, p in model.named_parameters() if names and kept.search(name)]

@@ -1,0 +1,112 @@
+"""float32 numbers in two halves: a bfloat16 weight, and the 16 bits that bfloat16 drops, its low bits.
+
+A bfloat16 weight has 8 bits of precision: at a learning rate of 1e-6 most updates are smaller than the gap to the next
+bfloat16 number and would be rounded away. With the low bits beside them weights move as float32 ones do, while the
+model computes (and samples) with the bfloat16 weights themselves, with no cast per step.
+
+Gradients accumulate in float32 (torch's `grad_dtype`), for the same reason.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, MutableMapping
+from contextlib import contextmanager
+from types import EllipsisType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+LowBits = MutableMapping[Tensor, Tensor]
+"""The low bits of weights, int16, by weight."""
+
+Piece = slice | EllipsisType
+"""What to index a weight with: some of its rows, or `...` for all of it."""
+
+Value = Callable[[Tensor, Piece], Tensor]
+"""Tells what a piece of a parameter stands for: `p[piece]`, joined with the low bits that somebody keeps for it."""
+
+
+def join_float32(weight: Tensor, low_bits: Tensor) -> Tensor:
+    """The float32 number that a bfloat16 weight and its low bits stand for."""
+    return ((weight.view(torch.int16).int() << 16) + low_bits.int()).view(torch.float32)
+
+
+def split_float32(value: Tensor) -> tuple[Tensor, Tensor]:
+    """A float32 number as the nearest bfloat16 weight and its low bits, a signed 16-bit number.
+
+    >>> value = torch.tensor([1.0 + 2**-12, -3.1415927])
+    >>> weight, low_bits = split_float32(value)
+    >>> weight
+    tensor([ 1.0000, -3.1406], dtype=torch.bfloat16)
+    >>> torch.equal(join_float32(weight, low_bits), value)
+    True
+    """
+    bits = value.view(torch.int32)
+    upper = (bits + 0x8000) >> 16
+    return upper.short().view(torch.bfloat16), (bits - (upper << 16)).short()
+
+
+def low_bits_of(p: Tensor, low_bits: LowBits) -> Tensor:
+    """The low bits of a weight, on its device; zeros, which are noted, where nobody has any.
+
+    What was frozen once may have its low bits on the host.
+    """
+    found = low_bits.get(p)
+    if found is None:
+        found = torch.zeros_like(p, dtype=torch.int16)
+    low_bits[p] = found.to(p.device)
+    return low_bits[p]
+
+
+def as_they_are(p: Tensor, piece: Piece) -> Tensor:
+    """A piece of a parameter for which nobody keeps low bits."""
+    return p[piece]
+
+
+def accumulate_in_float32(params: Iterable[Tensor]) -> None:
+    """Let bfloat16 parameters have float32 gradients, so that micro-batches add up without rounding."""
+    for p in params:
+        if p.dtype == torch.bfloat16 and p.requires_grad and p.is_leaf:
+            # torch refuses float32 while there is a bfloat16 gradient.
+            p.grad_dtype = None
+            if p.grad is not None:
+                p.grad = p.grad.float()
+            p.grad_dtype = torch.float32
+
+
+def accumulates_in_float32(p: Tensor) -> bool:
+    """Whether [`accumulate_in_float32`] was called for a bfloat16 parameter."""
+    return p.dtype == torch.bfloat16 and p.requires_grad and p.is_leaf and p.grad_dtype == torch.float32
+
+
+@contextmanager
+def added_as_they_come(model: Any) -> Iterator[Callable[[], None]]:
+    """Meanwhile bfloat16 gradients are added to float32 ones as they come.
+
+    Autograd would cast each to float32 first, which is one more pass over memory. Yields a function to call after each
+    backward: it makes float32 of gradients that were the first of their parameter.
+
+    The head's own gradient comes in float32 (`head.py`), and may be added to the embedding's before: left as it is.
+    """
+    head = model.get_output_embeddings()
+    params = [p for p in model.parameters() if accumulates_in_float32(p) and p is not getattr(head, "weight", None)]
+
+    def half_precision() -> Iterator[Tensor]:
+        return (p for p in params if p.grad is not None and p.grad.dtype == torch.bfloat16)
+
+    def widen() -> None:
+        for p in half_precision():
+            p.grad = p.grad.float()  # type: ignore[union-attr]
+
+    for p in params:
+        p.grad_dtype = None
+    try:
+        yield widen
+        widen()
+    finally:
+        # Those of an update that failed, and is begun again.
+        for p in half_precision():
+            p.grad = None
+        for p in params:
+            p.grad_dtype = torch.float32

@@ -1,0 +1,406 @@
+"""A transformers Trainer whose checkpoints hold all of a run: a killed one goes on to the same bits.
+
+What a checkpoint consists of is in `checkpoint.py`, which run it is of in `identity.py`, and the output folder, which
+belongs to one run at a time, in `folder.py`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import shutil
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, nullcontext
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+from transformers import Trainer
+
+from rloom.data.plan import Schedule
+from rloom.errors import DiskError
+from rloom.models.load import base_of, is_peft_model
+from rloom.models.reference import Reference, without_reference_adapter
+from rloom.observe.completions import CompletionLog
+from rloom.observe.metrics import Metrics
+from rloom.observe.store import RunStore
+from rloom.printable import get_logger
+from rloom.rewards.collection import RewardSet
+from rloom.training import checkpoint, weights
+from rloom.training.buffer import RolloutBuffer
+from rloom.training.card import model_card
+from rloom.training.credit import Credit, Shaper
+from rloom.training.finite import FiniteUpdates, check_finite
+from rloom.training.folder import OutputFolder
+from rloom.training.identity import check_same_run, facts_of
+from rloom.training.identity import write as write_facts
+from rloom.training.interrupts import Interrupts
+from rloom.training.learner import Learner
+from rloom.training.precision import Precision
+from rloom.training.processes import Processes
+
+logger = get_logger(__name__)
+
+
+class LoopState:
+    """What transformers' loop does not put into a checkpoint: its running loss, and counts of ours."""
+
+    def __init__(self, loop: CheckpointedTrainer) -> None:
+        self.loop = loop
+
+    def state_dict(self) -> dict[str, Any]:
+        """As plain numbers."""
+        loop = self.loop
+        return {
+            "loss": [float(loop._tr_loss), loop._total_loss_scalar],
+            # a Trainer before 5.19 counts all steps, and has no first
+            "steps": [loop._globalstep_last_logged, getattr(loop, "_initial_global_step", 0)],
+            "episodes": loop._episodes,
+            "elapsed": loop._elapsed + time.time() - loop._train_began,
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """The running loss is put back when the first epoch begins, since the Trainer zeroes it until then."""
+        self.loop._episodes, self.loop._elapsed = state["episodes"], state["elapsed"]
+        self.loop._resumed = state
+
+
+class CheckpointedTrainer(Trainer):
+    """Saves, finds and loads checkpoints, and writes the output folder.
+
+    The parts below are set by the constructor of [`RLOOTrainer`].
+    """
+
+    processes: Processes
+    schedule: Schedule
+    buffer: RolloutBuffer
+    learner: Learner
+    credit: Credit
+    shaper: Shaper
+    rewards: RewardSet
+    metrics: Metrics
+    completion_log: CompletionLog
+    store: RunStore
+    precision: Precision
+    finite: FiniteUpdates
+    interrupts: Interrupts
+    folder: OutputFolder
+    reference: Reference | None
+    _tag_names = ("rloom", "rloo")
+    _resumed: dict[str, Any] | None = None  # what a checkpoint said, until the first epoch begins
+    _facts: dict[str, Any] | None = None  # what this run is known by, from the start of its training
+    _using_rewards = 0  # how many of train, evaluate and predict are under way
+    _episodes = 0  # completions asked for so far, over all processes
+    _elapsed = 0.0  # seconds of training before this call, when resumed
+    _train_began = 0.0
+
+    # -- where a run begins
+
+    def train(
+        self, resume_from_checkpoint: str | os.PathLike[str] | bool | None = None, *args: Any, **kwargs: Any
+    ) -> Any:
+        """Train. `resume_from_checkpoint=True` goes on from the newest checkpoint that is whole; `"auto"` does too, and
+        starts anew where there is none, so that one script serves the first run and every restart. A checkpoint of
+        another run is refused; what another run left in the output folder is moved to `_previous` in it."""
+        with self._folder_held():
+            folder = self._where_it_begins(resume_from_checkpoint)
+            with self._rewards_open(), self.interrupts.listening():
+                result = super().train(folder, *args, **kwargs)
+        self.interrupts.leave(self.args.output_dir, self.state.global_step)
+        return result
+
+    @contextmanager
+    def _folder_held(self) -> Iterator[None]:
+        """The main process holds the output folder for all; where it cannot, all leave."""
+        with ExitStack() as held:
+            self._on_main(lambda: held.enter_context(self.folder.hold()))
+            yield
+
+    def _on_main(self, do: Callable[[], Any]) -> Any:
+        """What the main process finds out, or raises, all do: its disk decides."""
+        found, wrong = None, None
+        if self.processes.is_main:
+            try:
+                found = do()
+            except (ValueError, OSError) as error:
+                wrong = error
+        found, wrong = self.processes.from_main((found, wrong))
+        if wrong is not None:
+            raise wrong
+        return found
+
+    def _where_it_begins(self, asked: Any) -> Any:
+        """The checkpoint to go on from, or none; the output folder is made ready for either."""
+        if isinstance(asked, os.PathLike):
+            asked = os.fspath(asked)
+        self._facts = facts = facts_of(self)
+        return self._on_main(lambda: self._made_ready(asked, facts))
+
+    def _made_ready(self, asked: Any, facts: dict[str, Any]) -> Any:
+        folder = self._newest_checkpoint(must_be=asked is True) if asked is True or asked == "auto" else asked
+        if not isinstance(folder, str):
+            self._begin_here(delete=self.args.overwrite_output_dir and asked != "auto")
+            return folder
+        if not Path(folder).is_dir():
+            return folder  # transformers says that it is not there
+        self._check_checkpoint(Path(folder))
+        changed = check_same_run(folder, facts, anyway=self.args.resume_changed_run)
+        step = checkpoint.step_of(Path(folder))
+        if Path(folder).resolve().parent != Path(self.args.output_dir).resolve():
+            self._begin_here(folder, delete=self.args.overwrite_output_dir)
+        elif step is not None:  # else transformers says what is wrong with it
+            self.folder.go_on(after=step)
+            self.store.resume(step)
+        if step is not None:
+            words = f"; other options than before: {changed}" if changed else ""
+            print(f"rloom: going on from {folder}, after update {step}{words}", file=sys.stderr, flush=True)
+        return folder
+
+    def _begin_here(self, checkpoint: str | None = None, *, delete: bool = False) -> None:
+        """A run that is new in its folder: what an earlier one left there is moved, but for what this one needs."""
+        args, own = self.args, [self.store.folder] if self.store.is_own else []
+        named = [
+            getattr(base_of(self.model).config, "_name_or_path", None),
+            args.sft_model_path,
+            args.reward_model_path,
+            checkpoint,
+        ]
+        self.folder.begin(keep=[*own, *filter(None, named)], delete=delete)
+        self.store.begin()
+
+    def _check_checkpoint(self, folder: Path) -> None:
+        """Refuse one that was damaged since. Of one without a manifest transformers says what is wrong with it."""
+        sealed = (folder / checkpoint.MANIFEST_FILE).exists()
+        if sealed and (wrong := checkpoint.damage(folder)) is not None:
+            raise ValueError(f'{folder} {wrong}: name another, or "auto" for the newest that is whole')
+
+    def _newest_checkpoint(self, *, must_be: bool) -> str | bool:
+        """Its path; False where there is none."""
+        found = checkpoint.newest_whole(self.args.output_dir)
+        if found is None and must_be:
+            raise ValueError(
+                f"No valid checkpoint found in output directory ({self.args.output_dir}): nothing to resume. "
+                'On a first run leave it out, or pass resume_from_checkpoint="auto"'
+            )
+        return False if found is None else str(found)
+
+    @contextmanager
+    def _rewards_open(self) -> Iterator[None]:
+        """When the outermost of these is over, however it ends, the rewards' processes and threads are let go."""
+        self._using_rewards += 1
+        try:
+            yield
+        finally:
+            self._using_rewards -= 1
+            if not self._using_rewards:
+                self.rewards.close()
+
+    # -- saving
+
+    def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
+        folder = Path(self._get_output_dir(trial=trial)) / f"checkpoint-{self.state.global_step}"
+        self.finite.settle(self.state.global_step)
+        check_finite(self.model.named_parameters(), folder.name)
+        name, there = self.args.hub_model_id or Path(self.args.output_dir).name, folder.exists()
+        try:
+            with checkpoint.writing(folder.parent, folder.name):
+                self.create_model_card(model_name=name.split("/")[-1])
+                if not self.args.save_only_model:
+                    self._save_own(folder)
+                self.processes.check_same_weights(self.model)
+                super()._save_checkpoint(model, trial)
+                self.processes.wait()  # nobody looks for it before it is there
+                if self.processes.is_main and folder.exists() and not self.args.save_only_model:
+                    checkpoint.seal(folder)
+        except DiskError as error:
+            if not there:
+                shutil.rmtree(folder, ignore_errors=True)  # half a checkpoint only takes up room
+            whole = checkpoint.newest_whole(folder.parent)
+            last = f"The newest that is whole is {whole}" if whole else "There is no other"
+            raise DiskError(f'{error}. {last}. Make room, and go on with resume_from_checkpoint="auto"') from error
+
+    def _save_own(self, folder: Path) -> None:
+        moved = self.reference.state_dict() if self.reference and self.args.sync_ref_model else None
+        state = checkpoint.state_of(self._components(), self._plan())
+        checkpoint.save(folder, state, moved, rank=self.processes.rank)
+        if self.processes.is_main:
+            write_facts(folder, self._facts or facts_of(self))
+
+    def _save_rng_state(self, output_dir: str) -> None:
+        super()._save_rng_state(output_dir)
+        self.processes.wait()  # the file that marks a checkpoint as whole comes next, and all have written theirs
+
+    def _components(self) -> dict[str, checkpoint.Component]:
+        """What the next update depends on, and transformers does not keep."""
+        return {
+            "buffer": self.buffer,
+            "metrics": self.metrics,
+            "table": self.completion_log,
+            "shaper": self.shaper,
+            "credit": self.credit,
+            "budget": self.learner.budget,
+            "loop": LoopState(self),
+        }
+
+    def _plan(self) -> dict[str, int]:
+        """What decides which prompts a rollout holds and which updates use it."""
+        plan = dataclasses.asdict(self.schedule)
+        return {**plan, "num_generations": self.args.num_generations, "seed": self.args.seed}
+
+    def _as_float32(self, *, loading: bool = False) -> Any:
+        """The model's weights with all their bits, for what is written to disk or read from there. Beside an adapter,
+        whose own are never split, that is what else is trained (biases), and embeddings."""
+        split, only = self.precision.split, None
+        if split is None:
+            return nullcontext()
+        if is_peft_model(self.model):
+            ends = (self.model.get_input_embeddings(), self.model.get_output_embeddings())
+            only = [p for p in split.params if p.requires_grad]
+            only += [p for module in ends if module is not None for p in module.parameters()]
+        return split.as_float32(only, loading=loading)
+
+    # -- loading
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
+        target = self.model if model is None else model
+        with self._as_float32(loading=True):
+            if weights.are_renamed(resume_from_checkpoint, target):
+                weights.load_renamed(resume_from_checkpoint, target)
+            else:
+                super()._load_from_checkpoint(resume_from_checkpoint, model)
+
+    def _load_best_model(self) -> None:
+        best = self.state.best_model_checkpoint
+        with self._as_float32(loading=True):
+            if weights.are_renamed(best, self.model):
+                weights.load_renamed(best, self.model)
+            else:
+                super()._load_best_model()
+
+    def _load_optimizer_and_scheduler(self, folder: str | None) -> None:
+        super()._load_optimizer_and_scheduler(folder)
+        if folder is None:
+            return
+        state, reference = checkpoint.load(folder, rank=self.processes.rank)
+        self._note_other_processes(state)
+        # Of a rollout that one process has to sample anew the others sample their parts with it.
+        all_have_theirs = not self.processes.any(state is None or state["plan"] != self._plan())
+        if reference is not None and self.reference is not None:
+            self.reference.load_state_dict(reference)
+        if state is None:
+            logger.warning("%s has no rloom_state.pt: rollouts in use and running statistics start anew", folder)
+            if self.args.sync_ref_model and reference is None:
+                logger.warning("the reference, which had moved, starts anew as well")
+            return
+        components, rollouts = self._components(), state["components"]["buffer"]
+        if not all_have_theirs:
+            del components["buffer"]
+            if rollouts:
+                logger.warning(
+                    "%d rollouts of the checkpoint are let go and sampled anew: the options that shape a rollout have "
+                    "changed (%s, now %s), or the rloom_state of a process is not there",
+                    len(rollouts),
+                    state["plan"],
+                    self._plan(),
+                )
+        checkpoint.load_components(components, state)
+
+    def _note_other_processes(self, state: dict[str, Any] | None) -> None:
+        """A checkpoint of more or fewer processes has rollouts and random states that these cannot share out."""
+        then = 1 if state is None else state["plan"].get("world_size", 1)
+        if then != self.processes.count and state is not None and self.processes.is_main:
+            logger.warning(
+                "the checkpoint is of %d process(es), and this run has %d: it goes on with its weights, optimizer, "
+                "schedule and statistics; rollouts in use are sampled anew, and dropout draws other noise",
+                then,
+                self.processes.count,
+            )
+
+    def _run_epoch(self, *args: Any, **kwargs: Any) -> None:
+        """The Trainer zeroes its running loss when it resumes: put back what the checkpoint had. A run that had reached
+        its end has nothing left to do, where the Trainer would make one update more."""
+        if self._resumed is not None:
+            loss, total = self._resumed["loss"]
+            self._tr_loss.fill_(loss)
+            self._total_loss_scalar = total
+            self._globalstep_last_logged, self._initial_global_step = self._resumed["steps"]
+            self._resumed = None
+        if self.state.global_step >= self.state.max_steps:
+            self.control.should_training_stop = True
+            return
+        super()._run_epoch(*args, **kwargs)
+
+    def _finalize_training(self, trial: Any, num_train_samples: int, start_time: float) -> Any:
+        return super()._finalize_training(trial, num_train_samples, start_time - self._elapsed)
+
+    # -- what else is written
+
+    def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
+        """Save the options as the user gave them, not as the loop sees them."""
+        seen, self.args.gradient_accumulation_steps = (
+            self.args.gradient_accumulation_steps,
+            self.schedule.parts_per_update,
+        )
+        where = output_dir or self.args.output_dir
+        with self.folder.writing(where), checkpoint.writing(where, "the model"):
+            try:
+                with without_reference_adapter(self.model), self._as_float32():
+                    super()._save(output_dir, state_dict)
+            finally:
+                self.args.gradient_accumulation_steps = seen
+            if self.args.should_save:  # peft leaves a card that says nothing
+                self._write_card(Path(where))
+
+    def create_model_card(
+        self,
+        model_name: str | None = None,
+        dataset_name: str | None = None,
+        tags: str | list[str] | None = None,
+        **front_matter: str | None,
+    ) -> None:
+        """Write a model card to the output folder. `language`, `license` and `tasks` go into its front matter."""
+        self._write_card(Path(self.args.output_dir), model_name, dataset_name, tags, **front_matter)
+
+    def _write_card(
+        self,
+        folder: Path,
+        name: str | None = None,
+        dataset: str | None = None,
+        tags: str | list[str] | None = None,
+        *,
+        language: str | None = None,
+        license: str | None = None,
+        tasks: str | None = None,
+        finetuned_from: str | None = None,
+    ) -> None:
+        if not self.is_world_process_zero():
+            return
+        given = {tags} if isinstance(tags, str) else set(tags or ())
+        card = model_card(
+            self.args,
+            model_id=finetuned_from or getattr(self.model.config, "_name_or_path", None),
+            name=name or Path(self.args.output_dir).name,
+            repository=self.hub_model_id or str(folder),
+            dataset=dataset,
+            tags=given | set(self._tag_names),
+            front_matter={"language": language, "license": license, "pipeline_tag": tasks},
+        )
+        with self.folder.writing(folder):
+            folder.mkdir(parents=True, exist_ok=True)
+            (folder / "README.md").write_text(card)
+
+    def save_state(self) -> None:
+        """As in transformers: `trainer_state.json` in the output folder."""
+        with self.folder.writing():
+            super().save_state()
+
+    def save_metrics(self, *args: Any, **kwargs: Any) -> None:
+        """As in transformers: `train_results.json` and the like in the output folder."""
+        with self.folder.writing():
+            super().save_metrics(*args, **kwargs)
+
+    def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
+        with self.folder.writing():  # transformers copies the checkpoint's model there
+            super()._push_from_checkpoint(checkpoint_folder)
