@@ -24,8 +24,8 @@ import torch
 from engine import ends_of, prompts_of, with_adapter
 from shapes import SHAPES, Shape, make_model, make_tokenizer
 
-from rloom.generation.vllm.adapter import write_adapter
 from rloom.generation.vllm.loader import LOADER, loading_from
+from rloom.generation.vllm.lora import write_adapter
 from rloom.generation.vllm.starting import write_config
 
 

@@ -28,7 +28,7 @@ VERBS = {
     "generate": "rloom.cli.generate",
     "check-reward": "rloom.cli.check_reward",
     "serve-reward": "rloom.cli.serve_reward",
-    "completion": "rloom.cli.completion",
+    "completion": "rloom.cli.shell_completion",
 }
 
 

@@ -15,7 +15,8 @@ import torch
 from rloom.errors import EngineError
 from rloom.generation.base import Sampling, nothing_asked
 from rloom.generation.vllm import proof
-from rloom.generation.vllm.adapter import (
+from rloom.generation.vllm.loader import LOADER, loading_from
+from rloom.generation.vllm.lora import (
     adapter_rank,
     base_fingerprint,
     is_active,
@@ -24,10 +25,9 @@ from rloom.generation.vllm.adapter import (
     why_merged,
     write_adapter,
 )
-from rloom.generation.vllm.base import Answers, VllmBase
-from rloom.generation.vllm.loader import LOADER, loading_from
 from rloom.generation.vllm.options import VllmOptions
 from rloom.generation.vllm.requests import RequestFormat, check_lengths
+from rloom.generation.vllm.shared import Answers, VllmBase
 from rloom.generation.vllm.starting import (
     clean_up,
     engine_options,

@@ -18,11 +18,11 @@ from safetensors.torch import save_file
 from rloom.errors import EngineError
 from rloom.generation.base import Sampling, nothing_asked
 from rloom.generation.vllm import proof
-from rloom.generation.vllm.adapter import adapter_rank, is_active, why_merged, write_adapter
-from rloom.generation.vllm.base import Answers, VllmBase
 from rloom.generation.vllm.client import HOW_TO_START, Client, ServerError
+from rloom.generation.vllm.lora import adapter_rank, is_active, why_merged, write_adapter
 from rloom.generation.vllm.options import VllmOptions
 from rloom.generation.vllm.requests import RequestFormat, check_lengths
+from rloom.generation.vllm.shared import Answers, VllmBase
 from rloom.generation.vllm.surroundings import temporary_folder
 from rloom.generation.vllm.weights import (
     base_of,
