@@ -12,7 +12,7 @@ from transformers.integrations.integration_utils import rewrite_logs
 from rloom import RLOOTrainer
 from rloom.errors import RewardError
 from rloom.observe.metric_table import OLDER_METRICS
-from rloom.observe.older import RolloutFacts, rollout_metrics
+from rloom.observe.older_metrics import RolloutFacts, rollout_metrics
 from rloom.types import Rollout
 
 FILTERS = (  # of the older document's plotting command

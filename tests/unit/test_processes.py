@@ -33,9 +33,9 @@ from rloom.training.collector import Collector
 from rloom.training.credit import Credit, Shaper
 from rloom.training.dynamic_sampling import replace_degenerate
 from rloom.training.launch import check_same_everywhere
-from rloom.training.outcome import Outcome
 from rloom.training.processes import ALONE, Processes, fingerprint
-from rloom.training.tally import Tally
+from rloom.training.rollout_metrics import RolloutMetrics
+from rloom.training.update_metrics import UpdateMetrics
 from rloom.types import Completion, Group, Prompt, Record, Rollout
 
 
@@ -230,7 +230,7 @@ def test_groups_are_nobody_elses_business():
 # -- metrics
 
 
-def outcome_of(lengths, scores, sizes, costs=(), logged=()) -> Outcome:
+def outcome_of(lengths, scores, sizes, costs=(), logged=()) -> RolloutMetrics:
     groups = []
     left = iter(lengths)
     for size in sizes:
@@ -238,28 +238,28 @@ def outcome_of(lengths, scores, sizes, costs=(), logged=()) -> Outcome:
         groups.append(Group(prompt=Prompt(content="p", token_ids=[1, 2]), completions=completions))
     columns = torch.tensor(scores).unsqueeze(-1)
     scored = Scored(scores=columns, failed=torch.zeros_like(columns).bool(), costs=list(costs), logged=list(logged))
-    return Outcome.of(groups, scored, columns[:, 0], 2)
+    return RolloutMetrics.of(groups, scored, columns[:, 0], 2)
 
 
 def test_metrics_of_rollouts_are_those_of_all_completions():
     whole = outcome_of([3, 5, 2, 2, 9], [1.0, 2.0, 4.0, 4.0, torch.nan], [2, 2, 1])
     parts = [outcome_of([3, 5], [1.0, 2.0], [2]), outcome_of([2, 2, 9], [4.0, 4.0, torch.nan], [2, 1])]
     found, expected = {}, {}
-    Outcome.joined(parts).record(["r"], found.__setitem__)
+    RolloutMetrics.joined(parts).record(["r"], found.__setitem__)
     whole.record(["r"], expected.__setitem__)
     assert found.keys() == expected.keys()
     assert {name: float(value) for name, value in found.items()} == {n: float(v) for n, v in expected.items()}
     assert found["completions/unscored_ratio"] == 2 / 6  # one without a score, one that there is not
-    assert Outcome.joined(parts).num_tokens == whole.num_tokens == 5 * 2 + 21
+    assert RolloutMetrics.joined(parts).num_tokens == whole.num_tokens == 5 * 2 + 21
 
 
 def test_who_sits_out_changes_nothing():
     some = outcome_of([3, 5], [1.0, 2.0], [2], costs=[("rewards/r/time", 1.0), ("rewards/r/none_ratio", 0.5)])
     found, expected = {}, {}
-    Outcome.joined([Outcome.nothing(1), some]).record(["r"], found.__setitem__)
+    RolloutMetrics.joined([RolloutMetrics.nothing(1), some]).record(["r"], found.__setitem__)
     some.record(["r"], expected.__setitem__)
     assert found == expected
-    Outcome.joined([Outcome.nothing(1)] * 2).record(["r"], lambda name, value: pytest.fail(name))
+    RolloutMetrics.joined([RolloutMetrics.nothing(1)] * 2).record(["r"], lambda name, value: pytest.fail(name))
 
 
 def test_totals_of_processes_are_summed_and_other_numbers_averaged():
@@ -267,7 +267,7 @@ def test_totals_of_processes_are_summed_and_other_numbers_averaged():
         [("share", 0.5), ("judge/calls", 3.0), ("judge/calls", 2.0)],
         [("share", 1.0), ("judge/calls", 4.0)],
     ]
-    joined = Outcome.joined([outcome_of([1], [0.0], [1], logged=entries) for entries in logged])
+    joined = RolloutMetrics.joined([outcome_of([1], [0.0], [1], logged=entries) for entries in logged])
     assert joined.logged == [("share", 0.5), ("share", 1.0)]
     assert joined.totals == {"judge/calls": 7.0}
 
@@ -275,10 +275,12 @@ def test_totals_of_processes_are_summed_and_other_numbers_averaged():
 def test_tallies_are_summed_and_shares_of_clipped_ones_counted_by_completion():
     metrics = SimpleNamespace(found={}, add=lambda mode, name, value: metrics.found.__setitem__(name, float(value)))
     parts = [
-        Tally(entropy=torch.tensor(6.0), tokens=torch.tensor(3.0), low=[torch.tensor([1.0])], high=[torch.zeros(1)]),
-        Tally(entropy=torch.tensor(2.0), tokens=torch.tensor(5.0), skipped=2,
+        UpdateMetrics(
+            entropy=torch.tensor(6.0), tokens=torch.tensor(3.0), low=[torch.tensor([1.0])], high=[torch.zeros(1)]
+        ),
+        UpdateMetrics(entropy=torch.tensor(2.0), tokens=torch.tensor(5.0), skipped=2,
               low=[torch.zeros(2), torch.zeros(1)], high=[torch.zeros(2), torch.ones(1)]),
-        Tally(),  # nothing to learn from
+        UpdateMetrics(),  # nothing to learn from
     ]  # fmt: skip
     together(lambda p: parts[p.rank].record(metrics, "train", p), 3)
     found = metrics.found

@@ -24,7 +24,7 @@ from rloom.models.load import has_dropout
 from rloom.models.logprobs import TokenStats
 from rloom.models.verify import evaluating
 from rloom.observe.metrics import Metrics
-from rloom.observe.older import RolloutFacts, rollout_metrics
+from rloom.observe.older_metrics import RolloutFacts, rollout_metrics
 from rloom.training.credit import Credit
 from rloom.training.passes import Passes, gather, keep, trained_rows
 from rloom.training.processes import ALONE, Processes

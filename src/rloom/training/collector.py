@@ -21,8 +21,8 @@ from rloom.rewards.collection import RewardSet, Scoring
 from rloom.rewards.scored import Scored
 from rloom.seeds import derive_seed
 from rloom.training.credit import Shaper
-from rloom.training.outcome import Outcome
 from rloom.training.processes import ALONE, Processes
+from rloom.training.rollout_metrics import RolloutMetrics
 from rloom.types import Group, Prompt, Record, Rollout
 
 ScoreFunction = Callable[[list[dict[str, Any]], list[Any], list[Any], list[list[int]]], Tensor]
@@ -85,7 +85,7 @@ class Collector:
         self._set_scores(rollout, groups, scored, mode)
         rollout.total = self.shaper.total(scored.scores, scored.failed)
         rollout.records = rollout.drawn = self._records(groups, rollout, scored)
-        outcome = Outcome.of(groups, scored, rollout.total, num_generations)
+        outcome = RolloutMetrics.of(groups, scored, rollout.total, num_generations)
         self._log(outcome, mode, self.processes if mode == "train" else ALONE)
         return rollout
 
@@ -96,7 +96,7 @@ class Collector:
 
     def sit_out(self) -> None:
         """Take part in what processes find out together about a rollout, with no completions of one's own."""
-        nothing = Outcome.nothing(len(self.rewards.names))
+        nothing = RolloutMetrics.nothing(len(self.rewards.names))
         self.shaper.together(self.processes, nothing.scores, nothing.lengths, nothing.ended)
         self._log(nothing, "train", self.processes)
 
@@ -201,9 +201,9 @@ class Collector:
 
     # -- what is written down
 
-    def _log(self, outcome: Outcome, mode: str, processes: Processes) -> None:
+    def _log(self, outcome: RolloutMetrics, mode: str, processes: Processes) -> None:
         """Metrics of a rollout; in training, of all processes' parts of it."""
-        whole = Outcome.joined(processes.gather(outcome))
+        whole = RolloutMetrics.joined(processes.gather(outcome))
         for name, value in whole.logged:
             self.metrics.add(mode, name, value)
         for name, value in whole.totals.items():  # calls come in the order of prompts, not of time: the largest counts

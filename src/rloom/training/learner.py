@@ -18,7 +18,7 @@ from rloom.observe.metrics import Metrics
 from rloom.training.assigner import CreditAssigner
 from rloom.training.passes import Passes, gather, keep, laid_out, trained_rows
 from rloom.training.processes import ALONE, Processes
-from rloom.training.tally import Tally
+from rloom.training.update_metrics import UpdateMetrics
 from rloom.types import MicroBatch, Prompt, Rollout, Share
 
 
@@ -55,7 +55,7 @@ class Learner:
         self.denominator = 1.0  # of the update in progress
         self.tokens_in_update = 1
         self.tokens_forward = 0  # prompts included
-        self.tally = Tally(older=self.config.log_older_metrics)
+        self.update_metrics = UpdateMetrics(older=self.config.log_older_metrics)
 
     # -- an update
 
@@ -82,7 +82,7 @@ class Learner:
         self._assign(model, shares, "train")  # not to be done again where the update is
         loss = self._in_pieces_that_fit(shares, lambda: self._accumulate(model, shares, compute_loss, backward, skip))
         # Processes meet here, when nothing of the update can fail and be done again any more.
-        self.tally.record(self.metrics, "train", self.processes)
+        self.update_metrics.record(self.metrics, "train", self.processes)
         return self.processes.add_up(self.policy.parameters(), loss)
 
     def _in_pieces_that_fit(self, shares: Sequence[Share], work: Callable[[], Tensor]) -> Tensor:
@@ -108,7 +108,7 @@ class Learner:
         self.policy.zero_grad(set_to_none=True)
 
     def _accumulate(self, model: Any, shares: Sequence[Share], compute_loss: Any, backward: Any, skip: bool) -> Tensor:
-        self.tally = Tally(older=self.config.log_older_metrics)
+        self.update_metrics = UpdateMetrics(older=self.config.log_older_metrics)
         total, last = torch.zeros((), device=self.passes.device), False
         with self.passes.attention(), added_as_they_come(self.policy) as widen:
             for batch, last in self._micro_batches(model, shares, lambda share: self._rows(share, skip), "train"):
@@ -157,7 +157,7 @@ class Learner:
         old = stats.logprobs.detach() if batch.first else gather(rollout.policy_logprobs, batch)
         terms = policy_loss(stats.logprobs, old, self.assigner.advantages(batch), mask, **self.loss_options)
         loss = aggregate(terms.values, mask, self.aggregation) / self.denominator
-        self.tally.policy_loss = self.tally.policy_loss + loss.detach()
+        self.update_metrics.policy_loss = self.update_metrics.policy_loss + loss.detach()
         if self.kl_in_loss:
             kl = self.assigner.kl(batch, stats)
             keep(rollout.kl, batch, kl.detach())
@@ -169,7 +169,7 @@ class Learner:
                     "checkpoints hide the routers. Set gradient_checkpointing_kwargs={'use_reentrant': False}"
                 )
             loss = loss + self._weighted_aux_loss(stats.aux_loss, batch)
-        self.tally.add(stats, terms, mask)
+        self.update_metrics.add(stats, terms, mask)
         return loss
 
     @torch.no_grad()
@@ -185,11 +185,11 @@ class Learner:
         known = _known(rollout)
         total = self.budget.retrying(lambda: self._evaluated(model, share), undo=lambda: _put_back(known))
         total += self._untrained_loss(share)
-        self.tally.record(self.metrics, "eval")
+        self.update_metrics.record(self.metrics, "eval")
         return total
 
     def _evaluated(self, model: Any, share: Share) -> Tensor:
-        self.tally = Tally(older=self.config.log_older_metrics)
+        self.update_metrics = UpdateMetrics(older=self.config.log_older_metrics)
         total = torch.zeros((), device=self.passes.device)
         with self.passes.attention(), self.passes.reference_stays():
             for batch, _ in self._micro_batches(model, [share], lambda share: trained_rows(share.rollout), "eval"):
@@ -240,7 +240,7 @@ class Learner:
         if not skip or self.assigner.credit.needs_kl or self.kl_in_loss or self.aux_loss_weight:
             return rows
         kept = [row for row in rows if bool((rollout.advantages[row] != 0).any())]  # type: ignore[union-attr]
-        self.tally.skipped += len(rows) - len(kept)
+        self.update_metrics.skipped += len(rows) - len(kept)
         return kept
 
     def _count(self, shares: Sequence[Share], processes: Processes) -> None:
@@ -269,13 +269,13 @@ class Learner:
         if not scalars:
             return 0.0
         loss = -torch.stack(scalars).sum().to(self.passes.device) / self.denominator
-        self.tally.policy_loss = self.tally.policy_loss + loss
+        self.update_metrics.policy_loss = self.update_metrics.policy_loss + loss
         return loss
 
     def _weighted_aux_loss(self, aux_loss: Tensor, batch: MicroBatch) -> Tensor:
         """The load-balancing loss of a micro-batch, weighted by its share of the update's tokens."""
         share = batch.num_tokens / max(1, self.tokens_in_update)
-        self.tally.aux_loss = self.tally.aux_loss + share * aux_loss.detach()
+        self.update_metrics.aux_loss = self.update_metrics.aux_loss + share * aux_loss.detach()
         return self.aux_loss_weight * share * aux_loss
 
 

@@ -19,7 +19,7 @@ Report = list[tuple[str, float]]
 
 
 @dataclass(slots=True, kw_only=True)
-class Outcome:
+class RolloutMetrics:
     """The facts about a rollout's completions that its metrics are made of."""
 
     lengths: Tensor  # (N,) tokens that the policy drew
@@ -34,7 +34,7 @@ class Outcome:
     totals: dict[str, float] = field(default_factory=dict)  # of what they logged: totals of the run so far
 
     @classmethod
-    def of(cls, groups: Sequence[Group], scored: Scored, total: Tensor, asked: int) -> Outcome:
+    def of(cls, groups: Sequence[Group], scored: Scored, total: Tensor, asked: int) -> RolloutMetrics:
         """Of some groups; `asked` is for each."""
         completions = [c for group in groups for c in group.completions]
         return cls(
@@ -51,14 +51,14 @@ class Outcome:
         )
 
     @classmethod
-    def nothing(cls, num_rewards: int) -> Outcome:
+    def nothing(cls, num_rewards: int) -> RolloutMetrics:
         """Of no completions."""
         empty = torch.zeros(0)
         scores = torch.zeros(0, num_rewards)
         return cls(lengths=empty, ended=empty.bool(), scores=scores, total=empty, sizes=[], asked=0, num_tokens=0)
 
     @classmethod
-    def joined(cls, several: Sequence[Outcome]) -> Outcome:
+    def joined(cls, several: Sequence[RolloutMetrics]) -> RolloutMetrics:
         """Of several processes, as if one had had all of their completions."""
         return cls(
             lengths=torch.cat([one.lengths for one in several]),

@@ -12,12 +12,12 @@ from torch import Tensor
 from rloom.algo import LossTerms
 from rloom.models.logprobs import TokenStats
 from rloom.observe.metrics import Metrics, scalar_mean
-from rloom.observe.older import ratio_metrics
+from rloom.observe.older_metrics import ratio_metrics
 from rloom.training.processes import ALONE, Processes
 
 
 @dataclass(slots=True)
-class Tally:
+class UpdateMetrics:
     """What an update's forwards said."""
 
     entropy: Tensor | float = 0.0
@@ -45,20 +45,20 @@ class Tally:
         if processes.alone:
             self._record(metrics, mode)
         else:
-            Tally.joined(processes.gather(self._on_host())).record(metrics, mode)
+            UpdateMetrics.joined(processes.gather(self._on_host())).record(metrics, mode)
 
-    def _on_host(self) -> Tally:
+    def _on_host(self) -> UpdateMetrics:
         def moved(value: Any) -> Any:
             if isinstance(value, list):
                 return [torch.cat(value).detach().cpu()] if value else []
             return value.detach().cpu() if isinstance(value, Tensor) else value
 
-        return Tally(**{one.name: moved(getattr(self, one.name)) for one in fields(self)})
+        return UpdateMetrics(**{one.name: moved(getattr(self, one.name)) for one in fields(self)})
 
     @staticmethod
-    def joined(several: Sequence[Tally]) -> Tally:
+    def joined(several: Sequence[UpdateMetrics]) -> UpdateMetrics:
         """Of several processes, as if one had run all of their micro-batches: sums are summed, lists joined."""
-        return Tally(
+        return UpdateMetrics(
             entropy=sum(one.entropy for one in several),
             aux_loss=sum(one.aux_loss for one in several),
             tokens=sum(one.tokens for one in several),
