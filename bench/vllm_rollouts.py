@@ -24,9 +24,9 @@ import torch
 from engine import ends_of, prompts_of, with_adapter
 from shapes import SHAPES, Shape, make_model, make_tokenizer
 
-from rloom.generation.vllm.adapter import write_adapter
 from rloom.generation.vllm.loader import LOADER, loading_from
-from rloom.generation.vllm.starting import describe
+from rloom.generation.vllm.lora import write_adapter
+from rloom.generation.vllm.starting import write_config
 
 
 def start(shape: Shape, folder: Path) -> tuple[Any, Any, float]:
@@ -42,7 +42,7 @@ def start(shape: Shape, folder: Path) -> tuple[Any, Any, float]:
         write_adapter(model, folder / "adapter", torch.bfloat16)
         lora = LoRARequest("adapter", 1, str(folder / "adapter"))
         options |= {"enable_lora": True, "max_loras": 1, "max_lora_rank": shape.lora}
-    describe(model, make_tokenizer(), str(folder))
+    write_config(model, make_tokenizer(), str(folder))
     began = time.perf_counter()
     with loading_from(model):
         llm = vllm.LLM(str(folder), load_format=LOADER, dtype="bfloat16", seed=0, disable_log_stats=True, **options)

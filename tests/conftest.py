@@ -8,7 +8,7 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-from rloom.models.cpu_bfloat16 import make_bfloat16_safe
+from rloom.cpu_bfloat16 import make_bfloat16_safe
 
 if "PYTEST_XDIST_WORKER" not in os.environ:  # once: workers, and what tests start, inherit what it sets
     make_bfloat16_safe()

@@ -43,7 +43,7 @@ def assert_learns(folder, options):
         [sys.executable, "-m", "rloom", *COMMAND, *options], cwd=folder, capture_output=True, text=True, check=False
     )
     assert done.returncode == 0, done.stderr
-    assert "folded in" not in done.stderr
+    assert "merged in" not in done.stderr
     log = json.loads((folder / "o" / "trainer_state.json").read_text())["log_history"]
     rewards = [entry["reward"] for entry in log if "reward" in entry]
     assert sum(rewards[-5:]) > sum(rewards[:5])

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import ast
 import dataclasses
+from pathlib import Path
 
 import pytest
+import torch
 from transformers import HfArgumentParser
 
+import rloom.config
 from rloom import RLOOConfig
 from rloom.errors import ConfigError, UnknownOptionError
 
@@ -235,3 +239,22 @@ def test_command_line_accepts_present_and_older_names():
     assert (config.beta, config.max_steps, config.num_generations) == (0.03, 10, 4)
     with pytest.raises(ConfigError, match="not both"):
         parser.parse_args_into_dataclasses([*arguments.split(), "--beta", "0.1"])
+
+
+def test_saved_arguments_are_loaded_by_the_name_they_were_saved_under(tmp_path):
+    """Checkpoints hold them as a pickle, which names module and class."""
+    assert (RLOOConfig.__module__, RLOOConfig.__qualname__) == ("rloom.config", "RLOOConfig")
+    torch.save(make(objective="verl", truncated_completions="mask"), tmp_path / "training_args.bin")
+    loaded = torch.load(tmp_path / "training_args.bin", weights_only=False)
+    assert loaded.choices.dual_clip == 3.0
+    assert loaded.truncation.name == "mask"
+
+
+def test_the_config_imports_nothing_that_imports_it():
+    """All parts may import the config. It knows the tables of the formulas, and what a CPU can do."""
+    below = ("config", "algo", "errors", "printable", "sampling_rules", "cpu_bfloat16")
+    allowed = tuple(f"rloom.{name}" for name in below)
+    for file in Path(rloom.config.__file__).parent.glob("*.py"):
+        for node in ast.walk(ast.parse(file.read_text())):
+            if isinstance(node, ast.ImportFrom) and str(node.module).startswith("rloom"):
+                assert node.module.startswith(allowed), f"{file.name}: {node.module}"

@@ -5,7 +5,7 @@ import signal
 
 import pytest
 
-from rloom.models import cpu_bfloat16 as cpu
+from rloom import cpu_bfloat16 as cpu
 
 
 @pytest.fixture

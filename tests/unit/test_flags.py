@@ -9,9 +9,9 @@ import subprocess
 import pytest
 
 from rloom import RLOOConfig
-from rloom.cli.completion import all_flags
 from rloom.cli.flags import given
 from rloom.cli.main import main, parser_of
+from rloom.cli.shell_completion import all_flags
 from rloom.cli.train import make_plan
 
 NEEDED = ["--model", "m", "--data", "d.jsonl", "--reward", "length", "--output_dir", "out"]

@@ -39,6 +39,16 @@ def test_the_page_of_algorithms_and_the_help_name_every_entry(option):
         assert name in RLOOConfig.__dataclass_fields__[option].metadata["help"], name
 
 
+def test_the_page_of_algorithms_has_the_rows_of_every_objective():
+    page = (ROOT / "docs" / "algorithms.md").read_text()
+    section = page[page.index("## Whose RLOO") :]
+    lines = [line.strip("|").split("|") for line in section.splitlines() if line.startswith("|")]
+    rows = {cells[0].strip(" `"): [cell.strip(" `") for cell in cells[1:]] for cells in lines}
+    assert rows[""] == list(OBJECTIVES)
+    for option in TABLES:
+        assert rows[option] == [getattr(objective, option) for objective in OBJECTIVES.values()], option
+
+
 @pytest.mark.parametrize("option", ALL)
 def test_the_config_takes_every_entry_and_names_the_nearest_to_another(option):
     for name in ALL[option]:

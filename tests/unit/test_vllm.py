@@ -20,8 +20,8 @@ from rloom import RLOOConfig, RLOOTrainer
 from rloom.errors import ConfigError, EngineError
 from rloom.generation import Sampling, choose_engine
 from rloom.generation.vllm import VllmEngine, VllmOptions, VllmServerEngine, client
-from rloom.generation.vllm.requests import Asking
-from rloom.generation.vllm.surroundings import give_back_classes, remember_classes
+from rloom.generation.vllm.requests import RequestFormat
+from rloom.generation.vllm.surroundings import remember_classes, restore_classes
 from rloom.generation.vllm.weights import check_sendable, checkpoint_weights, fingerprint
 from rloom.models.checksums import CHUNK
 from rloom.models.verify import Tolerance
@@ -103,34 +103,34 @@ def test_several_processes_are_refused(monkeypatch):
 )
 def test_options_of_generation_are_known_or_refused(extra, message):
     with pytest.raises(ConfigError, match=message):
-        Asking(sampling(extra=extra))
+        RequestFormat(sampling(extra=extra))
 
 
 def test_what_is_asked():
     extra = {"stop_strings": "x", "stop": ["y"], "min_tokens": 2, "bos_token_id": 1}
-    options = Asking(sampling(top_k=5, extra=extra)).seeded(4, seed=1, number=0)
+    options = RequestFormat(sampling(top_k=5, extra=extra)).seeded(4, seed=1, number=0)
     expected = {"n": 4, "top_k": 5, "stop": ["x", "y"], "min_tokens": 2, "stop_token_ids": [2], "ignore_eos": True}
     assert {name: options[name] for name in expected} == expected
     assert "bos_token_id" not in options
-    as_json = Asking(sampling(extra={"logit_bias": {"5": 2.0}}))
+    as_json = RequestFormat(sampling(extra={"logit_bias": {"5": 2.0}}))
     assert as_json.seeded(4, seed=1, number=0)["logit_bias"] == {5: 2.0}
     with pytest.raises(ConfigError, match=r"temperature=0.005: vLLM draws at 0.01 instead"):
-        Asking(sampling(temperature=0.005))
-    seeds = {Asking(sampling()).seeded(4, seed=s, number=n)["seed"] for s in (1, 2) for n in (0, 1)}
+        RequestFormat(sampling(temperature=0.005))
+    seeds = {RequestFormat(sampling()).seeded(4, seed=s, number=n)["seed"] for s in (1, 2) for n in (0, 1)}
     assert len(seeds) == 4
-    assert Asking(sampling(temperature=0.0)).seeded(4, seed=1, number=0)["n"] == 1
-    off = Asking(sampling(top_k=None, min_p=None))
+    assert RequestFormat(sampling(temperature=0.0)).seeded(4, seed=1, number=0)["n"] == 1
+    off = RequestFormat(sampling(top_k=None, min_p=None))
     assert not off.filtered
     assert [off.seeded(4, seed=1, number=0)[name] for name in ("top_k", "min_p")] == [0, 0.0]
 
 
 def test_how_answers_are_read():
-    asking = Asking(sampling())
+    asking = RequestFormat(sampling())
     assert asking.completion([5, 2], [-1.0, -2.0], "stop").stop_reason == "eos"
     assert asking.completion([5, 6], [-1.0, -2.0], "stop").stop_reason == "stop_string"
     assert asking.completion([5, 6], [-1.0, -2.0], "length").truncated
     assert asking.completion([], [], "abort").stop_reason == "aborted"
-    filtered = Asking(sampling(top_p=0.9)).completion([5], [-1.0], "length")
+    filtered = RequestFormat(sampling(top_p=0.9)).completion([5], [-1.0], "length")
     assert (filtered.logprobs, filtered.drawn_logprobs) == (None, [-1.0])
     for tokens, logprobs, reason, message in (
         ([5], [], "length", "0 log-probabilities for 1 tokens"),
@@ -271,7 +271,7 @@ def test_classes_that_vllm_changes_are_given_back():
     own, before = Decoder.__init__, remember_classes(ours)
     Decoder.__bases__, Decoder.__init__ = (nn.Linear, Compiled), lambda self: None
     Decoder.__call__ = lambda self, x: "compiled"
-    give_back_classes(before, theirs)
+    restore_classes(before, theirs)
     assert (Decoder.__bases__, Decoder.__init__) == ((nn.Linear,), own)
     assert ours(torch.zeros(1, 2)).shape == (1, 2)
     assert theirs(torch.zeros(1, 2)) == "compiled"

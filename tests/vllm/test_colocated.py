@@ -276,8 +276,8 @@ def test_adapters(adapter, request):
         assert_drawn_from(model, some, in_order(engine, some))
     after = model.state_dict()
     assert all(torch.equal(before[name], after[name]) for name in before)
-    assert engine._alone == (request.node.callspec.id in ("all", "some"))
-    if engine._alone:  # what is under the adapter is noticed too
+    assert engine._adapter_only == (request.node.callspec.id in ("all", "some"))
+    if engine._adapter_only:  # what is under the adapter is noticed too
         base.get_input_embeddings().weight.data += 0.1
         assert_drawn_from(model, some, in_order(engine, some))
 

@@ -173,7 +173,7 @@ def test_adapters_alone(folder, tmp_path, config, rows):
             rows, processing_class=make_tokenizer(), peft_config=lora,
         )  # fmt: skip
         made = trainer.collector.engine
-        assert made._alone
+        assert made._adapter_only
         syncs = made.syncs
         trainer.train()
         assert made.syncs > syncs

@@ -80,11 +80,7 @@ def clip(values: Tensor, limits: tuple[float, float] | None) -> Tensor:
     return values if limits is None else torch.clamp(values, min=limits[0], max=limits[1])
 
 
-def _by_batch(values: Tensor, moments: RunningMoments, update: bool) -> Tensor:
-    return normalize(values)
-
-
-def _by_everything_seen(values: Tensor, moments: RunningMoments, update: bool) -> Tensor:
+def _by_all_so_far(values: Tensor, moments: RunningMoments, update: bool) -> Tensor:
     if update:
         moments.update(values)
     return moments.normalize(values)
@@ -98,8 +94,8 @@ class Normalizer(Choice):
 
 
 NORMALIZERS = by_name(
-    Normalizer(name="batch", function=_by_batch),
-    Normalizer(name="running", function=_by_everything_seen),
+    Normalizer(name="batch", function=lambda values, moments, update: normalize(values)),
+    Normalizer(name="running", function=_by_all_so_far),
 )
 
 OFF = "off"

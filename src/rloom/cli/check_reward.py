@@ -108,8 +108,8 @@ def _sampled(samples: list[Sample], options: Namespace) -> list[Sample]:
     limit = options.max_completion_length
     written = write(options.model, rows, options.num_generations, seed=options.seed, max_completion_length=limit)
     return [
-        replace(sample, completions=group.replies, completion_ids=group.token_ids)
-        for sample, group in zip(samples, written.groups, strict=True)
+        replace(sample, completions=replies, completion_ids=[c.token_ids for c in group.completions])
+        for sample, replies, group in zip(samples, written.replies, written.groups, strict=True)
     ]
 
 

@@ -148,11 +148,10 @@ def evaluate(options: EvalOptions) -> dict[str, Estimate]:
     rewards = [find_reward(spec) for spec in options.reward_funcs or ()]
     written = _write(options, str(options.model_name_or_path), rows, options.num_generations)
     if options.save_completions:
-        lines = [json.dumps({"prompt": w.prompt, "completions": w.texts}, ensure_ascii=False) for w in written.groups]
-        Path(options.save_completions).write_text("\n".join(lines) + "\n", encoding="utf-8")
+        _save_completions(options.save_completions, written)
     found = {
-        "length": over_prompts([[float(n) for n in group.lengths] for group in written.groups]),
-        "truncated": over_prompts([[float(t) for t in group.truncated] for group in written.groups]),
+        "length": over_prompts([[float(len(c.token_ids)) for c in group.completions] for group in written.groups]),
+        "truncated": over_prompts([[float(c.truncated) for c in group.completions] for group in written.groups]),
     }
     if rewards:
         found |= _rewards(options, rewards, rows, written)
@@ -161,6 +160,12 @@ def evaluate(options: EvalOptions) -> dict[str, Estimate]:
     if options.against or options.reference_column:
         found["win_rate"] = _win_rate(options, rows, written)
     return found
+
+
+def _save_completions(path: str, written: Written) -> None:
+    rows = [{"prompt": g.prompt.content, "completions": [c.text for c in g.completions]} for g in written.groups]
+    lines = [json.dumps(row, ensure_ascii=False) for row in rows]
+    Path(path).write_text("\n".join(lines) + "\n", encoding="utf-8")
 
 
 def _write(options: EvalOptions, name: str, rows: list[dict[str, Any]], count: int) -> Written:
@@ -225,10 +230,10 @@ def _kl(options: EvalOptions, written: Written) -> dict[str, Estimate]:
 
     model, kwargs = written.model, {"dtype": written.model.dtype, "trust_remote_code": options.trust_remote_code}
     reference = load_for_inference(str(options.reference_model), **kwargs).to(model.device)
-    prompts = [group.prompt_ids for group in written.groups for _ in group.token_ids]
-    completions = [ids for group in written.groups for ids in group.token_ids]
+    prompts = [group.prompt.token_ids for group in written.groups for _ in group.completions]
+    completions = [c.token_ids for group in written.groups for c in group.completions]
     values = iter(divergence(model, reference, prompts, completions, temperature=options.temperature))
-    per_prompt = [[next(values) for _ in group.token_ids] for group in written.groups]
+    per_prompt = [[next(values) for _ in group.completions] for group in written.groups]
     tokens = sum(map(len, completions))
     whole = over_prompts(per_prompt)
     return {"kl": whole, "kl_per_token": per_token(whole, tokens / max(1, len(completions)))}
@@ -238,9 +243,9 @@ def _win_rate(options: EvalOptions, rows: list[dict[str, Any]], written: Written
     from rloom.data.prompts import as_reply
     from rloom.evaluation.opponents import judge_of
 
-    prompts, ours = [group.prompt for group in written.groups], [group.replies[0] for group in written.groups]
+    prompts, ours = [group.prompt.content for group in written.groups], [replies[0] for replies in written.replies]
     if options.against:
-        theirs = [group.replies[0] for group in _write(options, options.against, rows, 1).groups]
+        theirs = [replies[0] for replies in _write(options, options.against, rows, 1).replies]
     else:
         column = str(options.reference_column)
         theirs = [as_reply(row[column], conversational=not isinstance(row["prompt"], str)) for row in rows]

@@ -35,6 +35,7 @@ def add_fields(parser: Parser, classes: Sequence[Any], *, shown: Sequence[str], 
     parser.add_argument(
         "--config", metavar="FILE", action=_Recipe, default=argparse.SUPPRESS, help="Options as YAML; flags win"
     )
+    parser._option_string_actions["--help"].help = "the options used most"
     parser.usage = f"{parser.prog} [--config RECIPE.yaml] [OPTIONS]"
     parser.shown, parser.footer = [*shown, "config"], footer
 

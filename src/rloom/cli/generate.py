@@ -14,10 +14,11 @@ from rloom.cli.messages import show_messages
 from rloom.cli.parser import Parser, count
 from rloom.errors import DataError
 from rloom.printable import get_logger
-from rloom.sampling_rules import ENGINES
+from rloom.sampling_rules import ENGINES, RULES
 from rloom.seeds import derive_seed
 
 if TYPE_CHECKING:
+    from rloom.evaluation.writer import Writer
     from rloom.types import Completion, Group
 
 logger = get_logger(__name__)
@@ -59,27 +60,9 @@ def add_arguments(parser: Parser) -> None:
 
 def run(options: Namespace) -> int:
     """Write each group as it finishes; a line says how fast it went."""
-    from rloom.data.images import ImageSources, folder_of
-    from rloom.evaluation.writer import Writer
-
     show_messages()
     rows = read_prompts(options.prompts)
-    writer = Writer(
-        options.model,
-        max_completion_length=options.max_completion_length,
-        chat=not isinstance(rows[0]["prompt"], str),
-        engine=options.engine,
-        dtype=options.dtype,
-        trust_remote_code=options.trust_remote_code,
-        images=ImageSources(options.fetch_images, options.image_folder or folder_of(options.prompts)),
-        stop_token_ids=options.stop_token_ids,
-        temperature=options.temperature,
-        top_p=options.top_p,
-        top_k=options.top_k,
-        min_p=options.min_p,
-        repetition_penalty=options.repetition_penalty,
-        extra={"stop_strings": options.stop} if options.stop else {},
-    )
+    writer = _writer(options, chat=not isinstance(rows[0]["prompt"], str))
     start, tokens, missing = time.perf_counter(), 0, list[str]()
     with _opened(options.output) as file:
         for first in range(0, len(rows), PROMPTS_AT_ONCE):
@@ -99,6 +82,23 @@ def run(options: Namespace) -> int:
         file=sys.stderr,
     )
     return 0
+
+
+def _writer(options: Namespace, *, chat: bool) -> Writer:
+    from rloom.data.images import ImageSources, folder_of
+    from rloom.evaluation.writer import Writer
+
+    return Writer(
+        options.model,
+        chat=chat,
+        engine=options.engine,
+        dtype=options.dtype,
+        trust_remote_code=options.trust_remote_code,
+        images=ImageSources(options.fetch_images, options.image_folder or folder_of(options.prompts)),
+        stop_token_ids=options.stop_token_ids,
+        extra={"stop_strings": options.stop} if options.stop else {},
+        **{name: getattr(options, name) for name in RULES},
+    )
 
 
 def read_prompts(path: str) -> list[dict[str, Any]]:

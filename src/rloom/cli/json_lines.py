@@ -16,12 +16,14 @@ def read_rows(path: str) -> Iterator[tuple[str, dict[str, Any]]]:
 
     Read as bytes, whose lines end with a line feed and nothing else: U+2028 and its like may stand in a text.
     """
-    if not Path(path).exists() or Path(path).is_dir():  # a pipe is no file, and will do
+    # A pipe is no file, and will do.
+    if not Path(path).exists() or Path(path).is_dir():
         raise DataError(f"there is no file {path}")
     with open(path, "rb") as file:
         for number, line in enumerate(file, 1):
+            # Some editors begin a file with a byte order mark.
             if number == 1:
-                line = line.removeprefix(codecs.BOM_UTF8)  # which some editors put at the start
+                line = line.removeprefix(codecs.BOM_UTF8)
             if line.strip():
                 where = f"{path}, line {number}"
                 yield where, _parsed(line, where)

@@ -28,7 +28,7 @@ VERBS = {
     "generate": "rloom.cli.generate",
     "check-reward": "rloom.cli.check_reward",
     "serve-reward": "rloom.cli.serve_reward",
-    "completion": "rloom.cli.completion",
+    "completion": "rloom.cli.shell_completion",
 }
 
 
@@ -36,13 +36,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run a verb; returns the exit code: 0 done, 1 failed, 2 wrong usage, 130 interrupted."""
     words = list(sys.argv[1:] if argv is None else argv)
     if not words or words[0] not in VERBS:
-        # It prints help, the version or what is wrong, and leaves.
+        # This prints help, the version or what is wrong, and leaves.
         _overview().parse_args(words)
     return _guarded(lambda: _run(*words))
 
 
 def _run(verb: str, *words: str) -> int:
-    # It warns of kernels that nobody asked for.
+    # bitsandbytes warns of kernels that nobody asked for.
     logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
     parser = parser_of(verb)
     options = parser.parse_args(words)

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, fields
+from pathlib import Path
 from typing import Any
 
 from rloom.data.sources import check_splits, load_rows
@@ -136,3 +140,21 @@ def load_data(data: DataOptions, *, prompts: bool = True) -> tuple[Any, Any]:
         return train, None
     check_splits(data.dataset_name, data.dataset_train_split, data.dataset_test_split)
     return train, load_rows(data.dataset_name, split=data.dataset_test_split, **own)
+
+
+def save_trained(
+    trainer: Any, lora: LoraOptions, *, noting: Callable[[], AbstractContextManager[None]] = nullcontext
+) -> None:
+    """Save the model or the adapter, and the merged model if asked for. `noting` watches what is written beside."""
+    trainer.save_model()
+    trainer.save_state()
+    if not trainer.is_world_process_zero():
+        return
+    folder = Path(trainer.args.output_dir)
+    print(f"rloom: the trained {'adapter' if lora.use_peft else 'model'} is in {folder}", file=sys.stderr)
+    if lora.merge_adapter:
+        from rloom.models.adapters import save_merged
+
+        with noting():
+            save_merged(trainer.model, trainer.processing_class, folder / "merged")
+        print(f"rloom: the merged model is in {folder / 'merged'}", file=sys.stderr)

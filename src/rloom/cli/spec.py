@@ -46,7 +46,8 @@ def _module(where: str) -> Any:
         assert spec.loader is not None
         module = importlib.util.module_from_spec(spec)
         sys.modules[path.stem] = module
-        sys.path.insert(0, str(path.parent.resolve()))  # worker processes find it by name
+        # Worker processes find it by name.
+        sys.path.insert(0, str(path.parent.resolve()))
         try:
             spec.loader.exec_module(module)
         except (SyntaxError, OSError) as error:
@@ -82,8 +83,9 @@ def find_reward(spec: str) -> Any:
         ...
     rloom.errors.RewardError: ...
     """
+    # A service, or a reward model's folder.
     if spec.startswith(("http://", "https://")) or Path(spec).is_dir():
-        return spec  # a service, or a reward model's folder
+        return spec
     name, options = spec.partition("(")[::2]
     if ":" in name:
         return load_reward(spec)
@@ -91,8 +93,9 @@ def find_reward(spec: str) -> Any:
 
     if name in rewards.__all__:
         return load_reward(f"rloom.rewards:{spec}")
+    # A reward model on the hub.
     if "/" in name:
-        return spec  # a reward model on the hub
+        return spec
     module, dot, last = name.rpartition(".")
     if dot and last != "py":
         return load_reward(f"{module}:{last}{'(' if options else ''}{options}")

@@ -5,18 +5,25 @@ TRL keeps these two well; a second implementation would be one more to keep. It 
 
 from __future__ import annotations
 
-import sys
 from argparse import Namespace
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
 
 from rloom.cli.flags import add_fields, given, split
 from rloom.cli.messages import show_messages
-from rloom.cli.options import DataOptions, LoraOptions, ModelOptions, init_kwargs, load_data, lora_config, option
+from rloom.cli.options import (
+    DataOptions,
+    LoraOptions,
+    ModelOptions,
+    init_kwargs,
+    load_data,
+    lora_config,
+    option,
+    save_trained,
+)
 from rloom.cli.options import quantization as quantization_of
 from rloom.cli.parser import Parser, as_usage
 from rloom.config.training import bf16_is_fast
@@ -73,7 +80,7 @@ def run(
     made.train()
     if made.eval_dataset is not None:
         _report(made.evaluate())
-    _save(made, adapter)
+    save_trained(made, adapter)
     return 0
 
 
@@ -128,14 +135,3 @@ def _report(metrics: dict[str, float]) -> None:
     wanted = ("eval_accuracy", "eval_margin", "eval_loss", "eval_mean_token_accuracy")
     found = [f"{name.removeprefix('eval_')} {metrics[name]:.4f}" for name in wanted if name in metrics]
     print(f"held out: {', '.join(found)}")
-
-
-def _save(trainer: Any, lora: LoraOptions) -> None:
-    trainer.save_model()
-    trainer.save_state()
-    folder = Path(trainer.args.output_dir)
-    if lora.merge_adapter:
-        from rloom.models.adapters import save_merged
-
-        save_merged(trainer.model, trainer.processing_class, folder / "merged")
-    print(f"rloom: saved in {folder}", file=sys.stderr)

@@ -5,11 +5,19 @@ from __future__ import annotations
 import argparse
 import sys
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rloom.cli.messages import show_messages
-from rloom.cli.options import DataOptions, LoraOptions, ModelOptions, RewardOptions, init_kwargs, load_data, lora_config
+from rloom.cli.options import (
+    DataOptions,
+    LoraOptions,
+    ModelOptions,
+    RewardOptions,
+    init_kwargs,
+    load_data,
+    lora_config,
+    save_trained,
+)
 from rloom.cli.options import quantization as quantization_of
 from rloom.cli.parser import Parser, as_usage
 from rloom.cli.spec import find_reward
@@ -71,7 +79,7 @@ def run(options: argparse.Namespace) -> int:
         plan = make_plan(given(options))
     trainer = _trainer(plan)
     trainer.train(resume_from_checkpoint=_resume(plan.config.resume_from_checkpoint))
-    _save(trainer, plan.lora)
+    save_trained(trainer, plan.lora, noting=trainer.folder.writing)
     return 0
 
 
@@ -125,18 +133,3 @@ def _trainer(plan: Plan) -> RLOOTrainer:
 def _resume(value: str | None) -> str | bool | None:
     """`auto`, a path, or yes: the newest."""
     return True if str(value).lower() in ("true", "yes", "1") else value
-
-
-def _save(trainer: Any, lora: LoraOptions) -> None:
-    trainer.save_model()
-    trainer.save_state()
-    if not trainer.is_world_process_zero():
-        return
-    folder = Path(trainer.args.output_dir)
-    print(f"rloom: the trained {'adapter' if lora.use_peft else 'model'} is in {folder}", file=sys.stderr)
-    if lora.merge_adapter:
-        from rloom.models.adapters import save_merged
-
-        with trainer.folder.writing():
-            save_merged(trainer.model, trainer.processing_class, folder / "merged")
-        print(f"rloom: the merged model is in {folder / 'merged'}", file=sys.stderr)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -15,23 +15,7 @@ from rloom.rewards.base import Reward, RewardBatch
 from rloom.rewards.build import build_reward, check_rewards, is_url, load_reward_model, reward_tokenizer
 from rloom.rewards.calling.reward_set import RewardSet
 from rloom.training.collector import column_names
-
-
-@dataclass(slots=True, kw_only=True)
-class WrittenGroup:
-    """A prompt's completions; `replies` as rewards see them."""
-
-    prompt: Any
-    prompt_ids: list[int]
-    texts: list[str]
-    replies: list[Any]
-    token_ids: list[list[int]]
-    truncated: list[bool]
-
-    @property
-    def lengths(self) -> list[int]:
-        """In tokens."""
-        return [len(ids) for ids in self.token_ids]
+from rloom.types import Group
 
 
 @dataclass(slots=True, kw_only=True)
@@ -39,25 +23,21 @@ class Written:
     """All groups, in the order of the rows, and the model that wrote them."""
 
     model: Any
-    groups: list[WrittenGroup] = field(default_factory=list)
+    groups: list[Group]
+
+    @property
+    def replies(self) -> list[list[Any]]:
+        """Each group's completions as rewards and judges see them: texts, or messages where prompts are messages."""
+        return [
+            [as_reply(c.text, conversational=group.prompt.conversational) for c in group.completions]
+            for group in self.groups
+        ]
 
 
 def write(name: str, rows: list[dict[str, Any]], count: int, *, seed: int, **options: Any) -> Written:
     """Completions of each row's prompt by a model. `options` are those of [`Writer`]."""
-    chat = not isinstance(rows[0]["prompt"], str)
-    writer = Writer(name, chat=chat, **options)
-    found: dict[int, WrittenGroup] = {}
-    for index, group in writer.write(rows, count, seed=seed):
-        completions = group.completions
-        texts = [c.text for c in completions]
-        found[index] = WrittenGroup(
-            prompt=group.prompt.content,
-            prompt_ids=group.prompt.token_ids,
-            texts=texts,
-            replies=[as_reply(text, conversational=chat) for text in texts],
-            token_ids=[c.token_ids for c in completions],
-            truncated=[c.truncated for c in completions],
-        )
+    writer = Writer(name, chat=not isinstance(rows[0]["prompt"], str), **options)
+    found = dict(writer.write(rows, count, seed=seed))
     if len(found) != len(rows):
         raise DataError(f"{name} completed {len(found)} of {len(rows)} prompts")
     return Written(model=writer.model, groups=[found[index] for index in range(len(rows))])
@@ -65,20 +45,19 @@ def write(name: str, rows: list[dict[str, Any]], count: int, *, seed: int, **opt
 
 def score(functions: list[Any], rows: list[dict[str, Any]], written: Written) -> dict[str, list[list[float]]]:
     """Scores by reward's name, per group; NaN where a reward did not apply or failed."""
-    device = next(written.model.parameters()).device
-    rewards = RewardSet(build_rewards(functions, device), None, on_error="none")
-    flat = [(row, group, i) for row, group in zip(rows, written.groups, strict=True) for i in range(len(group.texts))]
+    rewards = RewardSet(build_rewards(functions, written.model.device), None, on_error="none")
+    sizes = [len(group.completions) for group in written.groups]
+    repeated = [row for row, size in zip(rows, sizes, strict=True) for _ in range(size)]
     batch = RewardBatch(
-        prompts=[group.prompt for _, group, _ in flat],
-        completions=[group.replies[i] for _, group, i in flat],
-        completion_ids=[group.token_ids[i] for _, group, i in flat],
-        columns={name: [row.get(name) for row, _, _ in flat] for name in column_names(rows)},
+        prompts=[group.prompt.content for group in written.groups for _ in group.completions],
+        completions=[reply for replies in written.replies for reply in replies],
+        completion_ids=[c.token_ids for group in written.groups for c in group.completions],
+        columns={name: [row.get(name) for row in repeated] for name in column_names(rows)},
     )
     try:
         scores = rewards.score(batch).scores
     finally:
         rewards.close()
-    sizes = [len(group.texts) for group in written.groups]
     return {name: [part.tolist() for part in scores[:, index].split(sizes)] for index, name in enumerate(rewards.names)}
 
 

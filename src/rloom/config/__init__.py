@@ -11,13 +11,13 @@ from typing import Any, ClassVar
 
 from transformers import TrainingArguments
 
+from rloom.config.algorithm import ObjectiveTopic
 from rloom.config.batches import BatchTopic
 from rloom.config.contest import ContestTopic
 from rloom.config.data import DataTopic, ImageTopic
 from rloom.config.generation import ContinuousBatchingTopic, SamplingTopic
 from rloom.config.given import Remembering
 from rloom.config.model import ModelTopic
-from rloom.config.objective import ObjectiveTopic, TrlObjectiveTopic
 from rloom.config.older_names import OlderNames
 from rloom.config.output import OutputTopic
 from rloom.config.rewards import RewardTopic
@@ -37,7 +37,6 @@ class RLOOConfig(
     RewardTopic,
     SpeedTopic,
     ObjectiveTopic,
-    TrlObjectiveTopic,
     VllmTopic,
     SamplingTopic,
     BatchTopic,

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 import torch
 
 from rloom.config.topic import Topic, option
+from rloom.cpu_bfloat16 import make_bfloat16_safe
 from rloom.errors import ConfigError
-from rloom.models.cpu_bfloat16 import make_bfloat16_safe
 from rloom.printable import get_logger
 
 logger = get_logger(__name__)

@@ -19,9 +19,9 @@ from transformers import (
     ProcessorMixin,
 )
 
+from rloom.cpu_bfloat16 import make_bfloat16_safe
 from rloom.errors import ConfigError, needs_extra
 from rloom.models.adapters import keep_differentiable
-from rloom.models.cpu_bfloat16 import make_bfloat16_safe
 from rloom.printable import get_logger
 
 logger = get_logger(__name__)

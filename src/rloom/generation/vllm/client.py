@@ -20,9 +20,12 @@ HOW_TO_START = (
     "start it with VLLM_SERVER_DEV_MODE=1 vllm serve MODEL --logprobs-mode processed_logprobs (docs/generation.md)"
 )
 
-AT_ONCE = 256  # requests under way
-LOOK_SECONDS = 5.0  # between two looks at whether the server still lives
-STARTING = (502, 503, 504)  # it is still starting, or has died; the first and the last say those before it
+# Requests under way.
+AT_ONCE = 256
+# Between two looks at whether the server still lives.
+LOOK_SECONDS = 5.0
+# The server is still starting, or has died. The first and the last come from a proxy before it.
+STARTING = (502, 503, 504)
 
 
 class ServerError(EngineError):
@@ -30,6 +33,7 @@ class ServerError(EngineError):
 
     def __init__(self, status: int, path: str, text: str) -> None:
         self.status = status
+        self.unknown = status in (404, 405)  # it does not have such a path
         super().__init__(f"the vLLM server answered {path} with {status}: {text[:500]}")
 
 
@@ -43,18 +47,14 @@ class Client:
         self.address = address.rstrip("/")
         try:
             self._connection(None)
-        except (ValueError, HTTPException) as error:  # a port that is no number, no host
+        # A port that is no number, no host.
+        except (ValueError, HTTPException) as error:
             raise EngineError(f"{address!r} is no address of a vLLM server: {error}") from error
 
     def get(self, path: str, timeout: float | None = 30.0) -> Any:
         """The answer to a GET, as JSON where it is."""
         with closing(self._connection(timeout)) as connection:
             return self._ask(connection, "GET", path)
-
-    def post(self, path: str, content: Any = None, timeout: float | None = None) -> Any:
-        """The answer to a POST; without a time limit unless one is given."""
-        with closing(self._connection(timeout)) as connection:
-            return self._ask(connection, "POST", path, content)
 
     def tell(self, path: str, content: Any) -> None:
         """A POST whose answer is only whether it was heard."""
@@ -87,7 +87,8 @@ class Client:
                 f"the vLLM server at {self.address} did not answer {path} within {connection.timeout:g} s: see its "
                 "messages, or raise vllm_server_timeout"
             ) from error
-        except (OSError, HTTPException) as error:  # refused, reset, no such host; or it went in the middle of an answer
+        # Refused, reset, no such host; or the server went in the middle of an answer.
+        except (OSError, HTTPException) as error:
             raise EngineError(
                 f"the vLLM server at {self.address} cannot be reached: {type(error).__name__}: {error}"
             ) from error
@@ -117,14 +118,15 @@ class Client:
     def developer(self, method: str, path: str, content: Any = None) -> Any:
         """A call that the server knows in developer mode only."""
         try:
-            return self.get(path, self.timeout) if method == "GET" else self.post(path, content, self.timeout)
+            with closing(self._connection(self.timeout)) as connection:
+                return self._ask(connection, method, path, content)
         except ServerError as error:
-            if error.status in (404, 405):
-                raise EngineError(
-                    f"the vLLM server at {self.address} does not know {path}, by which weights reach it: it is not in "
-                    f"developer mode, or older than 0.22; {HOW_TO_START}"
-                ) from error
-            raise
+            if not error.unknown:
+                raise
+            raise EngineError(
+                f"the vLLM server at {self.address} does not know {path}, by which weights reach it: it is not in "
+                f"developer mode, or older than 0.22; {HOW_TO_START}"
+            ) from error
 
     def post_all(
         self, path: str, contents: Sequence[Any], *, patience: float
@@ -132,7 +134,8 @@ class Client:
         """Each request's number and answer, as they come. A server that is silent for `patience` seconds is an error;
         one that is busy may take as long as it likes. When nobody asks on, the server is left, and stops."""
         calls = _Calls(self, path, contents)
-        for _ in range(min(AT_ONCE, len(contents))):  # daemons: one that hangs must not keep the process from ending
+        # Daemons: a thread that hangs must not keep the process from ending.
+        for _ in range(min(AT_ONCE, len(contents))):
             threading.Thread(target=calls.work, name="rloom-vllm", daemon=True).start()
         try:
             for _ in contents:
@@ -162,10 +165,10 @@ class _Calls:
 
     def work(self) -> None:
         """Make one request after the other, until there is none."""
-        while self.todo:
+        while True:
             try:
                 number, content = self.todo.popleft()
-            except IndexError:  # another was faster
+            except IndexError:
                 return
             try:
                 self.answers.put((number, self._ask(content)))
@@ -174,11 +177,13 @@ class _Calls:
 
     def _ask(self, content: Any) -> Any:
         with closing(self.client._connection(None)) as connection:
-            with suppress(OSError):  # asking says it in words
+            # What goes wrong here goes wrong again when request_format, which has words for it.
+            with suppress(OSError):
                 connection.connect()
             self.connections.add(connection)
             try:
-                if self.ended:  # looked at after it can be hung up: one of the two sees the other
+                # Looked at after the connection can be hung up: either `end` sees it, or this sees the end.
+                if self.ended:
                     raise EngineError("called off")
                 return self.client._ask(connection, "POST", self.path, content)
             finally:
@@ -189,5 +194,6 @@ class _Calls:
         self.ended = True
         self.todo.clear()
         for connection in list(self.connections):
-            with suppress(OSError, AttributeError):  # it may have ended by itself
+            # It may have ended by itself.
+            with suppress(OSError, AttributeError):
                 connection.sock.shutdown(socket.SHUT_RDWR)

@@ -15,32 +15,32 @@ import torch
 from rloom.errors import EngineError
 from rloom.generation.base import Sampling, nothing_asked
 from rloom.generation.vllm import proof
-from rloom.generation.vllm.adapter import (
+from rloom.generation.vllm.loader import LOADER, loading_from
+from rloom.generation.vllm.lora import (
     adapter_rank,
     base_fingerprint,
     is_active,
     largest_rank,
-    room_for,
-    why_folded,
+    reserved_rank,
+    why_merged,
     write_adapter,
 )
-from rloom.generation.vllm.base import Answers, VllmBase
-from rloom.generation.vllm.loader import LOADER, loading_from
 from rloom.generation.vllm.options import VllmOptions
-from rloom.generation.vllm.requests import Asking, check_lengths
+from rloom.generation.vllm.requests import RequestFormat, check_lengths
+from rloom.generation.vllm.shared import Answers, VllmBase
 from rloom.generation.vllm.starting import (
     clean_up,
-    describe,
     engine_options,
     import_vllm,
-    in_our_words,
+    option_hint,
     shut_down,
+    write_config,
 )
 from rloom.generation.vllm.surroundings import (
     RolloutNoise,
-    give_back_classes,
     own_randomness,
     remember_classes,
+    restore_classes,
     starting_vllm,
     temporary_folder,
 )
@@ -55,10 +55,10 @@ _running: weakref.ref[VllmEngine] | None = None
 class VllmEngine(VllmBase):
     """Generates with vLLM in the trainer's process (`vllm_mode="colocate"`).
 
-    vLLM is started without weights, from the model's config and tokenizer alone. They come from the model in memory:
-    all of them before the first rollout, which a comparison of log-probabilities proves, and again whenever any has
-    changed. So there is no second source that could be stale. Of a plain LoRA adapter's model the base is handed over
-    once, at the start, and then the adapter alone.
+    vLLM is started without weights, from the model's config and tokenizer alone. The weights come from the model in
+    memory: all of them before the first rollout, and again whenever any has changed. A comparison of log-probabilities
+    proves that they have arrived. There is no second source that could be stale. If the model is a base under a plain
+    LoRA adapter, the base is sent once, at the start, and then the adapter alone.
     """
 
     def __init__(
@@ -66,18 +66,18 @@ class VllmEngine(VllmBase):
     ) -> None:
         super().__init__(get_model, sampling, options or VllmOptions())
         self.tokenizer = tokenizer
-        self._alone = self._sends_adapter_alone()
+        self._adapter_only = self._sends_adapter_only()
         _check_sleep(self.options, self._device)
         self._llm: Any = None
         self._folder = temporary_folder(self)  # stays: vLLM reads the tokenizer again when outputs are constrained
         self._base: tuple[Any, ...] | None = None  # the fingerprint of the weights under an adapter which is sent alone
         self._adapters = 0  # sent so far
-        self._room = 0  # the rank that vLLM has made room for
-        self._lora: Any = None  # that adapter, as requests name it
+        self._max_rank = 0  # of an adapter that vLLM can take
+        self._lora: Any = None  # the adapter that vLLM has, as requests name it
         self._asleep = False
-        self._numbers = 0  # of requests so far
+        self._requests = 0  # made so far
         self._end: Callable[[], Any] = lambda: None  # shuts vLLM down, at the latest with the process
-        self._under_way: dict[str, int] = {}  # requests of the present rollout, with their prompts' numbers
+        self._pending: dict[str, int] = {}  # requests of the present rollout, with their prompts' numbers
         try:
             self._prove()
         except BaseException:
@@ -105,19 +105,23 @@ class VllmEngine(VllmBase):
         finally:
             self._sleep()
 
-    def _run(self, asking: Asking, prompts: Sequence[Prompt], count: int, seed: int) -> Answers:
-        """Each prompt's number and completions, as they finish. What is left when nobody asks on is let go of."""
+    def _run(self, request_format: RequestFormat, prompts: Sequence[Prompt], count: int, seed: int) -> Answers:
+        """Each prompt's number and completions, as they finish. When it is closed, what is left is aborted."""
         engine, waiting = self._llm.llm_engine, dict[str, int]()
-        self._under_way = waiting
+        self._pending = waiting
         noise, by_seeds = RolloutNoise(self._device, seed), _draws_by_seeds(engine)
         try:
             with noise.drawing():
                 for index, prompt in enumerate(prompts):
-                    options = asking.seeded(count, seed=seed, number=index) if by_seeds else asking.options(count)
-                    waiting[self._ask(engine, prompt, options, asking.regex)] = index
+                    options = (
+                        request_format.seeded(count, seed=seed, number=index)
+                        if by_seeds
+                        else request_format.options(count)
+                    )
+                    waiting[self._ask(engine, prompt, options, request_format.regex)] = index
             while waiting:
                 done: list[Any] = []
-                if self._under_way is not waiting:
+                if self._pending is not waiting:
                     raise EngineError(
                         f"another rollout began while {len(waiting)} of {len(prompts)} prompts of this one were not "
                         "done: vLLM generates one at a time"
@@ -129,21 +133,21 @@ class VllmEngine(VllmBase):
                         done = [answer for answer in engine.step() if answer.finished]
                 # Outside of this rollout's noise: whoever is handed a group may draw and compute.
                 for answer in done:
-                    yield waiting.pop(answer.request_id), _completions(answer, asking, count)
+                    yield waiting.pop(answer.request_id), _completions(answer, request_format, count)
         finally:
-            if self._under_way is waiting:
-                self._let_go()
+            if self._pending is waiting:
+                self._abort_pending()
 
-    def _let_go(self) -> None:
-        """Of requests that nobody waits for: an error may hold on to a rollout that was never finished."""
-        left, self._under_way = list(self._under_way), {}
+    def _abort_pending(self) -> None:
+        """Abort requests that nobody waits for: an error may hold on to a rollout that was never finished."""
+        left, self._pending = list(self._pending), {}
         if left and self._llm is not None:
             self._llm.llm_engine.abort_request(left)
 
     def _ask(self, engine: Any, prompt: Prompt, options: dict[str, Any], regex: str | None) -> str:
-        """Hand a request over; its name."""
-        self._numbers += 1
-        name = f"rloom-{self._numbers}"
+        """Make a request; returns its name."""
+        self._requests += 1
+        name = f"rloom-{self._requests}"
         try:
             content = {"prompt_token_ids": list(prompt.token_ids)}
             engine.add_request(name, content, self._params(options, regex), lora_request=self._lora)
@@ -168,7 +172,7 @@ class VllmEngine(VllmBase):
         """Have vLLM, awake, with the weights that the model has now."""
         global _running
         model = self.get_model()
-        if self._alone and self._llm is not None and not self._fits(model):
+        if self._adapter_only and self._llm is not None and not self._fits(model):
             self.close()
         if self._llm is None:
             other = None if _running is None else _running()
@@ -179,7 +183,7 @@ class VllmEngine(VllmBase):
             gc.collect()
             self._llm, self._sent = self._start_either(), None
             _running = weakref.ref(self)
-        self._let_go()
+        self._abort_pending()
         if self._asleep:
             self._llm.wake_up()
         self._asleep = False
@@ -187,13 +191,13 @@ class VllmEngine(VllmBase):
         if now != self._sent:
             # Should it fail half-way, nothing is known to be there.
             self._sent = None
-            (self._send_adapter if self._alone else self._send)(model)
+            (self._send_adapter if self._adapter_only else self._send)(model)
             self._sent = now
             self.syncs += 1
 
     def _send_adapter(self, model: Any, shift: float = 0.0) -> None:
-        """Hand the adapter over, under a new name: what vLLM keeps of the last one is not found again. One with a
-        `shift` is another."""
+        """Send the adapter under a new name, so that keys and values of the last one are not used again. With a
+        `shift` it is another adapter."""
         from vllm.lora.request import LoRARequest
 
         last, self._lora = self._lora, None
@@ -217,7 +221,7 @@ class VllmEngine(VllmBase):
     def _send(self, model: Any) -> None:
         with own_randomness(self._device):
             try:
-                self._llm.collective_rpc(_take, args=(model,))
+                self._llm.collective_rpc(_replace_weights, args=(model,))
             except EngineError:
                 raise
             except Exception as error:
@@ -227,45 +231,46 @@ class VllmEngine(VllmBase):
             raise EngineError("vLLM kept keys and values of the old weights: its prefix cache could not be emptied")
 
     def _sleep(self) -> None:
-        """Let its memory go, if it may. Weights are worth keeping where the next rollout's are not sent anyway."""
-        if not self.options.sleeps or self._llm is None or self._asleep or self._under_way:
+        """Free vLLM's memory between rollouts, if it may sleep. Weights are kept only where not all are sent again."""
+        if not self.options.sleeps or self._llm is None or self._asleep or self._pending:
             return
         self._asleep = True
-        if not self._alone:
+        if not self._adapter_only:
             self._sent = None
-        self._llm.sleep(level=1 if self._alone else 2)
+        self._llm.sleep(level=1 if self._adapter_only else 2)
 
     def close(self) -> None:
-        """Let go of vLLM and its memory."""
+        """Shut vLLM down, and free its memory."""
         self._end()
         self._llm = self._sent = self._base = self._lora = None
-        self._under_way, self._asleep = {}, False
+        self._pending, self._asleep = {}, False
         gc.collect()
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
 
-    def _sends_adapter_alone(self) -> bool:
+    def _sends_adapter_only(self) -> bool:
         model = self.get_model()
         if not is_peft_model(model):
             return False
-        reason = why_folded(model)
+        reason = why_merged(model)
         if reason is not None:
             hint_rounding(model, self.options.dtype_for(model), reason)
         return reason is None
 
     def _fits(self, model: Any) -> bool:
-        """Whether the running vLLM can take the adapter as it is now: what is under it was handed over at the start."""
-        self._alone = self._sends_adapter_alone()
-        return self._alone and adapter_rank(model) <= self._room and base_fingerprint(model) == self._base
+        """Whether the running vLLM can take the adapter as it is now. The base was sent at the start: it must be the
+        same."""
+        self._adapter_only = self._sends_adapter_only()
+        return self._adapter_only and adapter_rank(model) <= self._max_rank and base_fingerprint(model) == self._base
 
     def _start_either(self) -> Any:
-        """vLLM with room for the adapter; where it has none for adapters on this model, without."""
+        """vLLM that takes adapters alone; where it has no LoRA for this model, one that takes all weights."""
         try:
             return self._start()
         except EngineError as error:
-            if not self._alone or "lora" not in str(error).lower():
+            if not self._adapter_only or "lora" not in str(error).lower():
                 raise
-            self._alone = False
+            self._adapter_only = False
             model = self.get_model()
             hint_rounding(model, self.options.dtype_for(model), "vLLM has no LoRA for this model")
             return self._start()
@@ -274,16 +279,16 @@ class VllmEngine(VllmBase):
         model, device = self.get_model(), self._device
         with starting_vllm(), own_randomness(device):
             make = import_vllm()
-            describe(model, self.tokenizer, self._folder)
+            write_config(model, self.tokenizer, self._folder)
             classes, theirs = remember_classes(base_of(model)), None
             grouped = torch.distributed.is_initialized()
             options = engine_options(model, self.options, device)
-            if self._alone:
+            if self._adapter_only:
                 self._base = base_fingerprint(model)
-                self._room = room_for(largest_rank(model))
-                options |= {"load_format": LOADER, "enable_lora": True, "max_loras": 1, "max_lora_rank": self._room}
+                self._max_rank = reserved_rank(largest_rank(model))
+                options |= {"load_format": LOADER, "enable_lora": True, "max_loras": 1, "max_lora_rank": self._max_rank}
             try:
-                with loading_from(model) if self._alone else nullcontext():
+                with loading_from(model) if self._adapter_only else nullcontext():
                     llm = make(model=self._folder, **options)
                 self._end = weakref.finalize(self, shut_down, llm, grouped)
                 [theirs] = llm.collective_rpc(_model_of)
@@ -292,10 +297,10 @@ class VllmEngine(VllmBase):
                 clean_up(grouped)
                 raise EngineError(
                     f"vLLM did not start: {type(error).__name__}: {str(error).rstrip('.')}. "
-                    f"{in_our_words(str(error))}Its own messages are above (VLLM_LOGGING_LEVEL=INFO shows more)"
+                    f"{option_hint(str(error))}Its own messages are above (VLLM_LOGGING_LEVEL=INFO shows more)"
                 ) from error
             finally:
-                give_back_classes(classes, theirs)
+                restore_classes(classes, theirs)
 
     def _prove(self) -> None:
         """Have vLLM with the policy's weights draw from the policy, or raise what is wrong."""
@@ -334,7 +339,7 @@ def _model_of(worker: Any) -> Any:
     return worker.get_model()
 
 
-def _take(worker: Any, policy: Any) -> None:
+def _replace_weights(worker: Any, policy: Any) -> None:
     """Runs in vLLM's worker: replace its weights. Reloading only warns of those that it does not find in the policy;
     what a model's `load_weights` returns says which it took."""
     model, taken = worker.get_model(), []
@@ -353,12 +358,12 @@ def _take(worker: Any, policy: Any) -> None:
     check_taken(names, taken[0])
 
 
-def _completions(answer: Any, asking: Asking, count: int) -> list[Completion]:
+def _completions(answer: Any, request_format: RequestFormat, count: int) -> list[Completion]:
     found = []
     for output in sorted(answer.outputs, key=lambda output: output.index):
         logprobs = [row[token].logprob for token, row in zip(output.token_ids, output.logprobs or (), strict=True)]
-        found.append(asking.completion(output.token_ids, logprobs, output.finish_reason))
-    return asking.group(found, count)
+        found.append(request_format.completion(output.token_ids, logprobs, output.finish_reason))
+    return request_format.group(found, count)
 
 
 def _check_sleep(options: VllmOptions, device: torch.device) -> None:

@@ -37,10 +37,10 @@ def _register() -> None:
             """They are here."""
 
         def load_weights(self, model: Any, model_config: Any) -> None:
-            take_base(model, _policy[-1])
+            load_base_weights(model, _policy[-1])
 
 
-def take_base(theirs: Any, policy: Any) -> None:
+def load_base_weights(theirs: Any, policy: Any) -> None:
     """Load vLLM's model with the policy's weights, its adapter left out."""
     names = {name for name, _ in theirs.named_parameters()}
     check_taken(names, theirs.load_weights(checkpoint_weights(policy, names, adapters=False)))

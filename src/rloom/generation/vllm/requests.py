@@ -43,8 +43,8 @@ OWNED = {
 """Entries that the trainer must know about, and the option of ours to use instead."""
 
 
-class Asking:
-    """Turns prompts into requests, and answers into completions."""
+class RequestFormat:
+    """Turns prompts into vLLM's requests, and its answers into completions."""
 
     def __init__(self, sampling: Sampling, regex: str | None = None) -> None:
         _check_extra(sampling.extra)
@@ -55,7 +55,8 @@ class Asking:
                 "use another engine"
             )
         self.passed_on = {name: value for name, value in sampling.extra.items() if name in PASSED_ON}
-        if "logit_bias" in self.passed_on:  # JSON has no numbers for keys
+        # The keys of a JSON object are texts.
+        if "logit_bias" in self.passed_on:
             self.passed_on["logit_bias"] = {int(token): value for token, value in self.passed_on["logit_bias"].items()}
         self.stops = list(dict.fromkeys([*sampling.stop_strings, *_as_list(sampling.extra.get("stop"))]))
 
@@ -102,7 +103,8 @@ class Asking:
             "stop": self.stops,
             "include_stop_str_in_output": True,
             "skip_special_tokens": False,
-            "logprobs": 0,  # of the token that was drawn, and of no other
+            # Of the token that was drawn, and of no other.
+            "logprobs": 0,
             **self.passed_on,
         }
 

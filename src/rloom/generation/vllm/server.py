@@ -18,11 +18,11 @@ from safetensors.torch import save_file
 from rloom.errors import EngineError
 from rloom.generation.base import Sampling, nothing_asked
 from rloom.generation.vllm import proof
-from rloom.generation.vllm.adapter import adapter_rank, is_active, why_folded, write_adapter
-from rloom.generation.vllm.base import Answers, VllmBase
 from rloom.generation.vllm.client import HOW_TO_START, Client, ServerError
+from rloom.generation.vllm.lora import adapter_rank, is_active, why_merged, write_adapter
 from rloom.generation.vllm.options import VllmOptions
-from rloom.generation.vllm.requests import Asking, check_lengths
+from rloom.generation.vllm.requests import RequestFormat, check_lengths
+from rloom.generation.vllm.shared import Answers, VllmBase
 from rloom.generation.vllm.surroundings import temporary_folder
 from rloom.generation.vllm.weights import (
     base_of,
@@ -37,11 +37,14 @@ from rloom.types import Completion, Group, Prompt
 
 logger = get_logger(__name__)
 
-EMPTY = hashlib.sha256(b"").hexdigest()  # of what vLLM keeps in a layout of its own, as linear layers on a CPU
+# The checksum of weights that vLLM keeps in a layout of its own, as it does with linear layers on a CPU.
+EMPTY = hashlib.sha256(b"").hexdigest()
 FOR_ADAPTERS = "start it with VLLM_ALLOW_RUNTIME_LORA_UPDATING=1 and --enable-lora --max-lora-rank RANK"
 ANSWERS = "answers"
-ENDING_SECONDS = 30.0  # for requests that were called off
-MOVED = 1e-4  # a change of a log-probability that cannot be rounding in float32
+# For requests that were aborted to end.
+ENDING_SECONDS = 30.0
+# A change of a log-probability that cannot be rounding in float32.
+MOVED = 1e-4
 
 
 class VllmServerEngine(VllmBase):
@@ -64,8 +67,8 @@ class VllmServerEngine(VllmBase):
             )
         self.client = Client(options.server, options.timeout)
         self.client.wait(options.timeout)
-        self.model_name, self.max_model_length, self.dtype, room = self._look()
-        self._alone = self._sends_adapter_alone(room)
+        self.model_name, self.max_model_length, self.dtype, max_rank = self._look()
+        self._adapter_only = self._sends_adapter_only(max_rank)
         self._versions = self._has_versions()
         self.folder = Path(options.weights_dir or temporary_folder(self)).absolute()
         self._version = ""
@@ -93,16 +96,16 @@ class VllmServerEngine(VllmBase):
                 "the vLLM server was restarted or given other weights while it generated: use one server for one run"
             )
 
-    def _run(self, asking: Asking, prompts: Sequence[Prompt], count: int, seed: int) -> Answers:
+    def _run(self, request_format: RequestFormat, prompts: Sequence[Prompt], count: int, seed: int) -> Answers:
         """Each prompt's number and completions, as they finish."""
-        requests = [self._request(asking, prompt, count, seed, index) for index, prompt in enumerate(prompts)]
+        requests = [self._request(request_format, prompt, count, seed, index) for index, prompt in enumerate(prompts)]
         calls = self.client.post_all("/v1/completions", requests, patience=self.options.timeout)
-        self._let_go()
+        self._abort_pending()
         self._calls, left = calls, len(prompts)
         try:
             for index, answer in calls:
                 left -= 1
-                yield index, self._completions(answer, asking, count)
+                yield index, self._completions(answer, request_format, count)
         finally:
             calls.close()
         if left:
@@ -111,36 +114,40 @@ class VllmServerEngine(VllmBase):
                 "server generates one at a time"
             )
 
-    def _let_go(self) -> None:
-        """Of requests that nobody waits for: an error may hold on to a rollout that was never finished."""
+    def _abort_pending(self) -> None:
+        """Abort requests that nobody waits for: an error may hold on to a rollout that was never finished."""
         if self._calls is not None:
             self._calls.close()
 
-    def _request(self, asking: Asking, prompt: Prompt, count: int, seed: int, number: int) -> dict[str, Any]:
+    def _request(
+        self, request_format: RequestFormat, prompt: Prompt, count: int, seed: int, number: int
+    ) -> dict[str, Any]:
         request = {
-            "model": self._version if self._alone and self._version else self.model_name,
+            "model": self._version if self._adapter_only and self._version else self.model_name,
             "prompt": list(prompt.token_ids),
             "return_token_ids": True,
-            **asking.seeded(count, seed=seed, number=number),
+            **request_format.seeded(count, seed=seed, number=number),
         }
-        if asking.regex is not None:
-            request["structured_outputs"] = {"regex": asking.regex}
+        if request_format.regex is not None:
+            request["structured_outputs"] = {"regex": request_format.regex}
         return request
 
-    def _completions(self, answer: dict[str, Any], asking: Asking, count: int) -> list[Completion]:
+    def _completions(self, answer: dict[str, Any], request_format: RequestFormat, count: int) -> list[Completion]:
         choices = sorted(answer["choices"], key=lambda choice: choice["index"])
         if any(choice.get("token_ids") is None for choice in choices):
             raise EngineError(f"the vLLM server returns no token ids; it is older than 0.22: {HOW_TO_START}")
         found = [
-            asking.completion(choice["token_ids"], choice["logprobs"]["token_logprobs"], choice["finish_reason"])
+            request_format.completion(
+                choice["token_ids"], choice["logprobs"]["token_logprobs"], choice["finish_reason"]
+            )
             for choice in choices
         ]
-        return asking.group(found, count)
+        return request_format.group(found, count)
 
     # -- the server and its weights
 
     def _look(self) -> tuple[str, int, torch.dtype, int]:
-        """The server's model, its context length, what it computes in, and the rank it has room for in adapters."""
+        """The server's model, its context length, its dtype, and the largest rank that it takes of an adapter."""
         config = self.client.developer("GET", "/server_info?config_format=json")["vllm_config"]
         info = config["model_config"]
         mode = info.get("logprobs_mode")
@@ -154,25 +161,25 @@ class VllmServerEngine(VllmBase):
             logger.warning(
                 "the vLLM server computes in %s and the trainer in %s: `mismatch` will show it", dtype, wanted
             )
-        room = int((config.get("lora_config") or {}).get("max_lora_rank", 0))
-        return self._models()[0], int(info["max_model_len"]), dtype, room
+        max_rank = int((config.get("lora_config") or {}).get("max_lora_rank", 0))
+        return self._models()[0], int(info["max_model_len"]), dtype, max_rank
 
     def _models(self) -> list[str]:
         return [entry["id"] for entry in self.client.get("/v1/models")["data"]]
 
-    def _sends_adapter_alone(self, room: int) -> bool:
-        """Whether the server is sent the adapter alone; `room`: the largest rank it was started for, 0 for none."""
+    def _sends_adapter_only(self, max_rank: int) -> bool:
+        """Whether the server is sent the adapter alone; `max_rank` is what it was started for, 0 for no adapters."""
         model = self.get_model()
         if not is_peft_model(model):
-            if room:
+            if max_rank:
                 raise EngineError("a vLLM server with --enable-lora takes adapters alone, and the policy has none")
             return False
-        reason = why_folded(model)
-        if reason is None and not room:
+        reason = why_merged(model)
+        if reason is None and not max_rank:
             reason = f"the server was not started for adapters: {FOR_ADAPTERS}"
-        elif reason is None and room < adapter_rank(model):
-            reason = f"the server was started for adapters of rank {room}, and ours has {adapter_rank(model)}"
-        if reason is not None and room:
+        elif reason is None and max_rank < adapter_rank(model):
+            reason = f"the server was started for adapters of rank {max_rank}, and ours has {adapter_rank(model)}"
+        if reason is not None and max_rank:
             raise EngineError(f"{reason}; a vLLM server with --enable-lora takes no other weights")
         if reason is not None:
             hint_rounding(model, self.dtype, reason)
@@ -183,20 +190,20 @@ class VllmServerEngine(VllmBase):
         try:
             self.client.get("/weight_info", self.client.timeout)
         except ServerError as error:
-            if error.status in (404, 405):
-                return False
-            raise
+            if not error.unknown:
+                raise
+            return False
         return True
 
     def _ready(self) -> None:
         """Have the server draw from the weights that the model has now."""
-        self._let_go()
+        self._abort_pending()
         model = self.get_model()
         now = fingerprint(model)
         if now == self._sent and self._still_has():
             return
         self._sent = None
-        if self._alone:
+        if self._adapter_only:
             self._send_adapter(model)
         else:
             self._send(checkpoint_weights(model, self._names))
@@ -205,14 +212,14 @@ class VllmServerEngine(VllmBase):
 
     def _still_has(self) -> bool:
         """Whether the server has the weights that it was sent last."""
-        if self._alone:
+        if self._adapter_only:
             return not self._version or self._version in self._models()
         if self._versions:
             return self._served_version() == self._version
         return self._ask_probe(self.get_model())[1] is None
 
     def _send_adapter(self, model: Any, shift: float = 0.0) -> None:
-        """Hand the adapter over, under a new name: what the server keeps of the last one is not found again."""
+        """Send the adapter under a new name, so that keys and values of the last one are not used again."""
         last, self._version = self._version, ""
         if last in self._models():
             self.client.tell("/v1/unload_lora_adapter", {"lora_name": last})
@@ -268,7 +275,7 @@ class VllmServerEngine(VllmBase):
     def _prove(self) -> None:
         """Have the server draw from the policy, or raise what is wrong."""
         model = self.get_model()
-        if self._alone:
+        if self._adapter_only:
             self._prove_adapter(model)
         else:
             # A server that began with files of another format reads ours.

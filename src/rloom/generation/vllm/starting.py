@@ -44,7 +44,7 @@ def clean_up(grouped: bool) -> None:
         cleanup_dist_env_and_memory()
 
 
-OUR_NAMES = {
+OPTION_NAMES = {
     "memory": "vllm_gpu_memory_utilization",
     "max_model_len": "vllm_max_model_length",
     "enforce_eager": "compile_generation=False",
@@ -52,13 +52,13 @@ OUR_NAMES = {
 }
 
 
-def in_our_words(message: str) -> str:
+def option_hint(message: str) -> str:
     """Which options of ours vLLM's advice is about."""
-    names = dict.fromkeys(ours for theirs, ours in OUR_NAMES.items() if theirs in message)
+    names = dict.fromkeys(ours for theirs, ours in OPTION_NAMES.items() if theirs in message)
     return f"The options here: {', '.join(names)}. " if names else ""
 
 
-def describe(model: Any, tokenizer: Any, folder: str) -> None:
+def write_config(model: Any, tokenizer: Any, folder: str) -> None:
     """Write what vLLM reads of a model at its start; the weights are none of it.
 
     To vLLM no model has tied embeddings: when weights are replaced, an output layer that is tied may keep what it
@@ -76,7 +76,8 @@ def describe(model: Any, tokenizer: Any, folder: str) -> None:
 def engine_options(model: Any, options: VllmOptions, device: torch.device) -> dict[str, Any]:
     compiled = device.type == "cuda" if options.compiled is None else options.compiled
     return {
-        "load_format": "dummy",  # the policy's weights follow
+        # Random weights: the policy's follow.
+        "load_format": "dummy",
         "dtype": str(options.dtype_for(model)).removeprefix("torch."),
         "gpu_memory_utilization": options.gpu_memory_utilization,
         "max_model_len": options.max_model_length,
@@ -85,7 +86,8 @@ def engine_options(model: Any, options: VllmOptions, device: torch.device) -> di
         "trust_remote_code": options.trust_remote_code,
         "enforce_eager": not compiled,
         "logprobs_mode": "processed_logprobs",
-        "generation_config": "vllm",  # what is sampled from is what the options say, not the checkpoint
+        # Sampling is as our options say, not as the checkpoint's generation config does.
+        "generation_config": "vllm",
         "distributed_executor_backend": "uni",
         "seed": 0,
     }

@@ -72,7 +72,7 @@ def starting_vllm() -> Iterator[None]:
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     try:
-        with _same_precision():
+        with _keeping_precision():
             yield
     finally:
         torch.set_num_threads = set_num_threads
@@ -82,16 +82,17 @@ def starting_vllm() -> Iterator[None]:
         sys.excepthook = hook
         if not frozen:
             gc.unfreeze()
-        _put_back(before)
+        _restore_environment(before)
 
 
 @contextmanager
-def _same_precision() -> Iterator[None]:
+def _keeping_precision() -> Iterator[None]:
     """Keep TF32 as the trainer has it (`tf32`), by torch's older and its newer names: vLLM's worker switches it off."""
     backends: tuple[Any, ...] = (torch.backends.cuda.matmul, torch.backends.mkldnn.matmul)  # type: ignore[attr-defined]
     try:
         older = torch.get_float32_matmul_precision()
-    except RuntimeError:  # it was set by the newer names
+    # It was set by the newer names.
+    except RuntimeError:
         older = None
     newer = [backend.fp32_precision for backend in backends]
     try:
@@ -120,7 +121,7 @@ def keeping_process_group(*, there: bool) -> Iterator[None]:
         torch.distributed.destroy_process_group = own
 
 
-def _put_back(before: dict[str, str]) -> None:
+def _restore_environment(before: dict[str, str]) -> None:
     passing = {"VLLM_ENABLE_V1_MULTIPROCESSING", "VLLM_LOGGING_LEVEL"}
     for name in [*os.environ, *before]:
         if name.startswith("VLLM_") and name not in passing:
@@ -142,7 +143,7 @@ def remember_classes(model: torch.nn.Module) -> Classes:
     return {c: (c.__bases__, {n: c.__dict__[n] for n in REPLACED if n in c.__dict__}) for c in classes}
 
 
-def give_back_classes(before: Classes, theirs: torch.nn.Module | None) -> None:
+def restore_classes(before: Classes, theirs: torch.nn.Module | None) -> None:
     """Let the trainer's classes be as they were, and vLLM's modules have classes of their own.
 
     Where vLLM has no implementation of a model it runs transformers' (`vllm_model_impl="transformers"` always does),

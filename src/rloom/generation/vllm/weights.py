@@ -1,4 +1,4 @@
-"""The policy's weights as vLLM takes them: under a checkpoint's names, adapters folded in; whether they changed."""
+"""The policy's weights as vLLM takes them: under a checkpoint's names, adapters merged in; whether they changed."""
 
 from __future__ import annotations
 
@@ -34,10 +34,10 @@ def check_taken(names: set[str], taken: Collection[str] | None) -> None:
 
 
 def hint_rounding(model: Any, dtype: torch.dtype, reason: str) -> None:
-    """Say that an adapter is folded in, why, and what that costs in half precision."""
+    """Say that an adapter is merged in, why, and what that costs in half precision."""
     if is_peft_model(model) and dtype != torch.float32:
         logger.warning(
-            "vLLM is given all weights with the adapter folded in, in %s, at every update (%s): what the adapter adds "
+            "vLLM is given all weights with the adapter merged in, in %s, at every update (%s): what the adapter adds "
             "to a weight is lost where that is less than a few thousandths of it. `mismatch` shows how much that is; "
             "engine='native' samples from the adapter itself",
             str(dtype).removeprefix("torch."),
@@ -47,16 +47,16 @@ def hint_rounding(model: Any, dtype: torch.dtype, reason: str) -> None:
 
 @torch.no_grad()
 def checkpoint_weights(model: Any, known: Collection[str], *, adapters: bool = True) -> Iterator[tuple[str, Tensor]]:
-    """Names and weights as `save_pretrained` would write them, adapters folded in, or left out. The model stays as it
+    """Names and weights as `save_pretrained` would write them, adapters merged in, or left out. The model stays as it
     is.
 
-    Layers with an adapter are folded one at a time, in copies. Where the library keeps weights in memory under other
+    Layers with an adapter are merged one at a time, in copies. Where the library keeps weights in memory under other
     names than in checkpoints (mixtures of experts, vision-language models), all are converted at once. `known` are
     vLLM's own names of its weights: the second name of tied weights is left out where it is none of these.
     """
     base = base_of(model)
     second = {name for name in _second_names(base) if not any(one.endswith(name) for one in known)}
-    weights = ((name, tensor) for name, tensor in _folded(base, adapters) if name not in second)
+    weights = ((name, tensor) for name, tensor in _merged_weights(base, adapters) if name not in second)
     if not are_renamed(base):
         yield from weights
         return
@@ -97,16 +97,16 @@ def are_renamed(base: Any) -> bool:
     return set(revert_weight_conversion(base, dict(own))) != set(own)
 
 
-def _folded(module: nn.Module, adapters: bool, prefix: str = "") -> Iterator[tuple[str, Tensor]]:
+def _merged_weights(module: nn.Module, adapters: bool, prefix: str = "") -> Iterator[tuple[str, Tensor]]:
     """Tied weights come under each of their names."""
     if is_wrapped(module):
-        yield from _folded(_as_used(module, adapters), adapters, prefix)
+        yield from _merged_weights(_as_used(module, adapters), adapters, prefix)
         return
     for name, tensor in (*module._parameters.items(), *module._buffers.items()):
         if tensor is not None and name not in module._non_persistent_buffers_set:
             yield prefix + name, tensor.detach()
     for name, child in module.named_children():
-        yield from _folded(child, adapters, f"{prefix}{name}.")
+        yield from _merged_weights(child, adapters, f"{prefix}{name}.")
 
 
 def is_wrapped(module: Any) -> bool:
@@ -115,7 +115,7 @@ def is_wrapped(module: Any) -> bool:
 
 
 def _as_used(module: Any, adapters: bool) -> nn.Module:
-    """The layer that does what peft's does: with the adapter folded in, or the copy that is trained in its place."""
+    """The layer that does what peft's does: with the adapter merged in, or the copy that is trained in its place."""
     if not adapters and not getattr(module, "merged", True):
         return module.base_layer
     if hasattr(module, "modules_to_save"):
@@ -123,9 +123,10 @@ def _as_used(module: Any, adapters: bool) -> nn.Module:
         trained = bool(active) and not module.disable_adapters and active[0] in module.modules_to_save
         return module.modules_to_save[active[0]] if trained else module.original_module
     layer = copy.deepcopy(getattr(module, "token_adapter", module))
-    while hasattr(layer, "base_layer"):  # there may be one inside another
+    # There may be one adapter inside another.
+    while hasattr(layer, "base_layer"):
         if not hasattr(layer, "merge"):
-            raise EngineError(f"the adapter's {type(layer).__name__} cannot be folded into the weights that vLLM needs")
+            raise EngineError(f"the adapter's {type(layer).__name__} cannot be merged into the weights that vLLM needs")
         if adapters and not layer.disable_adapters:
             layer.merge()
         elif layer.merged:

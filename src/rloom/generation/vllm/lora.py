@@ -20,8 +20,8 @@ RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
 """Those that vLLM makes room for; an adapter takes the next larger one."""
 
 
-def why_folded(model: Any) -> str | None:
-    """Why the adapter cannot be sent alone and must be folded into weights; None if it can."""
+def why_merged(model: Any) -> str | None:
+    """Why the adapter cannot be sent alone and must be merged into weights; None if it can."""
     base = base_of(model)
     layers = dict(_wrapped(base))
     for name, layer in layers.items():
@@ -41,7 +41,8 @@ def why_folded(model: Any) -> str | None:
 
 def adapter_rank(model: Any) -> int:
     """The largest rank of any layer, the adapters in use taken together; 0 if none is in use."""
-    return max((_rank(parts_of(layer)) for _, layer in _active(base_of(model))), default=0)
+    layers = [parts_of(layer) for _, layer in _active(base_of(model))]
+    return max((sum(down.shape[0] for down, _, _ in parts) for parts in layers), default=0)
 
 
 def largest_rank(model: Any) -> int:
@@ -50,9 +51,10 @@ def largest_rank(model: Any) -> int:
     return max(adapter_rank(model), *ranks, 1)
 
 
-def room_for(rank: int) -> int:
-    """
-    >>> room_for(4), room_for(16), room_for(17)
+def reserved_rank(rank: int) -> int:
+    """The rank that vLLM reserves memory for, so that an adapter of this rank fits.
+
+    >>> reserved_rank(4), reserved_rank(16), reserved_rank(17)
     (8, 16, 32)
     """
     return next(room for room in RANKS if room >= rank)
@@ -65,8 +67,8 @@ def is_active(model: Any) -> bool:
 
 @torch.no_grad()
 def write_adapter(model: Any, folder: Path, dtype: torch.dtype, shift: float = 0.0) -> Path:
-    """Write the adapters in use as one, as peft would: several ranks are put side by side, scales folded in. A `shift`
-    of what they add makes another adapter."""
+    """Write the adapters in use as one, as peft would. Their ranks are put side by side, and their scales multiplied
+    in. A `shift` of what they add makes another adapter."""
     rank = adapter_rank(model)
     tensors, names = dict[str, Tensor](), set[str]()
     for name, layer in _active(base_of(model)):
@@ -79,7 +81,8 @@ def write_adapter(model: Any, folder: Path, dtype: torch.dtype, shift: float = 0
     (folder / "adapter_config.json").write_text(json.dumps(config))
     weights = folder / "adapter_model.safetensors"
     save_file(tensors, weights, metadata={"format": "pt"})
-    weights.chmod(folder.stat().st_mode & 0o666)  # else only its owner may read it, and a server may be another user's
+    # By default only its owner may read it, and a server may be another user's.
+    weights.chmod(folder.stat().st_mode & 0o666)
     return folder
 
 
@@ -94,10 +97,6 @@ def _wrapped(base: nn.Module) -> Iterator[tuple[str, Any]]:
 
 def _active(base: nn.Module) -> Iterator[tuple[str, Any]]:
     return ((name, layer) for name, layer in _wrapped(base) if is_plain_lora(layer))
-
-
-def _rank(parts: list[tuple[Tensor, Tensor, float]]) -> int:
-    return sum(down.shape[0] for down, _, _ in parts)
 
 
 def _joined(parts: list[tuple[Tensor, Tensor, float]], rank: int) -> tuple[Tensor, Tensor]:

@@ -19,9 +19,10 @@ logger = get_logger(__name__)
 
 
 @dataclass
-class TrlObjectiveTopic(Topic):
-    """The objective's options that TRL has."""
+class ObjectiveTopic(Topic):
+    """The options of the objective, and how those that `objective` decides are resolved."""
 
+    # As in TRL
     beta: float = option(0.05, "Weight of the KL from the reference; 0: no reference is kept.")
     num_iterations: int = option(1, "Passes over each rollout (μ).")
     epsilon: float = option(0.2, "Clip of the ratio, below and (unless `epsilon_high` is set) above 1.")
@@ -39,17 +40,15 @@ class TrlObjectiveTopic(Topic):
     ref_model_mixup_alpha: float = option(0.6, "reference ← α·policy + (1−α)·reference at each sync.")
     ref_model_sync_steps: int = option(512, "Updates between two syncs of the reference.")
 
-
-@dataclass
-class ObjectiveTopic(Topic):
-    """The objective's options beyond TRL's, and how all of them are resolved."""
-
+    # Beyond TRL
     objective: str = option(
         "trl",
         f"Whose RLOO: {in_words(OBJECTIVES)}. The options below override its choices.",
     )
     advantage_estimator: str | None = option(None, f"The baseline: {', '.join(ADVANTAGE_ESTIMATORS)}.")
-    baseline_momentum: float = option(0.9, 'Memory of the "moving_average" baseline.')
+    baseline_momentum: float = option(
+        0.9, f'Memory of the "{in_words(readers("baseline_momentum", ADVANTAGE_ESTIMATORS))}" baseline.'
+    )
     kl_estimator: str | None = option(None, f"{described(KL_ESTIMATORS)}.")
     kl_placement: str | None = option(None, f"Where the KL goes: {', '.join(KL_PLACEMENTS)}.")
     ratio_level: str | None = option(
@@ -66,7 +65,9 @@ class ObjectiveTopic(Topic):
     length_regularization: str | None = option(None, f"Charge for length: {described(LENGTH_REGULARIZATIONS)}.")
     length_coefficient: float = option(1.0, "The most that the length of a completion can cost.")
     length_margin: int | None = option(
-        None, "soft_overlong: the last tokens over which the charge rises; unset: a fifth of the limit."
+        None,
+        f"{in_words(readers('length_margin', LENGTH_REGULARIZATIONS))}: the last tokens over which the charge rises; "
+        "unset: a fifth of the limit.",
     )
     truncated_completions: str | None = option(None, f"Completions cut off at the limit: {described(TRUNCATIONS)}.")
 

@@ -12,7 +12,7 @@ from rloom.errors import EngineError
 from rloom.generation.base import Sampling
 from rloom.generation.vllm import proof
 from rloom.generation.vllm.options import VllmOptions
-from rloom.generation.vllm.requests import Asking
+from rloom.generation.vllm.requests import RequestFormat
 from rloom.generation.vllm.weights import check_sendable
 from rloom.types import Completion, Group, Prompt
 
@@ -26,25 +26,25 @@ class VllmBase(ABC):
 
     def __init__(self, get_model: Callable[[], Any], sampling: Sampling, options: VllmOptions) -> None:
         self.get_model, self.sampling, self.options = get_model, sampling, options
-        self.asking = Asking(sampling, options.regex)
-        self.asking.hint_filters()
+        self.request_format = RequestFormat(sampling, options.regex)
+        self.request_format.hint_filters()
         check_sendable(get_model())
         self.syncs = 0  # how often weights were handed over
         self._sent: tuple[Any, ...] | None = None  # the fingerprint of the weights that vLLM has
 
     @abstractmethod
-    def _run(self, asking: Asking, prompts: Sequence[Prompt], count: int, seed: int) -> Answers:
+    def _run(self, request_format: RequestFormat, prompts: Sequence[Prompt], count: int, seed: int) -> Answers:
         """Each prompt's number and completions, as they finish."""
 
     def _groups(self, prompts: Sequence[Prompt], num_generations: int, seed: int) -> Iterator[Group]:
-        with closing(self._run(self.asking, prompts, num_generations, seed)) as answers:
+        with closing(self._run(self.request_format, prompts, num_generations, seed)) as answers:
             for index, completions in answers:
                 yield Group(prompt=prompts[index], completions=completions)
 
     def _probe_groups(self, model: Any) -> list[list[Completion]]:
         """What vLLM answers to a few prompts now."""
-        prompts, asking = proof.probe_prompts(model), Asking(proof.probe_sampling(self.sampling))
-        answers = dict(self._run(asking, prompts, proof.COMPLETIONS, proof.SEED))
+        prompts, request_format = proof.probe_prompts(model), RequestFormat(proof.probe_sampling(self.sampling))
+        answers = dict(self._run(request_format, prompts, proof.COMPLETIONS, proof.SEED))
         return [answers[index] for index in range(len(prompts))]
 
     def _compared(self, model: Any, groups: list[list[Completion]]) -> proof.Probe:
@@ -57,8 +57,8 @@ class VllmBase(ABC):
         """An expression that vLLM does not understand is told at the start."""
         if self.options.regex is None:
             return
-        asking = Asking(replace(self.sampling, max_completion_length=1), self.options.regex)
+        request_format = RequestFormat(replace(self.sampling, max_completion_length=1), self.options.regex)
         try:
-            list(self._run(asking, proof.probe_prompts(model)[:1], 1, proof.SEED))
+            list(self._run(request_format, proof.probe_prompts(model)[:1], 1, proof.SEED))
         except EngineError as error:
             raise EngineError(f"vllm_structured_outputs_regex={self.options.regex!r}: {error}") from error
