@@ -333,19 +333,10 @@ def _greedy(model, prompts):
     return sorted(NativeEngine(lambda: model, sampling).generate(prompts, 2, seed=0), key=lambda g: g.prompt.token_ids)
 
 
-@pytest.mark.parametrize("name", ["qwen2", "gemma2", "gpt_neox"])  # others in what is fused before they are compiled
+@pytest.mark.parametrize("name", ["qwen2", "gemma2", "gpt_neox"])
 def test_compiled_steps(name, monkeypatch):
-    from rloom.generation.native import fusing
     from rloom.generation.native.runner import Runner
 
-    seen = []
-    put = fusing.Fusing.__call__
-    monkeypatch.setattr(
-        fusing.Fusing,
-        "__call__",
-        lambda self, graph: put(self, graph) or seen.extend(str(n.target) for n in graph.nodes),
-    )
-    monkeypatch.setattr(fusing.Fusing, "uuid", lambda self: None)  # nothing from the cache
     model = make(name)
     engine = engine_for(model, compiled=True)
     begun, go_on = [], Runner.go_on
@@ -353,9 +344,8 @@ def test_compiled_steps(name, monkeypatch):
         Runner, "go_on", lambda runner, cache, steps: begun.append(steps) or go_on(runner, cache, steps)
     )
     check_against_plain(model, groups(engine))
+    assert engine.runner.compiled
     assert any(bucket.graph is not None for bucket in engine.runner.buckets.values())
-    assert ("rloom.native_decode_rotating.default" in seen) == (name != "gpt_neox")
-    assert ("rloom.add_norm.default" in seen) == (name == "qwen2")
     assert begun  # steps that did not wait for the look at those before them
 
 
@@ -451,21 +441,6 @@ def test_attention_that_rotates_and_takes_whole_rows(heads, width, dtype):
         torch.testing.assert_close(found, expected, rtol=0.02, atol=0.02)
         for one, other in zip(also, kept, strict=True):
             torch.testing.assert_close(one, other, rtol=0.02, atol=0.02)
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("width", [72, 896, 1536, 4096, 8192])
-def test_sum_and_norm_as_one(width, dtype):
-    from rloom.generation.native.norm_kernels import add_norm
-
-    torch.manual_seed(0)
-    a, b = (torch.randn(130, 1, width, device="cuda").to(dtype) for _ in range(2))
-    weight = (torch.rand(width, device="cuda") + 0.5).to(dtype)
-    total, normed = add_norm(a, b, weight, 1e-6)
-    assert torch.equal(total, a + b)
-    exact = (a + b).double()
-    expected = weight.double() * exact * torch.rsqrt(exact.pow(2).mean(-1, keepdim=True) + 1e-6)
-    torch.testing.assert_close(normed.double(), expected, rtol=0.02, atol=0.005)
 
 
 def kept_by_definition(line, temperature, top_k, top_p, min_p):

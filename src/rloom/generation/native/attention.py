@@ -154,30 +154,18 @@ def _run(
 
 def _run_next(query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None, *options: Any) -> Tensor:
     """The layer whose turn it is: they come in the same order each time."""
-    return _run(query, key, value, sinks, _turn(), *options)
-
-
-def _run_next_rotating(
-    query: Tensor, key: Tensor, value: Tensor, cos: Tensor, sin: Tensor, sinks: Tensor | None,
-    scale: float, window: int, cap: float,
-) -> Tensor:  # fmt: skip
-    """The same for query and key that are still to be rotated."""
-    return _run(query, key, value, sinks, _turn(), scale, window, cap, (cos, sin))
-
-
-def _turn() -> int:
-    return _active.order[_active.calls] if _active.order else _active.calls
+    layer = _active.order[_active.calls] if _active.order else _active.calls
+    return _run(query, key, value, sinks, layer, *options)
 
 
 AttentionInterface.register(NAME, _attention)
 
 _library = torch.library.Library("rloom", "FRAGMENT")
-_OPTIONS = "Tensor? sinks, float scale, int window, float softcap"
-_library.define(f"native_decode(Tensor q, Tensor k, Tensor v, {_OPTIONS}) -> Tensor")
-_library.define(f"native_decode_rotating(Tensor q, Tensor k, Tensor v, Tensor cos, Tensor sin, {_OPTIONS}) -> Tensor")
+_library.define(
+    "native_decode(Tensor q, Tensor k, Tensor v, Tensor? sinks, float scale, int window, float softcap) -> Tensor"
+)
 for _device in ("CUDA", "CPU"):
     _library.impl("native_decode", _run_next, _device)
-    _library.impl("native_decode_rotating", _run_next_rotating, _device)
 
 
 def _shape(q: Tensor, k: Tensor, v: Tensor, *others: Any) -> Tensor:
@@ -185,4 +173,3 @@ def _shape(q: Tensor, k: Tensor, v: Tensor, *others: Any) -> Tensor:
 
 
 torch.library.register_fake("rloom::native_decode", _shape)
-torch.library.register_fake("rloom::native_decode_rotating", _shape)

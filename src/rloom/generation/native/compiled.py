@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 
 import torch
@@ -11,19 +10,12 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 
 def compiled_forwards(model: nn.Module, *, on_gpu: bool) -> list[tuple[nn.Module, Any]]:
-    """The layers, each with its forward compiled; on a GPU, where launches cost more than what they compute, with more
-    put together than the compiler does by itself, and with what stands beside them."""
-    options = {"post_grad_custom_pre_pass": _fusing()} if on_gpu else None
-    layers = [m for m in model.modules() if isinstance(m, GradientCheckpointingLayer)]
-    found = [(layer, torch.compile(layer.forward, dynamic=True, options=options)) for layer in layers]
-    return found + [(part, torch.compile(part.forward, dynamic=True)) for part in (beside(model) if on_gpu else [])]
-
-
-@functools.cache  # the compiler takes another one for another compiler: the next runner would have all compiled anew
-def _fusing() -> Any:
-    from rloom.generation.native.fusing import Fusing  # of the compiler's inner parts, which not every run needs
-
-    return Fusing()
+    """The layers, each with its forward compiled; on a GPU, where launches cost more than what they compute, also the
+    small parts beside the layers."""
+    parts = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
+    if on_gpu:
+        parts += beside(model)
+    return [(part, torch.compile(part.forward, dynamic=True)) for part in parts]
 
 
 def beside(model: nn.Module) -> list[nn.Module]:

@@ -101,7 +101,7 @@ class Runner:
         self.rope_index = rope_index_of(self.base)
         self.vocabulary = int(self.base.get_output_embeddings().weight.shape[0])
         self.compiled = compiled
-        self.proved: set[tuple[bool, bool]] = set()  # kinds of steps of which a compiled one was right
+        self.proved: set[bool] = set()  # steps that were right when compiled: of a single row, of several
         self.max_prompt, self.largest_group = 0, group_size  # that buffers are made for
         self.noise = noise  # how far logits may differ from a plain forward's, of the largest
         self.late = late  # rotation is left to the attention kernel
@@ -364,14 +364,13 @@ class Runner:
         self.seconds["capture"] += time.perf_counter() - start
 
     def compiled_is_right(self, rows: Rows, cache: Any) -> bool:
-        """Whether a step can be compiled, and has the logits of the same step without; tried once for each kind: a
-        single row is compiled apart, and the kernels for whole rows rotate by themselves.
+        """Whether a step can be compiled, and has the logits of the same step without; tried once for a single row,
+        which is compiled apart, and once for several.
 
         Keys and values are written to the same places by both, and the rows stay where they are.
         """
-        tables = getattr(cache, "tables", None)
-        kind = (len(rows) == 1, tables is not None and tables.whole)
-        if kind in self.proved:
+        single = len(rows) == 1
+        if single in self.proved:
             return True
         living = rows.alive.nonzero()[:COMPARED, 0]
         plain = self.logits(rows, cache)[living]
@@ -390,7 +389,7 @@ class Runner:
                 worst,
             )
             return False
-        self.proved.add(kind)
+        self.proved.add(single)
         return True
 
     @contextmanager
