@@ -67,8 +67,8 @@ def test_longer_prompts_that_come_later_are_captured_too():
 @pytest.mark.parametrize(("name", "whole"), [*itertools.product(CONFIGS, [False]), *itertools.product(CONFIGS, [True])])
 def test_sampling_logprobs_are_a_plain_forwards(name, whole, monkeypatch):
     if whole:  # rows in one program each, as in large batches with short prompts
-        monkeypatch.setattr("rloom.generation.native.paged.PROGRAMS", 1)
-        monkeypatch.setattr("rloom.generation.native.paged.SHORT", 0)
+        monkeypatch.setattr("rloom.generation.native.cache.paged.PROGRAMS", 1)
+        monkeypatch.setattr("rloom.generation.native.cache.paged.SHORT", 0)
     model = make(name)
     exact = tf.AutoModelForCausalLM.from_config(CONFIGS[name](), dtype=torch.float32).cuda().eval()
     exact.load_state_dict({key: value.float() for key, value in model.state_dict().items()})
@@ -143,7 +143,7 @@ def test_joined_weights_are_saved_whole_and_trained(tmp_path):
 
 
 def test_joined_weights_are_no_second_copy():
-    from rloom.generation.native.joined import JoinedLayers
+    from rloom.generation.native.layers.fused_linear import JoinedLayers
 
     block = torch.nn.Module()
     block.gate_proj, block.up_proj = (torch.nn.Linear(4096, 4096, device="cuda", dtype=torch.bfloat16) for _ in "ab")
@@ -363,7 +363,7 @@ def test_memory_does_not_grow():
 @pytest.mark.parametrize("rows", [1, 17, 64, 100, 128, 130])
 @pytest.mark.parametrize(("columns", "depth"), [(8960, 1536), (4864, 896), (200, 72), (14336, 256), (18944, 128)])
 def test_gate_up_and_activation_as_one_product(rows, columns, depth, dtype):
-    from rloom.generation.native.gated import has_kernel
+    from rloom.generation.native.layers.swiglu import has_kernel
 
     torch.manual_seed(0)
     x = torch.randn(rows, depth, device="cuda", dtype=dtype)
@@ -380,8 +380,8 @@ def test_gate_up_and_activation_as_one_product(rows, columns, depth, dtype):
 
 
 def test_the_engine_uses_it(monkeypatch):
-    from rloom.generation.native import gated_kernels
-    from rloom.generation.native.gated import has_kernel
+    from rloom.generation.native.kernels import swiglu_product as gated_kernels
+    from rloom.generation.native.layers.swiglu import has_kernel
 
     model = make("qwen2")
     mlp = model.model.layers[0].mlp
@@ -399,9 +399,9 @@ def test_the_engine_uses_it(monkeypatch):
 
 def attended(layer, device, *, whole, rotating):
     """What six rows of three prompts attend to, with random keys and values; rotated by the kernel or before."""
-    from rloom.generation.native.dense import rotated
-    from rloom.generation.native.geometry import Geometry
-    from rloom.generation.native.paged import PagedCache, make_tables, rows_at_once
+    from rloom.generation.native.cache.dense import rotated
+    from rloom.generation.native.cache.geometry import Geometry
+    from rloom.generation.native.cache.paged import PagedCache, make_tables, rows_at_once
     from rloom.generation.native.rows import Rows
     from tests.unit.test_native_kernels import make_sequences
 
@@ -432,7 +432,7 @@ def attended(layer, device, *, whole, rotating):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize(("heads", "width"), [((14, 2), 64), ((12, 2), 128), ((8, 8), 256)])
 def test_attention_that_rotates_and_takes_whole_rows(heads, width, dtype):
-    from rloom.generation.native.geometry import Layer
+    from rloom.generation.native.cache.geometry import Layer
 
     layer, device = Layer(heads[1], width, width, heads[0], dtype), torch.device("cuda")
     expected, kept = attended(layer, device, whole=False, rotating=False)
@@ -462,9 +462,9 @@ def kept_by_definition(line, temperature, top_k, top_p, min_p):
 )
 def test_what_filters_leave_of_a_large_vocabulary(options, dtype):
     from rloom.generation import Sampling
-    from rloom.generation.native.bound_kernels import bounds_of
-    from rloom.generation.native.sample_kernels import _parts
-    from rloom.generation.native.sampler import Sampler
+    from rloom.generation.native.kernels.draw import _parts
+    from rloom.generation.native.kernels.filter_bounds import bounds_of
+    from rloom.generation.native.sampling.sampler import Sampler
 
     torch.manual_seed(0)
     logits = (torch.randn(8, 151_936, device="cuda") * 3 - 5).to(dtype)
@@ -482,7 +482,7 @@ def test_what_filters_leave_of_a_large_vocabulary(options, dtype):
 @pytest.mark.parametrize("rows", [1, 17, 130])
 @pytest.mark.parametrize(("sizes", "rank"), [((1536, 256, 256), 16), ((8960, 8960), 64), ((896,), 144)])
 def test_what_adapters_add(sizes, rank, rows, dtype):
-    from rloom.generation.native.low_rank_kernels import COLUMNS, add_low_rank
+    from rloom.generation.native.kernels.add_low_rank import COLUMNS, add_low_rank
 
     torch.manual_seed(0)
     n = sum(sizes)

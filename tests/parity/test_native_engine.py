@@ -120,7 +120,7 @@ def test_memory_that_runs_out_sends_sequences_back_and_loses_none(monkeypatch):
 def test_rows_wait_where_padded_memory_is_short(monkeypatch, free):
     """Without pages rows are padded to the longest, prompts are kept twice, and rows are moved."""
     from rloom.generation.native import engine as module
-    from rloom.generation.native.dense import DenseCache
+    from rloom.generation.native.cache.dense import DenseCache
 
     model, prompts = make("llama"), make_prompts([400] + [4] * 11)
     options = {"max_completion_length": 60, "eos_token_ids": (2, 5, 6)}
@@ -173,7 +173,7 @@ def test_what_does_not_fit_is_found(config, reason):
 @pytest.mark.parametrize("window", [None, 1500])
 def test_a_wrong_window_is_found_by_trying(monkeypatch, window):
     """A model whose window does not arrive would decode fluent nonsense: the proof must see it."""
-    from rloom.generation.native import attention
+    from rloom.generation.native.cache import attention
 
     config = {"sliding_window": window, "max_position_embeddings": 4096, "initializer_range": 0.5}
     model = make("mistral, window") if window is None else tf.MistralForCausalLM(tf.MistralConfig(**{**GQA, **config}))

@@ -10,7 +10,8 @@ import torch
 import transformers as tf
 
 from rloom.generation.base import Sampling
-from rloom.generation.native import NativeEngine, compiled, runner
+from rloom.generation.native import NativeEngine, runner
+from rloom.generation.native.layers import compiled
 from rloom.types import Prompt
 
 pytest.importorskip("triton")
@@ -111,8 +112,8 @@ def test_a_compiled_step_with_the_kernels(whole, monkeypatch):
     """As on a GPU, but for graphs."""
     monkeypatch.setattr(runner.Runner, "paged", True)
     monkeypatch.setattr(runner.Runner, "_worth_a_graph", lambda *_: False)
-    monkeypatch.setattr("rloom.generation.native.paged.PROGRAMS", 1 if whole else 512)
-    monkeypatch.setattr("rloom.generation.native.paged.SHORT", 0)
+    monkeypatch.setattr("rloom.generation.native.cache.paged.PROGRAMS", 1 if whole else 512)
+    monkeypatch.setattr("rloom.generation.native.cache.paged.SHORT", 0)
     torch.manual_seed(0)
     model = MODELS["llama"]().to(torch.float16).eval()
     with torch.no_grad():

@@ -439,7 +439,7 @@ def test_adapters_that_compute_otherwise_are_seen():
 
 
 def test_a_capture_without_memory_is_tried_once_in_a_rollout(monkeypatch, caplog):
-    from rloom.generation.native.paged import PagedCache
+    from rloom.generation.native.cache.paged import PagedCache
     from rloom.generation.native.runner import Bucket
 
     model = make_model().eval()

@@ -11,9 +11,9 @@ from peft import LoraConfig, get_peft_model
 from torch.nn import functional
 from transformers.models.llama.modeling_llama import LlamaMLP
 
-from rloom.generation.native import gated
-from rloom.generation.native.gated import GatedBlocks
-from rloom.generation.native.joined import JoinedLayers
+from rloom.generation.native.layers import swiglu as gated
+from rloom.generation.native.layers.fused_linear import JoinedLayers
+from rloom.generation.native.layers.swiglu import GatedBlocks
 from rloom.models.attention import forwards_replaced
 
 pytest.importorskip("triton")
@@ -27,7 +27,7 @@ pytestmark = pytest.mark.skipif(
     [(5, 40, 96, 3), (70, 100, 72, 2), (16, 600, 64, 4), (128, 50, 136, 132)],  # with columns left over, and without
 )
 def test_the_kernel_is_the_plain_product(rows, columns, depth, programs):
-    from rloom.generation.native.gated_kernels import gated_product
+    from rloom.generation.native.kernels.swiglu_product import gated_product
 
     torch.manual_seed(0)
     x, weight = torch.randn(rows, depth), torch.randn(2 * columns, depth) / depth**0.5
@@ -57,7 +57,7 @@ def with_kernel(monkeypatch):
 @pytest.fixture
 def products(monkeypatch):
     """The rows of every product that the kernel was asked for."""
-    from rloom.generation.native import gated_kernels
+    from rloom.generation.native.kernels import swiglu_product as gated_kernels
 
     asked = []
     run = gated_kernels.gated_product
@@ -170,7 +170,7 @@ def test_blocks_that_the_kernel_does_not_hold(with_kernel, model):
 
 @pytest.mark.parametrize("fault", ["fails", "is wrong"])
 def test_a_kernel_that_does_not_work_is_not_used(with_kernel, monkeypatch, caplog, fault):
-    from rloom.generation.native import gated_kernels
+    from rloom.generation.native.kernels import swiglu_product as gated_kernels
 
     def run(x, weight):
         if fault == "fails":

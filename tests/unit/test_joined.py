@@ -14,7 +14,7 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from rloom.generation import NativeEngine, Sampling
-from rloom.generation.native.joined import JoinedLayers
+from rloom.generation.native.layers.fused_linear import JoinedLayers
 from rloom.models.attention import forwards_replaced
 from rloom.types import Prompt
 

@@ -9,10 +9,10 @@ import torch
 import transformers as tf
 from peft import LoraConfig, get_peft_model
 
-from rloom.generation.native import low_rank
-from rloom.generation.native.joined import JoinedLayers
-from rloom.generation.native.low_rank import AdaptedLayers
-from rloom.generation.native.low_rank_kernels import add_low_rank
+from rloom.generation.native.kernels.add_low_rank import add_low_rank
+from rloom.generation.native.layers import low_rank
+from rloom.generation.native.layers.fused_linear import JoinedLayers
+from rloom.generation.native.layers.low_rank import AdaptedLayers
 from rloom.models.attention import forwards_replaced
 from tests.unit.test_joined import IDS, counted
 from tests.unit.test_merged import PROMPTS, disturb, draw, same
@@ -28,7 +28,7 @@ ALL = {"r": 4, "target_modules": "all-linear"}
 def on_a_cpu(monkeypatch):
     """As if it were a GPU, and float32 a type that is not merged."""
     monkeypatch.setattr(low_rank, "has_kernel", lambda device, dtype: True)
-    monkeypatch.setattr("rloom.generation.native.merged._worth_merging", lambda layers, asked: bool(asked))
+    monkeypatch.setattr("rloom.generation.native.layers.merged._worth_merging", lambda layers, asked: bool(asked))
 
 
 def adapted(config=tf.Qwen2Config, **options):
@@ -234,7 +234,7 @@ def test_a_kernel_that_fails_leaves_adapters_to_peft(monkeypatch, caplog):
         raise RuntimeError("no such instruction")
 
     monkeypatch.setattr(low_rank, "has_kernel", lambda device, dtype: low_rank._kernel_works(device, dtype))
-    monkeypatch.setattr("rloom.generation.native.low_rank_kernels.add_low_rank", broken)
+    monkeypatch.setattr("rloom.generation.native.kernels.add_low_rank.add_low_rank", broken)
     low_rank._kernel_works.cache_clear()
     engine, drawing = draw(adapted())
     drawing()
@@ -243,7 +243,7 @@ def test_a_kernel_that_fails_leaves_adapters_to_peft(monkeypatch, caplog):
     low_rank._kernel_works.cache_clear()
     monkeypatch.undo()
     assert low_rank._kernel_works(torch.device("cpu"), torch.float32)
-    monkeypatch.setattr("rloom.generation.native.low_rank_kernels.add_low_rank", lambda base, *_: base)
+    monkeypatch.setattr("rloom.generation.native.kernels.add_low_rank.add_low_rank", lambda base, *_: base)
     low_rank._kernel_works.cache_clear()
     assert not low_rank._kernel_works(torch.device("cpu"), torch.float32)
     low_rank._kernel_works.cache_clear()

@@ -9,9 +9,9 @@ from peft import AdaLoraConfig, IA3Config, LoHaConfig, LoraConfig, VeraConfig, g
 from rloom import RLOOConfig
 from rloom.errors import ConfigError, EngineError
 from rloom.generation import NativeEngine, Sampling
-from rloom.generation.native import merged
-from rloom.generation.native.lora import is_lora_on_linear
-from rloom.generation.native.merged import MergedLayers
+from rloom.generation.native.layers import merged
+from rloom.generation.native.layers.lora import is_lora_on_linear
+from rloom.generation.native.layers.merged import MergedLayers
 from rloom.types import Prompt
 from tests.architectures import make
 

@@ -8,14 +8,14 @@ import pytest
 import torch
 
 from rloom.generation.base import Sampling
-from rloom.generation.native.dense import DenseCache, rotated
-from rloom.generation.native.geometry import Geometry, Layer
-from rloom.generation.native.noise import key_of
-from rloom.generation.native.paged import PagedCache, make_tables
-from rloom.generation.native.pages import Pages
+from rloom.generation.native.cache.allocator import Pages
+from rloom.generation.native.cache.dense import DenseCache, rotated
+from rloom.generation.native.cache.geometry import Geometry, Layer
+from rloom.generation.native.cache.paged import PagedCache, make_tables
 from rloom.generation.native.rows import Rows
 from rloom.generation.native.runner import prompt_row
-from rloom.generation.native.sampler import Drawn, Sampler
+from rloom.generation.native.sampling.noise import key_of
+from rloom.generation.native.sampling.sampler import Drawn, Sampler
 from rloom.generation.native.scheduler import Scheduler, Sequence, SharedPrompt
 
 pytest.importorskip("triton")
@@ -128,7 +128,7 @@ def test_paged_attention_is_dense_attention(heads, widths, window, softcap, sink
     ],
 )
 def test_the_draw(options):
-    from rloom.generation.native.sample_kernels import draw
+    from rloom.generation.native.kernels.draw import draw
 
     torch.manual_seed(0)
     options = dict(options)
@@ -151,8 +151,8 @@ def test_the_draw(options):
 @pytest.mark.parametrize("shift", [0.0, -40.0])  # of both signs, and all below zero
 def test_what_filters_leave(options, dtype, shift, monkeypatch):
     """Against a plain definition in float64: a token stays if fewer than k, or less than p, are above its logit."""
-    from rloom.generation.native import bound_kernels
-    from rloom.generation.native.sample_kernels import _parts
+    from rloom.generation.native.kernels import filter_bounds as bound_kernels
+    from rloom.generation.native.kernels.draw import _parts
 
     monkeypatch.setattr(bound_kernels, "BLOCK", 1024)
     torch.manual_seed(0)
@@ -180,7 +180,7 @@ def test_what_filters_leave(options, dtype, shift, monkeypatch):
 
 
 def test_rows_advance():
-    from rloom.generation.native.decode_kernels import advance_rows
+    from rloom.generation.native.kernels.decode_attention import advance_rows
 
     pair = [Rows.empty(5, torch.tensor([7, 8]), 20, with_seen=False) for _ in range(2)]
     prompt = SharedPrompt([1, 2, 3])

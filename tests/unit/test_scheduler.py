@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rloom.errors import EngineError
-from rloom.generation.native.pages import Pages
+from rloom.generation.native.cache.allocator import Pages
 from rloom.generation.native.scheduler import Scheduler, Sequence, SharedPrompt
 
 

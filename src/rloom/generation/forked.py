@@ -14,8 +14,8 @@ from torch import Tensor
 
 from rloom.errors import EngineError
 from rloom.generation.base import Sampling, is_end, nothing_asked
-from rloom.generation.native.noise import key_of
-from rloom.generation.native.sampler import Sampler
+from rloom.generation.native.sampling.noise import key_of
+from rloom.generation.native.sampling.sampler import Sampler
 from rloom.generation.padding import pad_left
 from rloom.models.load import base_of
 from rloom.printable import get_logger

@@ -140,13 +140,13 @@ def _of_layers(sizes: Sizes) -> list[Callable[[], Any]]:
 
 def _of_decoding(sizes: Sizes) -> list[Callable[[], Any]]:
     from rloom.generation.base import Sampling
-    from rloom.generation.native.gated import ROWS as GATED_ROWS
-    from rloom.generation.native.gated import has_kernel
-    from rloom.generation.native.geometry import Geometry, Layer
-    from rloom.generation.native.paged import PagedCache, make_tables, rows_at_once
+    from rloom.generation.native.cache.geometry import Geometry, Layer
+    from rloom.generation.native.cache.paged import PagedCache, make_tables, rows_at_once
+    from rloom.generation.native.layers.swiglu import ROWS as GATED_ROWS
+    from rloom.generation.native.layers.swiglu import has_kernel
     from rloom.generation.native.rows import Rows
     from rloom.generation.native.runner import prompt_row
-    from rloom.generation.native.sampler import Sampler
+    from rloom.generation.native.sampling.sampler import Sampler
     from rloom.generation.native.scheduler import SharedPrompt
 
     layer = Layer(sizes.shared, sizes.width, sizes.width, sizes.heads, sizes.dtype)

@@ -14,14 +14,14 @@ import torch
 from rloom.data.model_inputs import placeholder_ids
 from rloom.errors import EngineError
 from rloom.generation.base import Sampling, has_stop, is_end, nothing_asked, stop_window
-from rloom.generation.native.lora import is_plain_lora
-from rloom.generation.native.memory import free_memory
-from rloom.generation.native.noise import key_of
-from rloom.generation.native.pages import Pages
+from rloom.generation.native.cache.allocator import Pages
+from rloom.generation.native.cache.memory import free_memory
+from rloom.generation.native.layers.lora import is_plain_lora
 from rloom.generation.native.proof import NOISE, why_not_native
 from rloom.generation.native.rows import Look, not_finite
 from rloom.generation.native.runner import AHEAD, Runner, lock_of
-from rloom.generation.native.sampler import Sampler
+from rloom.generation.native.sampling.noise import key_of
+from rloom.generation.native.sampling.sampler import Sampler
 from rloom.generation.native.scheduler import Scheduler, Sequence, SharedPrompt
 from rloom.models.load import base_of
 from rloom.printable import get_logger

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from rloom.data.model_inputs import placeholder_ids
-from rloom.generation.native.attention import num_calls
-from rloom.generation.native.pages import Pages
+from rloom.generation.native.cache.allocator import Pages
+from rloom.generation.native.cache.attention import num_calls
 from rloom.generation.native.rows import not_finite
 from rloom.generation.native.scheduler import Scheduler, Sequence, SharedPrompt
 from rloom.models.load import has_virtual_tokens, keeps_other_state

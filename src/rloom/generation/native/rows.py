@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from rloom.errors import EngineError
-from rloom.generation.native.sampler import Drawn
+from rloom.generation.native.sampling.sampler import Drawn
 from rloom.generation.native.scheduler import Sequence, SharedPrompt
 from rloom.models.gpu import runs_kernels
 
@@ -139,7 +139,7 @@ class Rows:
     def advance(self, drawn: Drawn) -> None:
         """Take the drawn tokens in, and move on those rows that have not ended."""
         if runs_kernels(self.tokens.device):
-            from rloom.generation.native.decode_kernels import advance_rows
+            from rloom.generation.native.kernels.decode_attention import advance_rows
 
             advance_rows(self, drawn)
         else:

@@ -17,18 +17,18 @@ import torch
 from torch import Tensor, nn
 
 from rloom.data.model_inputs import fitted_to, join_packed
-from rloom.generation.native.attention import decoding, native_attention, prefilling, rotate_in_attention
-from rloom.generation.native.compiled import compiled_forwards
-from rloom.generation.native.dense import DenseCache
-from rloom.generation.native.gated import GatedBlocks
-from rloom.generation.native.geometry import Geometry
-from rloom.generation.native.joined import JoinedLayers
-from rloom.generation.native.low_rank import AdaptedLayers
-from rloom.generation.native.merged import MergedLayers
-from rloom.generation.native.paged import PAGE, PagedCache, Tables, fits_kernels, make_tables, rows_at_once
+from rloom.generation.native.cache.attention import decoding, native_attention, prefilling, rotate_in_attention
+from rloom.generation.native.cache.dense import DenseCache
+from rloom.generation.native.cache.geometry import Geometry
+from rloom.generation.native.cache.paged import PAGE, PagedCache, Tables, fits_kernels, make_tables, rows_at_once
+from rloom.generation.native.layers.compiled import compiled_forwards
+from rloom.generation.native.layers.fused_linear import JoinedLayers
+from rloom.generation.native.layers.low_rank import AdaptedLayers
+from rloom.generation.native.layers.merged import MergedLayers
+from rloom.generation.native.layers.swiglu import GatedBlocks
 from rloom.generation.native.proof import NOISE, difference
 from rloom.generation.native.rows import CHUNK, Look, Rows, groups_of
-from rloom.generation.native.sampler import Drawn, Sampler
+from rloom.generation.native.sampling.sampler import Drawn, Sampler
 from rloom.generation.native.scheduler import Sequence, SharedPrompt
 from rloom.models.capture import Disturbed, captured, one_at_a_time
 from rloom.models.fused import FusedLayers, forwards_replaced, rotating

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from rloom.errors import EngineError
-from rloom.generation.native.pages import Pages
+from rloom.generation.native.cache.allocator import Pages
 
 
 @dataclass(slots=True, eq=False)

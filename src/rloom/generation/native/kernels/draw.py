@@ -120,8 +120,8 @@ def _parts(logits: Tensor, inverse: float, bounds: Tensor | None = None) -> Tens
 
 def draw(logits: Tensor, changed: Tensor | None, keys: Tensor, positions: Tensor, sampler: Any) -> Any:
     """A [`Drawn`]: from what the sampler's bounds leave of the logits, or of `changed` ones if given."""
-    from rloom.generation.native.bound_kernels import bounds_of
-    from rloom.generation.native.sampler import Drawn
+    from rloom.generation.native.kernels.filter_bounds import bounds_of
+    from rloom.generation.native.sampling.sampler import Drawn
 
     logits = logits if logits.stride(-1) == 1 else logits.contiguous()
     rows, width = logits.shape

@@ -13,7 +13,7 @@ from torch import Tensor
 from transformers import AttentionInterface
 
 from rloom.errors import EngineError
-from rloom.generation.native.geometry import Layer
+from rloom.generation.native.cache.geometry import Layer
 from rloom.generation.native.rows import Rows
 from rloom.models.attention import attend_packed, attention_for_text, attention_of, in_one_dtype, running
 from rloom.types import PackedRow

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from rloom.generation.native.geometry import Geometry
+from rloom.generation.native.cache.geometry import Geometry
 from rloom.generation.native.rows import Rows, groups_of
 from rloom.generation.native.scheduler import Sequence, SharedPrompt
 from rloom.models.prefix import DTYPES, WIDEST, for_width
@@ -104,7 +104,7 @@ class PagedCache:
 
     def keep(self, layer: int, key: Tensor, value: Tensor, row: PackedRow) -> None:
         """A layer's keys and values (1, H, T, D) of the prompts."""
-        from rloom.generation.native.decode_kernels import keep_prompts
+        from rloom.generation.native.kernels.decode_attention import keep_prompts
 
         assert self.where is not None
         pages_k, pages_v = self.layers[layer]
@@ -177,7 +177,7 @@ class PagedCache:
         self, tables: Tables, layer: int, query: Tensor, key: Tensor, value: Tensor, rows: Rows,
         options: dict[str, Any], out: Tensor, constants: dict[str, Any],
     ) -> None:  # fmt: skip
-        from rloom.generation.native import decode_kernels as kernels
+        from rloom.generation.native.kernels import decode_attention as kernels
 
         cos, sin = _angles(query, options)
         sinks = options["sinks"]
@@ -196,7 +196,7 @@ class PagedCache:
         self, tables: Tables, layer: int, query: Tensor, key: Tensor, value: Tensor, rows: Rows,
         options: dict[str, Any], out: Tensor, constants: dict[str, Any],
     ) -> None:  # fmt: skip
-        from rloom.generation.native import decode_kernels as kernels
+        from rloom.generation.native.kernels import decode_attention as kernels
 
         groups, most = tables.members.shape
         count, heads, repeat = len(query), constants["HEADS"], constants["REPEAT"]

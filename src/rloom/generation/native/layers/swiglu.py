@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from rloom.generation.native.joined import JoinedLayers, Siblings
+from rloom.generation.native.layers.fused_linear import JoinedLayers, Siblings
 from rloom.models.fused import forwards_replaced
 from rloom.models.trial import agrees
 
@@ -60,7 +60,7 @@ def has_kernel(weight: Tensor) -> bool:
     if torch.version.hip or torch.cuda.get_device_capability(weight.device)[0] != 9:
         return False
     try:
-        from rloom.generation.native.gated_kernels import holds
+        from rloom.generation.native.kernels.swiglu_product import holds
     except ImportError:  # no Triton, or one without tensor descriptors
         return False
     return holds(len(weight) // 2, weight.device)
@@ -137,7 +137,7 @@ def _forward(block: Any, weight: Tensor) -> Callable[..., Tensor]:
 
 
 def _run(x: Tensor, weight: Tensor) -> Tensor:
-    from rloom.generation.native import gated_kernels as kernels
+    from rloom.generation.native.kernels import swiglu_product as kernels
 
     if len(x) <= kernels.MOST_ROWS:
         return kernels.gated_product(x.contiguous(), weight)

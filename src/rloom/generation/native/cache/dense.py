@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rloom.generation.native.geometry import Geometry
+from rloom.generation.native.cache.geometry import Geometry
 from rloom.generation.native.rows import Rows, groups_of
 from rloom.generation.native.scheduler import Sequence, SharedPrompt
 from rloom.types import PackedRow

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from rloom.generation.base import Sampling
-from rloom.generation.native.noise import uniform
+from rloom.generation.native.sampling.noise import uniform
 from rloom.models.gpu import runs_kernels
 
 
@@ -48,7 +48,7 @@ class Sampler:
     def __call__(self, logits: Tensor, keys: Tensor, positions: Tensor, seen: Tensor | None = None) -> Drawn:
         """From logits (B, V); `seen` (B, V) marks tokens that the repetition penalty is about."""
         if runs_kernels(logits.device):
-            from rloom.generation.native.sample_kernels import draw
+            from rloom.generation.native.kernels.draw import draw
 
             return draw(logits, self.changed(logits, seen), keys, positions, self)
         z = logits.float() / self.temperature

@@ -14,9 +14,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from rloom.generation.native.joined import siblings_in
-from rloom.generation.native.lora import is_lora_on_linear, parts_of
-from rloom.generation.native.memory import free_memory
+from rloom.generation.native.cache.memory import free_memory
+from rloom.generation.native.layers.fused_linear import siblings_in
+from rloom.generation.native.layers.lora import is_lora_on_linear, parts_of
 from rloom.printable import get_logger
 
 logger = get_logger(__name__)

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from rloom.generation.native.lora import adds_nothing, is_lora_on_linear, is_plain_lora, parts_of
+from rloom.generation.native.layers.lora import adds_nothing, is_lora_on_linear, is_plain_lora, parts_of
 from rloom.models.trial import agrees
 
 
@@ -135,13 +135,13 @@ def _parts(layer: Any) -> list[tuple[Tensor, Tensor, float]]:
 
 
 def _columns() -> int:
-    from rloom.generation.native.low_rank_kernels import COLUMNS
+    from rloom.generation.native.kernels.add_low_rank import COLUMNS
 
     return COLUMNS
 
 
 def _run(base: Tensor, low: Tensor, up: Tensor, layer_of: Tensor) -> Tensor:
-    from rloom.generation.native.low_rank_kernels import add_low_rank
+    from rloom.generation.native.kernels.add_low_rank import add_low_rank
 
     return add_low_rank(base, low, up, layer_of)
 

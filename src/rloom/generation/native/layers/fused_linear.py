@@ -15,9 +15,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from rloom.generation.native.laid import can_be_laid, claim, is_claimed, laid_together, lie_in
-from rloom.generation.native.lora import is_lora_on_linear
-from rloom.generation.native.low_rank import LowRank, low_rank_of
+from rloom.generation.native.layers.contiguous import can_be_laid, claim, is_claimed, laid_together, lie_in
+from rloom.generation.native.layers.lora import is_lora_on_linear
+from rloom.generation.native.layers.low_rank import LowRank, low_rank_of
 
 SIBLINGS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 
