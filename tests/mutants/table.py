@@ -571,20 +571,20 @@ MUTANTS = [
     ),
     Mutant(
         "generation/native/scheduler.py",
-        "                    self._send_back(queue.pop())\n",
-        "                    self._send_back(queue.popleft())\n",
+        "self._send_back(queue.pop())\n",
+        "self._send_back(queue.popleft())\n",
         "tests/unit/test_scheduler.py::test_little_memory_sends_the_youngest_back",
     ),
     Mutant(
         "generation/native/scheduler.py",
-        "        self.pages.give(sequence.pages)\n        sequence.pages = []\n        prompt = sequence.prompt",
+        "        self._free(sequence)\n        prompt = sequence.prompt",
         "        sequence.pages = []\n        prompt = sequence.prompt",
         "tests/unit/test_scheduler.py::test_little_memory_sends_the_youngest_back",
     ),
     Mutant(
         "generation/native/scheduler.py",
-        "return min(sequence.cached + steps, self.max_new_tokens)",
-        "return sequence.cached",
+        "wanted = min(sequence.cached + steps, self.max_new_tokens)",
+        "wanted = sequence.cached",
         "tests/unit/test_scheduler.py::test_little_memory_sends_the_youngest_back",
     ),
     Mutant(
@@ -654,10 +654,10 @@ MUTANTS = [
         "tests/unit/test_engines.py::test_a_prompts_number_decides_its_noise[NativeEngine]",
     ),
     Mutant(
-        "generation/native/engine.py",
-        "                continue  # it ended in the look before this one: what it drew since is nobody's\n",
-        "                pass\n",
-        "tests/unit/test_engines.py::test_steps_begun_before_a_look_draw_the_same",
+        "generation/native/decode_loop.py",
+        "what it has drawn since is dropped.\n                continue\n",
+        "what it has drawn since is dropped.\n                pass\n",
+        "tests/unit/test_engines.py::test_steps_begun_before_a_readback_draw_the_same",
     ),
     Mutant(
         "generation/forked.py",

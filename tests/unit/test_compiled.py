@@ -10,7 +10,7 @@ import torch
 import transformers as tf
 
 from rloom.generation.base import Sampling
-from rloom.generation.native import NativeEngine, runner
+from rloom.generation.native import NativeEngine, graphs, runner
 from rloom.generation.native.layers import compiled
 from rloom.types import Prompt
 
@@ -36,7 +36,7 @@ def test_a_compiled_step_draws_what_a_plain_one_draws(name):
     def drawn(compiled):
         engine = NativeEngine(lambda: model, sampling, compiled=compiled)
         groups = list(engine.generate(prompts, 2, seed=0))
-        assert engine.runner.compiled == compiled
+        assert engine.runner.compiled.wanted == compiled
         return [completion for group in groups for completion in group.completions]
 
     fused, eager = drawn(True), drawn(False)
@@ -60,14 +60,16 @@ def test_a_compiled_step_is_compared_with_the_plain_one(kind, said, monkeypatch,
         return own(*args, **kwargs).roll(int(kind == "wrong"), -1)
 
     def decode(self, sequences, cache, *others):
-        look = decode_(self, sequences, cache, *others)
+        readback = decode_(self, sequences, cache, *others)
         if found:
-            return look
-        self.compiled = True
-        self.layers = [(layer, functools.partial(other, layer.forward)) for layer in model.model.layers]
-        found.append(self.compiled_is_right(self.bucket.rows, cache))
-        self.compiled = False
-        return look
+            return readback
+        rows = self.graphs.current.rows
+        self.compiled.wanted = True
+        self.compiled.forwards = [(x, functools.partial(other, x.forward)) for x in model.model.layers]
+        self.compiled.prove(rows, lambda: self.logits(rows, cache), self.noise)
+        found.append(self.compiled.wanted)
+        self.compiled.wanted = False
+        return readback
 
     monkeypatch.setattr(runner.Runner, "decode", decode)
     list(engine.generate([Prompt(content="", token_ids=[5, 6, 7])], 2, seed=0))
@@ -84,23 +86,25 @@ def test_a_single_row_is_compared_apart(monkeypatch):
     found, shapes, decode_, turns = [], [], runner.Runner.decode, iter([0, 1, 1])
 
     def decode(self, sequences, cache, *others):
-        look = decode_(self, sequences, cache, *others)
-        turn = next(turns)
-        self.bucket.rows.alive.fill_(1)
-        self.compiled = True
-        self.layers = [(x, functools.partial(lambda f, *a, **k: f(*a, **k).roll(turn, -1), x.forward)) for x in layers]
-        found.append(self.compiled_is_right(self.bucket.rows, cache))
-        self.compiled = False
-        return look
+        readback = decode_(self, sequences, cache, *others)
+        turn, rows = next(turns), self.graphs.current.rows
+        rows.alive.fill_(1)
+        self.compiled.wanted = True
+        other = lambda f, *a, **k: f(*a, **k).roll(turn, -1)  # noqa: E731
+        self.compiled.forwards = [(x, functools.partial(other, x.forward)) for x in layers]
+        self.compiled.prove(rows, lambda: self.logits(rows, cache), self.noise)
+        found.append(self.compiled.wanted)
+        self.compiled.wanted = False
+        return readback
 
     def difference(ours, theirs):
         shapes.append(len(ours))
         return difference_(ours, theirs)
 
-    layers, difference_ = model.model.layers, runner.difference
+    layers, difference_ = model.model.layers, compiled.difference
     monkeypatch.setattr(runner.Runner, "decode", decode)
-    monkeypatch.setattr(runner, "difference", difference)
-    monkeypatch.setattr(runner, "COMPARED", 2, raising=False)
+    monkeypatch.setattr(compiled, "difference", difference)
+    monkeypatch.setattr(compiled, "COMPARED_ROWS", 2)
     for count in (3, 3, 1):
         list(engine.generate([Prompt(content="", token_ids=[5, 6, 7])], count, seed=0))
     assert found == [True, True, False]  # what has proved right is not tried again
@@ -111,7 +115,7 @@ def test_a_single_row_is_compared_apart(monkeypatch):
 def test_a_compiled_step_with_the_kernels(whole, monkeypatch):
     """As on a GPU, but for graphs."""
     monkeypatch.setattr(runner.Runner, "paged", True)
-    monkeypatch.setattr(runner.Runner, "_worth_a_graph", lambda *_: False)
+    monkeypatch.setattr(graphs.Graphs, "is_worth_capturing", lambda *_: False)
     monkeypatch.setattr("rloom.generation.native.cache.paged.PROGRAMS", 1 if whole else 512)
     monkeypatch.setattr("rloom.generation.native.cache.paged.SHORT", 0)
     torch.manual_seed(0)
@@ -131,8 +135,8 @@ def test_a_compiled_step_with_the_kernels(whole, monkeypatch):
                 logits = exact(input_ids=tokens).logits[0, -8:-1].log_softmax(-1)
             truth = logits.gather(-1, torch.tensor(completion.token_ids)[:, None])[:, 0]
             torch.testing.assert_close(torch.tensor(completion.logprobs), truth, rtol=0, atol=0.02)
-    assert engine.runner.compiled
-    assert all(bucket.tables.whole == whole for bucket in engine.runner.buckets.values())
+    assert engine.runner.compiled.wanted
+    assert all(bucket.tables.whole == whole for bucket in engine.runner.graphs.buckets.values())
 
 
 def test_another_runner_compiles_nothing_anew(monkeypatch):

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from rloom.generation.base import Sampling
-from rloom.generation.native.cache.allocator import Pages
+from rloom.generation.native.cache.allocator import PageAllocator
 from rloom.generation.native.cache.dense import DenseCache, rotated
 from rloom.generation.native.cache.geometry import Geometry, Layer
 from rloom.generation.native.cache.paged import PagedCache, make_tables
@@ -16,7 +16,7 @@ from rloom.generation.native.rows import Rows
 from rloom.generation.native.runner import prompt_row
 from rloom.generation.native.sampling.noise import key_of
 from rloom.generation.native.sampling.sampler import Drawn, Sampler
-from rloom.generation.native.scheduler import Scheduler, Sequence, SharedPrompt
+from rloom.generation.native.scheduler import SampledSequence, Scheduler, SharedPrompt
 
 pytest.importorskip("triton")
 pytestmark = pytest.mark.skipif(
@@ -29,13 +29,12 @@ def make_sequences(limit):
     """Three prompts of 3, 1 and 2 sequences, with some tokens each, and pages for them."""
     prompts = [SharedPrompt([1] * n) for n in (70, 3, 130)]
     for prompt, lengths in zip(prompts, ([1, 66, 9], [4], [100, 2]), strict=True):
-        prompt.sequences = [Sequence(prompt, 0, 0, 0, tokens=[1] * n) for n in lengths]
+        prompt.sequences = [SampledSequence(prompt, 0, 0, 0, tokens=[1] * n) for n in lengths]
     scheduler = Scheduler(
-        prompts, pages=Pages(total=40, size=64), max_new_tokens=limit, max_sequences=9, prefill_tokens=999
+        prompts, pages=PageAllocator(total=40, size=64), max_new_tokens=limit, max_sequences=9, prefill_tokens=999
     )
     scheduler.next_prefill()
-    for sequence in [s for prompt in prompts for s in prompt.sequences]:
-        scheduler.start(sequence)
+    scheduler.ready.extend(s for prompt in prompts for s in prompt.sequences)
     scheduler.fill(1)
     return prompts, scheduler.running
 
@@ -68,11 +67,11 @@ def test_paged_attention_is_dense_attention(heads, widths, window, softcap, sink
         cache.keep(0, k, v, row)
     rows = {True: Rows.empty(count + 2, torch.tensor([-1]), 9, with_seen=False)}  # two rows do nothing
     rows[False] = Rows.empty(count, torch.tensor([-1]), 9, with_seen=False)
-    paged.tables = make_tables(geometry, count + 2, count + 1, 3, 130, limit, CPU)
-    paged.tables.whole = whole
+    tables = make_tables(geometry, count + 2, count + 1, 3, 130, limit, CPU)
+    tables.whole = whole
     for is_paged, cache in ((True, paged), (False, dense)):
         rows[is_paged].load(sequences, limit, 1)
-        cache.arrange(sequences, rows[is_paged], 1)
+        cache.arrange(sequences, tables if is_paged else None, 1)
     # what the rows have drawn before
     old_k = torch.randn(count, heads[1], limit, widths[0])
     old_v = torch.randn(count, heads[1], limit, widths[1])
@@ -180,11 +179,11 @@ def test_what_filters_leave(options, dtype, shift, monkeypatch):
 
 
 def test_rows_advance():
-    from rloom.generation.native.kernels.decode_attention import advance_rows
+    from rloom.generation.native.kernels.draw import advance_rows
 
     pair = [Rows.empty(5, torch.tensor([7, 8]), 20, with_seen=False) for _ in range(2)]
     prompt = SharedPrompt([1, 2, 3])
-    sequences = [Sequence(prompt, 0, i, key=i, tokens=[4] * (i + 1)) for i in range(4)]
+    sequences = [SampledSequence(prompt, 0, i, key=i, tokens=[4] * (i + 1)) for i in range(4)]
     for rows in pair:
         rows.load(sequences, max_new_tokens=6, steps=3)
     for tokens in ([5, 7, 6, 8, 99], [7, 6, 6, 6, 99], [5, 5, 5, 5, 99]):
