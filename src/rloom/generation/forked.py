@@ -58,6 +58,7 @@ class ForkedEngine:
     """Samples from the trained model, all groups in one batch, each prompt run once."""
 
     keyed_by_prompt = True
+    takes_images = False
 
     def __init__(self, get_model: Callable[[], Any], sampling: Sampling, *, tokenizer: Any = None) -> None:
         self.get_model, self.sampling, self.tokenizer = get_model, sampling, tokenizer
@@ -67,7 +68,7 @@ class ForkedEngine:
             raise EngineError(reason)
 
     def words(self) -> str:
-        """What generates, in words."""
+        """What generates, in one line."""
         return "generation with the library's cache, forked for each group: slower than the native engine"
 
     def generate(self, prompts: Sequence[Prompt], num_generations: int, *, seed: int) -> Iterator[Group]:

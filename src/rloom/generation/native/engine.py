@@ -128,7 +128,7 @@ class NativeEngine:
             return self.runner
 
     def words(self) -> str:
-        """What generates, in words."""
+        """What generates, in one line."""
         how = "pages and CUDA graphs" if self.paged else "padded rows, as on a CPU"
         compiled = ", compiled" if self.compiled else ""
         return f"generation by the native engine, with {how}{compiled}"

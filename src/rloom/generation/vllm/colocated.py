@@ -61,6 +61,7 @@ class VllmEngine:
     once, at the start, and then the adapter alone.
     """
 
+    keyed_by_prompt = False
     takes_images = False
 
     def __init__(
@@ -98,7 +99,7 @@ class VllmEngine:
     # -- a rollout
 
     def words(self) -> str:
-        """What generates, in words."""
+        """What generates, in one line."""
         return "generation by vLLM, in this process"
 
     def generate(self, prompts: Sequence[Prompt], num_generations: int, *, seed: int) -> Iterator[Group]:

@@ -55,6 +55,7 @@ class VllmServerEngine:
     0.32 has no versions and no checksums: there the log-probabilities are the proof.
     """
 
+    keyed_by_prompt = False
     takes_images = False
 
     def __init__(
@@ -85,7 +86,7 @@ class VllmServerEngine:
     # -- a rollout
 
     def words(self) -> str:
-        """What generates, in words."""
+        """What generates, in one line."""
         return "generation by a vLLM server"
 
     def generate(self, prompts: Sequence[Prompt], num_generations: int, *, seed: int) -> Iterator[Group]:
