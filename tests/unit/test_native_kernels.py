@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import types
 
 import pytest
 import torch
@@ -204,3 +205,48 @@ def test_rows_in_one_program_each(rows, longest_prompt, longest_completion, whol
     """Where they fill a GPU, and reading a prompt once for each of them costs little beside their own tokens."""
     geometry = Geometry((Layer(2, 16, 16, 4, torch.float32),))
     assert make_tables(geometry, rows, 4, 4, longest_prompt, longest_completion, CPU).whole is whole
+
+
+@pytest.mark.parametrize("whole", [False, True])
+def test_steps_in_graphs_draw_what_steps_without_draw(whole, monkeypatch):
+    """As on a GPU, but for the recording itself: a graph is the step that was to be recorded, with its tables."""
+    from rloom.generation import NativeEngine
+    from rloom.generation.native import graphs
+    from rloom.generation.native.runner import Runner
+    from rloom.types import Prompt
+    from tests.conftest import make_model
+
+    model = make_model(num_hidden_layers=1).eval()
+    prompts = [Prompt(content="", token_ids=[5 + i % 30 for i in range(n)]) for n in (70, 3)]
+    sampling = Sampling(max_completion_length=18, eos_token_ids=(2, 7), pad_token_id=0, repetition_penalty=1.1)
+
+    def drawn():
+        engine = NativeEngine(lambda: model, sampling, max_sequences=4)
+        for seed in range(2):
+            groups = sorted(engine.generate(prompts, 3, seed=seed), key=lambda group: len(group.prompt.token_ids))
+            yield [(c.token_ids, c.stop_reason) for group in groups for c in group.completions]
+        captures.append([bucket.graph is not None for bucket in engine.runner.graphs.buckets.values()])
+
+    def arrange(cache, *args):
+        arranged[:] = [cache]
+        arrange_(cache, *args)
+
+    def captured(step, pool):
+        cache, tables = arranged[0], arranged[0].tables
+        return types.SimpleNamespace(replay=lambda: setattr(cache, "tables", tables) or step())
+
+    captures, ahead, run_ahead = [], [], Runner.run_ahead
+    arranged, arrange_ = [], PagedCache.arrange
+    expected = list(drawn())
+    monkeypatch.setattr(Runner, "paged", True)
+    monkeypatch.setattr("rloom.generation.native.cache.paged.PROGRAMS", 2)
+    monkeypatch.setattr("rloom.generation.native.cache.paged.SHORT", 0 if whole else 1000)
+    monkeypatch.setattr(graphs, "_warm_up", lambda step: (step(), step()))
+    monkeypatch.setattr(graphs, "captured", captured)
+    monkeypatch.setattr(PagedCache, "arrange", arrange)
+    monkeypatch.setattr(torch.cuda, "graph_pool_handle", object)
+    monkeypatch.setattr(Runner, "run_ahead", lambda *args: ahead.append(1) or run_ahead(*args))
+    assert list(drawn()) == expected
+    assert not any(captures[0])
+    assert any(captures[1])
+    assert ahead

@@ -26,7 +26,7 @@ FIRST_AT_ONCE = 512
 
 
 class DecodeLoop:
-    """The state of a rollout. Everything is called while the runner is `ready`."""
+    """A rollout, which is made and advanced while the runner is `ready`."""
 
     def __init__(
         self, runner: Runner, prompts: list[SharedPrompt], sampling: Sampling, tokenizer: object, max_sequences: int
@@ -50,11 +50,6 @@ class DecodeLoop:
         self.readbacks: deque[Readback] = deque()  # of steps that are under way
         self.unfinished = Counter(s.group for prompt in prompts for s in prompt.sequences)  # sequences by group
         self.finished: list[int] = []  # groups that are to be handed over
-
-    @property
-    def done(self) -> bool:
-        """Whether all sequences have ended."""
-        return self.scheduler.done
 
     # -- memory
 
@@ -91,17 +86,16 @@ class DecodeLoop:
         those can begin before."""
         if not self.readbacks:
             self._start()
-        if self.readbacks and self._can_run_ahead(self.readbacks[-1]):
-            steps = self.scheduler.reserve_ahead(self.readbacks[-1].steps, STEPS_AHEAD)
+        if not self.readbacks:
+            return
+        last = self.readbacks[-1]
+        # A sequence that ends in the last steps draws nothing more, or nothing that is used: the device knows of end
+        # tokens and limits, not of stop strings.
+        if last.sequences == self.scheduler.running and self.runner.can_run_ahead(last.sequences):
+            steps = self.scheduler.reserve_ahead(last.steps, STEPS_AHEAD)
             if steps:
                 self.readbacks.append(self.runner.run_ahead(self.cache, steps))
-        if self.readbacks:
-            self._take(self.readbacks.popleft())
-
-    def _can_run_ahead(self, last: Readback) -> bool:
-        """Whether the next steps can begin before the last ones are read back. A sequence that ends meanwhile draws
-        nothing more, or nothing that is used: the device knows of end tokens and limits, not of stop strings."""
-        return last.sequences == self.scheduler.running and self.runner.can_run_ahead(last.sequences)
+        self._take(self.readbacks.popleft())
 
     def _start(self) -> None:
         """Prefill prompts that fit, then begin some steps of all that run."""

@@ -73,37 +73,25 @@ class NativeEngine:
             raise EngineError(reason)
 
     def _why_not(self, model: Any) -> str | None:
-        """What goes wrong here, if anything does. What makes it wrong is left out where it can be: adapters that round
-        too much away when merged, kernels that stand in for parts that do more than those."""
+        """What goes wrong here, if anything does. An option that makes it wrong is switched off where that helps:
+        adapters that round too much away when merged, kernels that stand in for parts that do more than those."""
         # Another thread may generate with it.
         with lock_of(base_of(model)):
             runner = self._new_runner(model)
-            reason, merged = why_not_native(model, runner), bool(runner.layers.merged.copies)
-            fused = runner.layers.fused is not None
+            reason = why_not_native(model, runner)
             self.paged, self.noise = runner.paged, runner.noise
+            switches = _switches(runner) if reason is not None else {}
             # And with it the memory of copies.
             del runner
-            if reason is None:
-                return None
-            if merged and self._is_right(model, merged=False):
-                logger.warning("adapters are not merged into copies of their layers: with those, %s", reason)
-                return None
-            # Heads of which a part is rotated are rotated by a kernel of its own.
-            if fused and self._is_right(model, late_rotation=False):
-                return None
-            if fused and self._is_right(model, fused=False):
-                logger.warning("norms and rotations run as they are, which is slower: with kernels, %s", reason)
-                return None
+            for option, told in switches.items():
+                before = getattr(self, option)
+                setattr(self, option, False)
+                if why_not_native(model, self._new_runner(model)) is None:
+                    if told:
+                        logger.warning("%s, %s", told, reason)
+                    return None
+                setattr(self, option, before)
             return reason
-
-    def _is_right(self, model: Any, **changes: bool) -> bool:
-        """Whether nothing goes wrong with these choices; they stay if so."""
-        before = {name: getattr(self, name) for name in changes}
-        vars(self).update(changes)
-        right = why_not_native(model, self._new_runner(model)) is None
-        if not right:
-            vars(self).update(before)
-        return right
 
     def _new_runner(self, model: Any) -> Runner:
         return Runner(
@@ -159,9 +147,9 @@ class NativeEngine:
         shared, groups = _share(prompts, num_generations, seed)
         with runner.ready():
             loop = DecodeLoop(runner, shared, self.sampling, self.tokenizer, self.max_sequences)
-        while not loop.done:
+        while not loop.scheduler.done:
             with runner.ready():
-                while not (loop.finished or loop.done):
+                while not (loop.finished or loop.scheduler.done):
                     loop.advance()
             # Outside of `ready`: whoever is handed a group may want the model as it was.
             while loop.finished:
@@ -196,6 +184,18 @@ class NativeEngine:
             drawn_logprobs=drawn_logprobs if self.filtered else None,
             entropies=entropies,
         )
+
+
+def _switches(runner: Runner) -> dict[str, str]:
+    """Options that may be switched off, in the order in which they are tried, and what the log then says."""
+    found: dict[str, str] = {}
+    if runner.layers.merged.copies:
+        found["merged"] = "adapters are not merged into copies of their layers: with those"
+    if runner.layers.fused is not None:
+        # Heads of which a part is rotated are then rotated by a kernel of its own, which costs little.
+        found["late_rotation"] = ""
+        found["fused"] = "norms and rotations run as they are, which is slower: with kernels"
+    return found
 
 
 def _share(

@@ -31,11 +31,11 @@ if TYPE_CHECKING:
 
 logger = get_logger(__name__)
 
+# Tokens of the longer prompt: more than a page.
 LEAST = 72
-"""Tokens of the longer prompt: more than a page."""
 
+# Decode steps that are compared.
 STEPS = 3
-"""Decode steps that are compared."""
 
 NOISE = 0.06
 """Of the largest logit: what rounding in half precision makes of it in most models. A wrong mask is off by far more."""

@@ -17,20 +17,20 @@ from rloom.generation.native.scheduler import SampledSequence, SharedPrompt
 from rloom.models.prefix import DTYPES, WIDEST, for_width
 from rloom.types import PackedRow
 
+# Tokens to a page.
 PAGE = 64
-"""Tokens to a page."""
 
+# Programs that fill a GPU.
 PROGRAMS = 512
-"""Programs that fill a GPU."""
 
+# Splits of a prompt or of a completion, at most (split-KV: each is attended to by a program of its own).
 MOST_SPLITS = 16
-"""Splits of a prompt or of a completion, at most (split-KV: each is attended to by a program of its own)."""
 
+# Up to so many are merged by a smaller program.
 FEW_SPLITS = 8
-"""Up to so many are merged by a smaller program."""
 
+# Tokens of a completion that are worth a program of their own.
 OWN_SPLIT = 256
-"""Tokens of a completion that are worth a program of their own."""
 
 
 @dataclass(frozen=True, slots=True)

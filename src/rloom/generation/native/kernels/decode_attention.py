@@ -111,7 +111,8 @@ def _attend_prompt_split(  # type: ignore[no-untyped-def]
     each = tl.cdiv(tl.cdiv(length, prompt_splits), BN) * BN
     first = split * each
     last = tl.minimum(first + each, length)
-    if BY_WINDOW:  # what no row sees any more is not read
+    # What no row sees any more is not read.
+    if BY_WINDOW:
         nearest = tl.min(tl.where(there, position, 1 << 40), 0)
         first = tl.maximum(first, (tl.maximum(nearest - window + 1, 0) // BN * BN).to(tl.int32))
     top = tl.full([ROWS], -float("inf"), tl.float32)
@@ -197,7 +198,7 @@ def attend_whole(  # type: ignore[no-untyped-def]
 ):  # fmt: skip
     """All that a row attends to, prompt and own, in one program: nothing is left to be merged. Grid (rows, KV).
 
-    What it takes to begin is loaded at once, and stored is only at the end: for a short row this is all of the time.
+    All that the loop needs is loaded before it, and stores come after it: for a short row, that is most of the time.
     """
     row, kv = tl.program_id(0).to(tl.int64), tl.program_id(1)
     length, here, prompt = tl.load(cached + row), tl.load(positions + row), tl.load(prompt_lengths + row)
@@ -205,11 +206,13 @@ def attend_whole(  # type: ignore[no-untyped-def]
     pages = own_table + row * own_width
     k = tl.multiple_of(tl.load(addresses + 2 * layer).to(tl.pointer_type(key.dtype.element_ty)), 16)
     v = tl.multiple_of(tl.load(addresses + 2 * layer + 1).to(tl.pointer_type(value.dtype.element_ty)), 16)
-    # One loop over both, so that loads of the one are on their way while the other's end is counted in.
-    turn = tl.cdiv(prompt, BN)  # the first fold that is of the row's own
+    # One loop over both: the own tokens begin to load before the prompt's end is attended to.
+    # `turn` is the first fold of the row's own tokens.
+    turn = tl.cdiv(prompt, BN)
     folds = turn + tl.cdiv(length, BN)
     start = 0
-    if BY_WINDOW:  # what is not seen any more is not read
+    # What is not seen any more is not read.
+    if BY_WINDOW:
         seen_from = tl.maximum(here - window + 1, 0).to(tl.int32)
         own_from = tl.maximum(length - window + 1, 0)
         start = tl.where(seen_from < prompt, seen_from // BN, turn + own_from // BN)

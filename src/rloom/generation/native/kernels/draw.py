@@ -19,6 +19,7 @@ from rloom.generation.native.sampling.sampler import Drawn, Sampler
 if TYPE_CHECKING:
     from rloom.generation.native.rows import Rows
 
+# Logits that one program sums up.
 VOCABULARY_BLOCK = 4096
 
 
@@ -99,7 +100,8 @@ def pick(  # type: ignore[no-untyped-def]
     token = tl.where(found == width, best, found)
     if GREEDY:
         token = best
-    token = tl.minimum(token, width - 1)  # where no logit is a number, none is found
+    # Where no logit is a number, no token is found.
+    token = tl.minimum(token, width - 1)
     normalizer = top + tl.log(total)
     chosen = tl.load(logits + row * stride + token).to(tl.float32) * inverse
     tl.store(tokens + row, token.to(tl.int64))
@@ -157,7 +159,8 @@ def _advance(  # type: ignore[no-untyped-def]
     """Rows._advance, for one row."""
     row = tl.program_id(0)
     living = tl.load(alive + row)
-    token = tl.minimum(tl.load(drawn + row), vocabulary - 1)  # a row that does nothing may draw from garbage
+    # A row without a sequence draws from whatever its memory holds.
+    token = tl.minimum(tl.load(drawn + row), vocabulary - 1)
     at = tl.load(step)
     e = tl.arange(0, ENDS)
     ended = tl.sum((tl.load(ends + e, mask=e < num_ends, other=-1) == token).to(tl.int32), 0)

@@ -15,13 +15,14 @@ from torch import Tensor
 
 from rloom.generation.native.sampling.sampler import Sampler
 
+# Logits that are read at a time.
 BLOCK = 8192
+
 DIGITS = {torch.bfloat16: 16, torch.float16: 20, torch.float32: 32}
 """Bits of a float32 in which logits of a type differ."""
 
-
 LEAST_TOP_P = 1e-30
-"""Less would be nothing in float32, and keep nothing; this keeps the likeliest."""
+"""Less would be 0 in float32, and keep no token; this keeps the likeliest."""
 
 
 @triton.jit
@@ -77,7 +78,8 @@ def _search(  # type: ignore[no-untyped-def]
         found = found | (digit << shift)
         shift = shift - 2
     rest = (one << (32 - BITS)) - 1 if BITS < 32 else one - one
-    return tl.where((found >> 31) != 0, found, found | rest)  # bits that were not looked at are 0, in negative keys 1
+    # Bits that were not looked at are 0, and in the keys of negative numbers 1.
+    return tl.where((found >> 31) != 0, found, found | rest)
 
 
 @triton.jit

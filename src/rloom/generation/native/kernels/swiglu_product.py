@@ -15,10 +15,19 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-DEPTH = 64  # of a tile
-ROOM = 200 * 1024  # bytes of shared memory for tiles that are on their way
+# Of a tile.
+DEPTH = 64
+
+# Bytes of shared memory for tiles that are being loaded.
+ROOM = 200 * 1024
+
+# Tiles that are being loaded, at most.
 STAGES = 5
-MOST_COLUMNS = 144  # to a program
+
+# Columns to a program, at most: their sums lie in its registers.
+MOST_COLUMNS = 144
+
+# Rows that the kernel takes, at most.
 MOST_ROWS = 128
 
 
@@ -120,6 +129,7 @@ def plan(columns: int, programs: int) -> tuple[int, int, int]:
 
 @functools.cache
 def _processors(device: torch.device) -> int:
-    if device.type != "cuda":  # in the interpreter
+    # Triton's interpreter runs on a CPU.
+    if device.type != "cuda":
         return 4
     return torch.cuda.get_device_properties(device).multi_processor_count
