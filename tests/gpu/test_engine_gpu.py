@@ -414,7 +414,7 @@ def attended(layer, device, *, whole, rotating):
     _, sequences = make_sequences(limit)
     count = len(sequences)
     addresses = torch.zeros(2, dtype=torch.int64, device=device)
-    cache = PagedCache(geometry, total=40, addresses=addresses, max_new_tokens=limit, device=device)
+    cache = PagedCache(geometry, 40, addresses)
     for kept in cache.layers[0]:
         kept.copy_(torch.randn(kept.shape))
     cache.tables = make_tables(geometry, count, count, rows_at_once(geometry, 3), 130, limit, device)

@@ -458,7 +458,7 @@ def test_a_capture_without_memory_is_tried_once_in_a_rollout(monkeypatch, caplog
     assert not graphs.is_worth_capturing(bucket, 100)
     with runner.ready():
         runner.prefill([[5, 6]])
-        runner.make_cache(1)
+        runner.make_cache(1, 8)
     assert graphs.is_worth_capturing(bucket, 100)
 
 

@@ -56,9 +56,7 @@ def test_paged_attention_is_dense_attention(heads, widths, window, softcap, sink
     geometry = Geometry((Layer(heads[1], *widths, heads[0], torch.float32),))
     prompts, sequences = make_sequences(limit)
     count = len(sequences)
-    paged = PagedCache(
-        geometry, total=40, addresses=torch.zeros(2, dtype=torch.int64), max_new_tokens=limit, device=CPU
-    )
+    paged = PagedCache(geometry, 40, torch.zeros(2, dtype=torch.int64))
     dense = DenseCache(geometry, limit, CPU)
     row = prompt_row([p.token_ids for p in prompts], CPU)
     size = row.input_ids.shape[1]

@@ -156,7 +156,7 @@ def _of_decoding(sizes: Sizes) -> list[Callable[[], Any]]:
 
     def attend(whole: bool) -> None:
         addresses = torch.zeros(2, dtype=torch.int64, device=sizes.device)
-        cache = PagedCache(geometry, total=2, addresses=addresses, max_new_tokens=64, device=sizes.device)
+        cache = PagedCache(geometry, 2, addresses)
         addresses.copy_(cache.pointers)
         most = rows_at_once(geometry, sizes.group)
         cache.tables = make_tables(geometry, ROWS, 2, most, 64, 64, sizes.device)

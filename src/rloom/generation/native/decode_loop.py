@@ -46,7 +46,7 @@ class DecodeLoop:
             max_sequences=places,
             prefill_tokens=PREFILL_TOKENS,
         )
-        self.cache = runner.make_cache(total)
+        self.cache = runner.make_cache(total, sampling.max_completion_length)
         self.readbacks: deque[Readback] = deque()  # of steps that are under way
         self.unfinished = Counter(s.group for prompt in prompts for s in prompt.sequences)  # sequences by group
         self.finished: list[int] = []  # groups that are to be handed over

@@ -166,8 +166,7 @@ def _decoded(runner: Runner, prompts: list[Prompt], completions: list[list[list[
             shared, pages=PageAllocator(total=total, size=runner.page_size), max_new_tokens=limit, max_sequences=4,
             prefill_tokens=1 << 30,
         )  # fmt: skip
-        cache = runner.make_cache(total)
-        cache.max_new_tokens = limit
+        cache = runner.make_cache(total, limit)
         first = runner.prefill_shared(scheduler.next_prefill(), cache)
         scheduler.ready.extend(sequence for prompt in shared for sequence in prompt.sequences)
         scheduler.fill(STEPS)

@@ -163,18 +163,15 @@ class Runner:
         """Tokens to a page."""
         return PAGE if self.paged else 16
 
-    def make_cache(self, total_pages: int) -> Cache:
+    def make_cache(self, total_pages: int, max_new_tokens: int) -> Cache:
         """For one rollout, with the weights as they are now."""
         self.layers.refresh()
         self.graphs.begin_rollout()
         if not self.paged:
-            return DenseCache(self.geometry, self.max_new_tokens, self.device)
+            return DenseCache(self.geometry, max_new_tokens, self.device)
         if self.addresses is None:
             self.addresses = torch.zeros(2 * len(self.geometry.layers), dtype=torch.int64, device=self.device)
-        return PagedCache(
-            self.geometry, total=total_pages, addresses=self.addresses, max_new_tokens=self.max_new_tokens,
-            device=self.device,
-        )  # fmt: skip
+        return PagedCache(self.geometry, total_pages, self.addresses)
 
     # -- decode
 

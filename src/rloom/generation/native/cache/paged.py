@@ -84,19 +84,16 @@ def fits_kernels(geometry: Geometry) -> bool:
 
 
 class PagedCache:
-    """Pages of all layers, for as long as a rollout lasts."""
+    """`total` pages of all layers, for as long as a rollout lasts; kernels find them by the table `addresses`."""
 
-    def __init__(
-        self, geometry: Geometry, *, total: int, addresses: Tensor, max_new_tokens: int, device: torch.device
-    ) -> None:
-        self.geometry, self.device, self.addresses = geometry, device, addresses
-        self.max_new_tokens = max_new_tokens
-        make = lambda heads, width, dtype: torch.empty((total, PAGE, heads, width), dtype=dtype, device=device)  # noqa: E731
+    def __init__(self, geometry: Geometry, total: int, addresses: Tensor) -> None:
+        self.addresses, self.device = addresses, addresses.device
+        make = lambda heads, width, dtype: torch.empty((total, PAGE, heads, width), dtype=dtype, device=self.device)  # noqa: E731
         self.layers = [
             (make(x.heads, x.width, x.dtype), make(x.heads, x.value_width, x.dtype)) for x in geometry.layers
         ]
         pointers = [tensor.data_ptr() for pair in self.layers for tensor in pair]
-        self.pointers = torch.tensor(pointers, pin_memory=device.type == "cuda")
+        self.pointers = torch.tensor(pointers, pin_memory=self.device.type == "cuda")
         self.lines: Tensor  # (T,): where the tokens of a prefill go, over all pages
         self.tables: Tables
 
