@@ -61,7 +61,7 @@ class DecodeLoop:
         room = self._room()
         prompt, own = 2 * max(len(p.token_ids) for p in prompts), 2 * self.sampling.max_completion_length
         places = room // (prompt + own)
-        # Some share a prompt.
+        # With room for more rows than prompts, some share a prompt.
         if places > len(prompts):
             places = max(len(prompts), (room - len(prompts) * prompt) // own)
         return max(1, min(places, most))

@@ -75,13 +75,13 @@ class NativeEngine:
     def _why_not(self, model: Any) -> str | None:
         """What goes wrong here, if anything does. An option that makes it wrong is switched off where that helps:
         adapters that round too much away when merged, kernels that stand in for parts that do more than those."""
-        # Another thread may generate with it.
+        # Another thread may generate with this model.
         with lock_of(base_of(model)):
             runner = self._new_runner(model)
             reason = why_not_native(model, runner)
             self.paged, self.noise = runner.paged, runner.noise
             switches = _switches(runner) if reason is not None else {}
-            # And with it the memory of copies.
+            # Frees the copies of weights that it holds, before the next runner makes some.
             del runner
             for option, told in switches.items():
                 before = getattr(self, option)
@@ -108,10 +108,10 @@ class NativeEngine:
             if self.runner is None or self._seen != _addresses(model):
                 if self.runner is not None:
                     self.runner.graphs.drop()
-                # First: it keeps the memory of weights that have moved.
+                # Let go of the old one first: it keeps the memory of weights that have moved.
                 self.runner = None
                 self.runner = self._new_runner(model)
-                # After the runner has made weights contiguous.
+                # Only now: the runner has moved weights, to make them contiguous.
                 self._seen = _addresses(model)
             return self.runner
 
@@ -131,7 +131,7 @@ class NativeEngine:
             try:
                 with lock_of(base_of(model)):
                     self._images = (why_not_native(model, self._current_runner(), some),)
-            # Which may be otherwise next time.
+            # Next time there may be enough.
             except torch.OutOfMemoryError:
                 return "there was no memory left to try it"
         return self._images[0]

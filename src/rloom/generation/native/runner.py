@@ -57,7 +57,7 @@ class Runner:
         self.device = next(model.parameters()).device
         # The compiler fuses more than the kernels of `FusedLayers`, and must see the layers as they are.
         fuse = fused and not compiled and runs_kernels(self.device)
-        # On the model's device: kernels are tried.
+        # Patches try their kernels, on the model's device.
         with self._on_device():
             self.layers = PatchedLayers(model, merge=merged, fuse=fuse)
         self.compiled = CompiledLayers(self.base, wanted=compiled, on_gpu=self.device.type == "cuda")

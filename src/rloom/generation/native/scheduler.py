@@ -145,7 +145,7 @@ class Scheduler:
         self.running = kept
         growing = sum(len(s.pages) < self._longest for s in self.running)
         while self.ready and len(self.running) < self.max_sequences:
-            # A page more for each that grows comes first: who came in now would be sent back next.
+            # A page is left for each row that still grows: else the newcomer would soon be sent back.
             if self.running and (self.requeued > before or self.pages.free <= growing):
                 break
             if not self._reserve(self.ready[0], steps):

@@ -150,7 +150,7 @@ class DenseCache:
         index = torch.arange(count, device=query.device)
         own_k[index, :, at] = key[:, :, 0].to(own_k.dtype)
         own_v[index, :, at] = value[:, :, 0].to(own_v.dtype)
-        # Rows at the limit stay, while others go on.
+        # A row at the limit has no room for more, while others go on.
         length = min(self.longest + 1, own_k.shape[2])
         own_k, own_v = own_k[:, :, :length], own_v[:, :, :length]
         prompt_k, prompt_v = self.stacked[layer]

@@ -161,11 +161,11 @@ def siblings_in(model: nn.Module) -> Iterator[list[nn.Module]]:
 
 def _plain(layer: Any) -> nn.Linear | None:
     """The linear layer itself, or the one under an adapter; None for any other kind."""
-    # An adapter of the weight itself changes it while it is used.
+    # An adapter of the weight itself (peft's `target_parameters`) changes it while it is used.
     if hasattr(layer, "parameter_name"):
         return None
     layer = getattr(layer, "base_layer", layer)
-    # Others are quantized, or accelerate moves their weights about.
+    # Other layers are quantized, or have a forward by which accelerate moves their weights.
     return layer if type(layer) is nn.Linear and "forward" not in layer.__dict__ else None
 
 

@@ -39,7 +39,7 @@ class LowRank:
         self.rank = -(-largest // 16) * 16
         self.rows, self.inputs = self.rank * len(layers), bases[0].in_features
         self.down: Tensor
-        # Outside of inference mode, so that they can be written to outside of it, too.
+        # A tensor made in inference mode could not be written to outside of it.
         with torch.inference_mode(False):
             self.up = torch.zeros((self.rank, sum(self.sizes)), dtype=dtype, device=device)
         counts = torch.tensor([size // COLUMNS for size in self.sizes])
@@ -49,7 +49,7 @@ class LowRank:
         """Where the first matrices are to lie: None, in memory of their own."""
         with torch.inference_mode(False):
             self.down = self.up.new_empty((self.rows, self.inputs)) if down is None else down
-        # What others have left there need not be numbers.
+        # The memory may hold NaN from before.
         self.down.zero_()
         self.refresh()
 

@@ -75,7 +75,7 @@ def has_kernel(weight: Tensor) -> bool:
 
 
 def _is_swiglu(block: Any, group: Siblings) -> bool:
-    # With the forwards of merged adapters, where there are some.
+    # With the forwards that run merged copies, where adapters are merged.
     with forwards_replaced(group.forwards):
         return is_swiglu(block, *(layer.weight for layer in group.layers))
 
