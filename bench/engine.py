@@ -107,7 +107,7 @@ def run_ours(
         "seconds": round(min(times), 3),
         "proof_s": round(start, 1),
         "first_s": round(first, 2),
-        "capture_s": round(engine.runner.seconds["capture"], 2),
+        "capture_s": round(engine.runner.graphs.capture_seconds, 2),
         "tokens": sum(lengths),
         "steps": max(lengths),
     }

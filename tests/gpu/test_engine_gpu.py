@@ -61,14 +61,14 @@ def test_longer_prompts_that_come_later_are_captured_too():
     engine = engine_for(model)
     for lengths in ((5, 9), (5, 130), (5, 700)):  # each wants larger tables, and graphs anew
         list(engine.generate(make_prompts(lengths), 6, seed=0))
-        assert all(bucket.graph is not None and not bucket.failed for bucket in engine.runner.buckets.values())
+        assert all(bucket.graph is not None and not bucket.failed for bucket in engine.runner.graphs.buckets.values())
 
 
 @pytest.mark.parametrize(("name", "whole"), [*itertools.product(CONFIGS, [False]), *itertools.product(CONFIGS, [True])])
 def test_sampling_logprobs_are_a_plain_forwards(name, whole, monkeypatch):
     if whole:  # rows in one program each, as in large batches with short prompts
-        monkeypatch.setattr("rloom.generation.native.paged.PROGRAMS", 1)
-        monkeypatch.setattr("rloom.generation.native.paged.SHORT", 0)
+        monkeypatch.setattr("rloom.generation.native.cache.paged.PROGRAMS", 1)
+        monkeypatch.setattr("rloom.generation.native.cache.paged.SHORT", 0)
     model = make(name)
     exact = tf.AutoModelForCausalLM.from_config(CONFIGS[name](), dtype=torch.float32).cuda().eval()
     exact.load_state_dict({key: value.float() for key, value in model.state_dict().items()})
@@ -80,23 +80,25 @@ def test_sampling_logprobs_are_a_plain_forwards(name, whole, monkeypatch):
             ours += float((torch.tensor(completion.logprobs) - truth).abs().sum())
             theirs += float((plain(model, group.prompt.token_ids, completion.token_ids) - truth).abs().sum())
             count += len(truth)
-    print(f"{name}: off by {ours / count:.2e}, a plain forward by {theirs / count:.2e}; {engine.runner.seconds}")
+    print(f"{name}: off by {ours / count:.2e}, a plain forward by {theirs / count:.2e}")
+    print(f"captured in {engine.runner.graphs.capture_seconds:.1f} s")
     assert engine.runner.paged
-    assert all(bucket.tables.whole == whole for bucket in engine.runner.buckets.values())
+    assert all(bucket.tables.whole == whole for bucket in engine.runner.graphs.buckets.values())
     assert ours < 1.3 * theirs + 1e-3 * count
 
 
 @pytest.mark.parametrize("options", [{}, {"top_k": 20, "temperature": 0.7}, {"top_p": 0.8, "repetition_penalty": 1.2}])
 def test_graphs_draw_what_eager_steps_draw(options, monkeypatch):
+    from rloom.generation.native.graphs import Graphs
     from rloom.generation.native.runner import Runner
 
     model = make("qwen2")
     # Rows leave a step later where it was begun early: other batches, which round otherwise.
-    monkeypatch.setattr(Runner, "can_go_on", lambda *_: False)
+    monkeypatch.setattr(Runner, "can_run_ahead", lambda *_: False)
     engine = engine_for(model, **options)
     with_graphs = [[c.token_ids for c in g.completions] for g in groups(engine)]
-    assert any(bucket.graph is not None for bucket in engine.runner.buckets.values())
-    monkeypatch.setattr(Runner, "_worth_a_graph", lambda *_: False)
+    assert any(bucket.graph is not None for bucket in engine.runner.graphs.buckets.values())
+    monkeypatch.setattr(Graphs, "is_worth_capturing", lambda *_: False)
     assert [[c.token_ids for c in g.completions] for g in groups(engine_for(model, **options))] == with_graphs
 
 
@@ -117,19 +119,20 @@ def test_a_graph_sees_the_weights_of_the_last_update():
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(torch.randn_like(parameter) * 0.05)
-    before = {size: bucket.graph for size, bucket in engine.runner.buckets.items()}
+    buckets = engine.runner.graphs.buckets
+    before = {size: bucket.graph for size, bucket in buckets.items()}
     check_against_plain(model, groups(engine, seed=1))
-    assert any(graph is not None and engine.runner.buckets[size].graph is graph for size, graph in before.items())
+    assert any(graph is not None and buckets[size].graph is graph for size, graph in before.items())
 
 
-def test_joined_weights_are_saved_whole_and_trained(tmp_path):
+def test_fused_weights_are_saved_whole_and_trained(tmp_path):
     from accelerate import Accelerator
     from safetensors.torch import load_file
 
     model = make("qwen2")
     engine = engine_for(model)
     groups(engine)
-    assert len(engine.runner.joined.forwards()) == 5 * model.config.num_hidden_layers
+    assert len(engine.runner.layers.linears.forwards) == 5 * model.config.num_hidden_layers
     Accelerator().save_model(model, tmp_path)
     saved, state = load_file(tmp_path / "model.safetensors"), model.state_dict()
     assert all(torch.equal(saved[name], value.cpu()) for name, value in state.items() if name != "lm_head.weight")
@@ -142,14 +145,14 @@ def test_joined_weights_are_saved_whole_and_trained(tmp_path):
     check_against_plain(model, groups(engine, seed=3))
 
 
-def test_joined_weights_are_no_second_copy():
-    from rloom.generation.native.joined import JoinedLayers
+def test_fused_weights_are_no_second_copy():
+    from rloom.generation.native.layers.fused_linear import FusedLinears
 
     block = torch.nn.Module()
     block.gate_proj, block.up_proj = (torch.nn.Linear(4096, 4096, device="cuda", dtype=torch.bfloat16) for _ in "ab")
     before = torch.cuda.memory_allocated()
-    joined = JoinedLayers(block)
-    assert len(joined.forwards()) == 2
+    linears = FusedLinears(block)
+    assert len(linears.forwards) == 2
     assert torch.cuda.memory_allocated() - before < 1 << 20  # of 64 MiB
 
 
@@ -166,10 +169,10 @@ def test_lora(merged, compiled):
                 if "lora_B" in name:
                     parameter.normal_(0, 0.05 * (1 + seed))
         found = groups(engine, seed=seed)
-        assert any(bucket.graph is not None for bucket in engine.runner.buckets.values())
+        assert any(bucket.graph is not None for bucket in engine.runner.graphs.buckets.values())
         check_against_plain(model, found, 0.08)
-    assert bool(engine.runner.merged.copies) == merged
-    assert bool(engine.runner.joined.adapters) != merged
+    assert bool(engine.runner.layers.merged.copies) == merged
+    assert bool(engine.runner.layers.linears.adapters) != merged
 
 
 @pytest.mark.parametrize("compiled", [False, True])
@@ -191,7 +194,7 @@ def test_four_bit_bases(rows, compiled, tmp_path):
                 if "lora_B" in name:
                     parameter.normal_(0, 0.05 * (1 + seed))
         found = list(engine.generate(make_prompts((9,)), rows, seed=seed))
-        assert any(bucket.graph is not None for bucket in engine.runner.buckets.values())
+        assert any(bucket.graph is not None for bucket in engine.runner.graphs.buckets.values())
         check_against_plain(model, found, 0.1)
 
 
@@ -223,11 +226,11 @@ def test_a_model_that_waits_inside_runs_without_graphs(caplog):
         check_against_plain(model, groups(engine))
         torch.nn.functional.dropout(torch.ones(9, device="cuda"))  # torch's generator goes on
     assert "cannot be captured in a CUDA graph, and runs without: CUDA error: operation not permitted" in caplog.text
-    assert all(bucket.graph is None for bucket in engine.runner.buckets.values())
+    assert all(bucket.graph is None for bucket in engine.runner.graphs.buckets.values())
     assert torch.cuda.current_stream() == torch.cuda.default_stream()
     other = engine_for(make("qwen2"))  # one that can be
     groups(other)
-    assert any(bucket.graph is not None for bucket in other.runner.buckets.values())
+    assert any(bucket.graph is not None for bucket in other.runner.graphs.buckets.values())
 
 
 def test_a_reward_that_draws_while_graphs_are_recorded(caplog):
@@ -266,7 +269,7 @@ def test_a_reward_that_draws_while_graphs_are_recorded(caplog):
     print(f"{len(scored)} scores in {len(calls)} calls; {caplog.text}")
     assert "cannot be captured" not in caplog.text
     check_against_plain(model, groups(engine, seed=4))
-    assert any(bucket.graph is not None for bucket in engine.runner.buckets.values())
+    assert any(bucket.graph is not None for bucket in engine.runner.graphs.buckets.values())
     assert scored
     assert all(row.isfinite().all() for row in scored)
     torch.rand(9, device="cuda")
@@ -275,7 +278,8 @@ def test_a_reward_that_draws_while_graphs_are_recorded(caplog):
 def test_pages_that_run_out(monkeypatch):
     model = make("qwen2")
     engine = engine_for(model, eos_token_ids=())
-    monkeypatch.setattr(type(engine), "_plan_pages", lambda *args: 20)  # prompts take eleven, completions two each
+    # prompts take eleven, completions two each
+    monkeypatch.setattr("rloom.generation.native.decode_loop.DecodeLoop._plan_pages", lambda *args: 20)
     found = groups(engine)
     check_against_plain(model, found)
     assert {len(c.token_ids) for group in found for c in group.completions} == {90}
@@ -289,8 +293,8 @@ def test_stop_strings_are_found_while_steps_go_on(monkeypatch):
         def decode(self, tokens, **options):
             return " ".join(f"<{token}>" for token in tokens)
 
-    begun, go_on = [], Runner.go_on
-    monkeypatch.setattr(Runner, "go_on", lambda *args: begun.append(1) or go_on(*args))
+    begun, run_ahead = [], Runner.run_ahead
+    monkeypatch.setattr(Runner, "run_ahead", lambda *args: begun.append(1) or run_ahead(*args))
     model = make("qwen2")
     stops = [f"<{token}>" for token in range(100, 110)]
     engine = engine_for(model, extra={"stop_strings": stops}, tokenizer=Words())
@@ -333,30 +337,20 @@ def _greedy(model, prompts):
     return sorted(NativeEngine(lambda: model, sampling).generate(prompts, 2, seed=0), key=lambda g: g.prompt.token_ids)
 
 
-@pytest.mark.parametrize("name", ["qwen2", "gemma2", "gpt_neox"])  # others in what is fused before they are compiled
+@pytest.mark.parametrize("name", ["qwen2", "gemma2", "gpt_neox"])
 def test_compiled_steps(name, monkeypatch):
-    from rloom.generation.native import fusing
     from rloom.generation.native.runner import Runner
 
-    seen = []
-    put = fusing.Fusing.__call__
-    monkeypatch.setattr(
-        fusing.Fusing,
-        "__call__",
-        lambda self, graph: put(self, graph) or seen.extend(str(n.target) for n in graph.nodes),
-    )
-    monkeypatch.setattr(fusing.Fusing, "uuid", lambda self: None)  # nothing from the cache
     model = make(name)
     engine = engine_for(model, compiled=True)
-    begun, go_on = [], Runner.go_on
+    begun, run_ahead = [], Runner.run_ahead
     monkeypatch.setattr(
-        Runner, "go_on", lambda runner, cache, steps: begun.append(steps) or go_on(runner, cache, steps)
+        Runner, "run_ahead", lambda runner, cache, steps: begun.append(steps) or run_ahead(runner, cache, steps)
     )
     check_against_plain(model, groups(engine))
-    assert any(bucket.graph is not None for bucket in engine.runner.buckets.values())
-    assert ("rloom.native_decode_rotating.default" in seen) == (name != "gpt_neox")
-    assert ("rloom.add_norm.default" in seen) == (name == "qwen2")
-    assert begun  # steps that did not wait for the look at those before them
+    assert engine.runner.compiled.wanted
+    assert any(bucket.graph is not None for bucket in engine.runner.graphs.buckets.values())
+    assert begun  # steps that did not wait for the readback of those before them
 
 
 def test_memory_does_not_grow():
@@ -373,14 +367,14 @@ def test_memory_does_not_grow():
 @pytest.mark.parametrize("rows", [1, 17, 64, 100, 128, 130])
 @pytest.mark.parametrize(("columns", "depth"), [(8960, 1536), (4864, 896), (200, 72), (14336, 256), (18944, 128)])
 def test_gate_up_and_activation_as_one_product(rows, columns, depth, dtype):
-    from rloom.generation.native.gated import has_kernel
+    from rloom.generation.native.layers.swiglu import has_kernel
 
     torch.manual_seed(0)
     x = torch.randn(rows, depth, device="cuda", dtype=dtype)
     weight = torch.randn(2 * columns, depth, device="cuda", dtype=dtype) / depth**0.5
     if not has_kernel(weight):
         pytest.skip("the kernel was written for GPUs of compute capability 9")
-    found = torch.ops.rloom.gated_product(x, weight).double()
+    found = torch.ops.rloom.swiglu_product(x, weight).double()
     gate, up = (x.double() @ weight.double().T).chunk(2, -1)
     truth = torch.nn.functional.silu(gate) * up
     gate, up = torch.nn.functional.linear(x, weight).chunk(2, -1)
@@ -390,8 +384,8 @@ def test_gate_up_and_activation_as_one_product(rows, columns, depth, dtype):
 
 
 def test_the_engine_uses_it(monkeypatch):
-    from rloom.generation.native import gated_kernels
-    from rloom.generation.native.gated import has_kernel
+    from rloom.generation.native.kernels import swiglu_product as kernels
+    from rloom.generation.native.layers.swiglu import has_kernel
 
     model = make("qwen2")
     mlp = model.model.layers[0].mlp
@@ -399,19 +393,19 @@ def test_the_engine_uses_it(monkeypatch):
         pytest.skip("the kernel was written for GPUs of compute capability 9")
     engine = engine_for(model)
     asked = []
-    run = gated_kernels.gated_product
-    monkeypatch.setattr(gated_kernels, "gated_product", lambda x, weight: asked.append(len(x)) or run(x, weight))
+    run = kernels.swiglu_product
+    monkeypatch.setattr(kernels, "swiglu_product", lambda x, weight: asked.append(len(x)) or run(x, weight))
     groups(engine)
-    assert len(engine.runner.gated.forwards()) == model.config.num_hidden_layers
+    assert len(engine.runner.layers.swiglu.forwards) == model.config.num_hidden_layers
     assert max(asked) == 100  # tried,
     assert asked.count(24) >= model.config.num_hidden_layers  # and captured for 24 rows
 
 
 def attended(layer, device, *, whole, rotating):
     """What six rows of three prompts attend to, with random keys and values; rotated by the kernel or before."""
-    from rloom.generation.native.dense import rotated
-    from rloom.generation.native.geometry import Geometry
-    from rloom.generation.native.paged import PagedCache, make_tables, rows_at_once
+    from rloom.generation.native.cache.dense import rotated
+    from rloom.generation.native.cache.geometry import Geometry
+    from rloom.generation.native.cache.paged import PagedCache, make_tables, rows_at_once
     from rloom.generation.native.rows import Rows
     from tests.unit.test_native_kernels import make_sequences
 
@@ -420,14 +414,14 @@ def attended(layer, device, *, whole, rotating):
     _, sequences = make_sequences(limit)
     count = len(sequences)
     addresses = torch.zeros(2, dtype=torch.int64, device=device)
-    cache = PagedCache(geometry, total=40, addresses=addresses, max_new_tokens=limit, device=device)
+    cache = PagedCache(geometry, 40, addresses)
     for kept in cache.layers[0]:
         kept.copy_(torch.randn(kept.shape))
     cache.tables = make_tables(geometry, count, count, rows_at_once(geometry, 3), 130, limit, device)
     cache.tables.whole = whole
     rows = Rows.empty(count, torch.tensor([-1], device=device), 9, with_seen=False)
     rows.load(sequences, limit, 1)
-    cache.arrange(sequences, rows, 1)
+    cache.arrange(sequences, cache.tables, 1)
     heads = (layer.query_heads, layer.heads, layer.heads)
     q, k, v = (torch.randn(count, n, 1, layer.width).to(device, layer.dtype) for n in heads)
     angles = torch.randn(count, 1, layer.width)
@@ -442,7 +436,7 @@ def attended(layer, device, *, whole, rotating):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize(("heads", "width"), [((14, 2), 64), ((12, 2), 128), ((8, 8), 256)])
 def test_attention_that_rotates_and_takes_whole_rows(heads, width, dtype):
-    from rloom.generation.native.geometry import Layer
+    from rloom.generation.native.cache.geometry import Layer
 
     layer, device = Layer(heads[1], width, width, heads[0], dtype), torch.device("cuda")
     expected, kept = attended(layer, device, whole=False, rotating=False)
@@ -451,21 +445,6 @@ def test_attention_that_rotates_and_takes_whole_rows(heads, width, dtype):
         torch.testing.assert_close(found, expected, rtol=0.02, atol=0.02)
         for one, other in zip(also, kept, strict=True):
             torch.testing.assert_close(one, other, rtol=0.02, atol=0.02)
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("width", [72, 896, 1536, 4096, 8192])
-def test_sum_and_norm_as_one(width, dtype):
-    from rloom.generation.native.norm_kernels import add_norm
-
-    torch.manual_seed(0)
-    a, b = (torch.randn(130, 1, width, device="cuda").to(dtype) for _ in range(2))
-    weight = (torch.rand(width, device="cuda") + 0.5).to(dtype)
-    total, normed = add_norm(a, b, weight, 1e-6)
-    assert torch.equal(total, a + b)
-    exact = (a + b).double()
-    expected = weight.double() * exact * torch.rsqrt(exact.pow(2).mean(-1, keepdim=True) + 1e-6)
-    torch.testing.assert_close(normed.double(), expected, rtol=0.02, atol=0.005)
 
 
 def kept_by_definition(line, temperature, top_k, top_p, min_p):
@@ -487,9 +466,9 @@ def kept_by_definition(line, temperature, top_k, top_p, min_p):
 )
 def test_what_filters_leave_of_a_large_vocabulary(options, dtype):
     from rloom.generation import Sampling
-    from rloom.generation.native.bound_kernels import bounds_of
-    from rloom.generation.native.sample_kernels import _parts
-    from rloom.generation.native.sampler import Sampler
+    from rloom.generation.native.kernels.draw import _parts
+    from rloom.generation.native.kernels.filter_bounds import bounds_of
+    from rloom.generation.native.sampling.sampler import Sampler
 
     torch.manual_seed(0)
     logits = (torch.randn(8, 151_936, device="cuda") * 3 - 5).to(dtype)
@@ -507,7 +486,8 @@ def test_what_filters_leave_of_a_large_vocabulary(options, dtype):
 @pytest.mark.parametrize("rows", [1, 17, 130])
 @pytest.mark.parametrize(("sizes", "rank"), [((1536, 256, 256), 16), ((8960, 8960), 64), ((896,), 144)])
 def test_what_adapters_add(sizes, rank, rows, dtype):
-    from rloom.generation.native.low_rank_kernels import COLUMNS, add_low_rank
+    from rloom.generation.native.kernels.add_low_rank import add_low_rank
+    from rloom.generation.native.layers.low_rank import COLUMNS
 
     torch.manual_seed(0)
     n = sum(sizes)

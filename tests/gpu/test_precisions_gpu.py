@@ -52,7 +52,7 @@ def test_the_engine_draws_from_what_a_plain_forward_has(name, precision):
                 count += len(truth)
     print(f"{name}, {precision}: off by {ours / count:.2e}, a plain forward by {theirs / count:.2e}")
     assert engine.runner.paged
-    assert all(bucket.graph is not None for bucket in engine.runner.buckets.values() if bucket.steps == 0)
+    assert all(bucket.graph is not None for bucket in engine.runner.graphs.buckets.values() if bucket.steps == 0)
     assert ours < 1.3 * theirs + (1e-4 if precision == "float32" else 1e-3) * count
 
 

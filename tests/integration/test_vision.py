@@ -16,6 +16,7 @@ from rloom.data.vision import VisionEncoder
 from rloom.errors import ConfigError, DataError, EngineError
 from rloom.generation import NativeEngine
 from rloom.generation.base import Sampling
+from rloom.generation.native.decode_loop import DecodeLoop
 from rloom.generation.transformers import TransformersEngine
 from rloom.models.attention import NAME, own_attention, packed_attention, running
 from rloom.models.logprobs import Forward
@@ -188,8 +189,8 @@ def test_completions_that_begin_again_go_on_after_their_images(family, monkeypat
     tokens = lambda engine: sorted(c.token_ids for g in engine.generate(prompts, 4, seed=3) for c in g.completions)  # noqa: E731
     expected = tokens(NativeEngine(lambda: model, sampling))
     short = NativeEngine(lambda: model, sampling)
-    plan = short._plan_pages
-    monkeypatch.setattr(short, "_plan_pages", lambda *args: plan(*args) // 2)
+    plan = DecodeLoop._plan_pages
+    monkeypatch.setattr(DecodeLoop, "_plan_pages", lambda *args: plan(*args) // 2)
     assert tokens(short) == expected
     assert short.requeued > 0
 

@@ -11,6 +11,7 @@ import transformers as tf
 from rloom.errors import EngineError
 from rloom.generation.base import Sampling
 from rloom.generation.native import NativeEngine
+from rloom.generation.native.decode_loop import DecodeLoop
 from rloom.generation.native.runner import Runner
 from rloom.types import Prompt
 from tests.architectures import ARCHITECTURES, GQA, VOCAB, make
@@ -107,7 +108,7 @@ def test_memory_that_runs_out_sends_sequences_back_and_loses_none(monkeypatch):
     expected = run(model, prompts, 4, seed=3, eos_token_ids=())
     longest = max(len(prompt.token_ids) for prompt in prompts)
     monkeypatch.setattr(Runner, "page_size", 4)
-    monkeypatch.setattr(NativeEngine, "_plan_pages", lambda *args: -(-longest // 4) + 12)
+    monkeypatch.setattr(DecodeLoop, "_plan_pages", lambda *args: -(-longest // 4) + 12)
     engine = NativeEngine(lambda: model, sampling(eos_token_ids=()))
     found = {id(g.prompt): g.completions for g in engine.generate(prompts, 4, seed=3)}
     assert [[c.token_ids for c in found[id(p)]] for p in prompts] == [[c.token_ids for c in g] for g in expected]
@@ -119,8 +120,8 @@ def test_memory_that_runs_out_sends_sequences_back_and_loses_none(monkeypatch):
 @pytest.mark.parametrize("free", [300_000, 600_000, 2_000_000])
 def test_rows_wait_where_padded_memory_is_short(monkeypatch, free):
     """Without pages rows are padded to the longest, prompts are kept twice, and rows are moved."""
-    from rloom.generation.native import engine as module
-    from rloom.generation.native.dense import DenseCache
+    from rloom.generation.native import decode_loop as module
+    from rloom.generation.native.cache.dense import DenseCache
 
     model, prompts = make("llama"), make_prompts([400] + [4] * 11)
     options = {"max_completion_length": 60, "eos_token_ids": (2, 5, 6)}
@@ -141,7 +142,7 @@ def test_rows_wait_where_padded_memory_is_short(monkeypatch, free):
 
 
 def test_no_room_for_a_single_completion_is_an_error(monkeypatch):
-    from rloom.generation.native import engine as module
+    from rloom.generation.native import decode_loop as module
 
     monkeypatch.setattr(module, "free_memory", lambda device: 1)
     engine = NativeEngine(lambda: make("llama"), sampling(), prove=False)
@@ -173,7 +174,7 @@ def test_what_does_not_fit_is_found(config, reason):
 @pytest.mark.parametrize("window", [None, 1500])
 def test_a_wrong_window_is_found_by_trying(monkeypatch, window):
     """A model whose window does not arrive would decode fluent nonsense: the proof must see it."""
-    from rloom.generation.native import attention
+    from rloom.generation.native.cache import attention
 
     config = {"sliding_window": window, "max_position_embeddings": 4096, "initializer_range": 0.5}
     model = make("mistral, window") if window is None else tf.MistralForCausalLM(tf.MistralConfig(**{**GQA, **config}))

@@ -6,6 +6,7 @@ import logging
 import re
 import shutil
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from dataclasses import replace
 
 import pytest
@@ -196,7 +197,7 @@ def test_rollouts_may_be_interleaved_and_abandoned():
 
 
 @pytest.mark.parametrize("extra", [{}, {"stop_strings": ["ab", "z"]}])
-def test_steps_begun_before_a_look_draw_the_same(monkeypatch, extra):
+def test_steps_begun_before_a_readback_draw_the_same(monkeypatch, extra):
     """As on a GPU, where graphs of the next steps run while the host still reads: ends, limits and hand-overs."""
     model = make_model()
     options = sampling(max_completion_length=30, eos_token_ids=(2, 7), extra=extra)
@@ -209,18 +210,18 @@ def test_steps_begun_before_a_look_draw_the_same(monkeypatch, extra):
     expected = draw()
     ahead = []
 
-    def go_on(runner, cache, steps):
-        rows = runner.bucket.rows
-        rows.go_on(steps)
+    def run_ahead(runner, cache, steps):
+        rows = runner.graphs.current.rows
+        rows.run_ahead(steps)
         ahead.append(steps)
         for _ in range(steps):
-            runner._step(rows, cache)
+            runner.step(rows, cache)
             cache.stepped()
-        return rows.look(steps)
+        return rows.read_back(steps)
 
     monkeypatch.setattr(Runner, "chunk", 16)  # as on a GPU: more than what is begun early
-    monkeypatch.setattr(Runner, "can_go_on", lambda runner, sequences: runner.bucket.rows.loaded == sequences)
-    monkeypatch.setattr(Runner, "go_on", go_on)
+    monkeypatch.setattr(Runner, "can_run_ahead", lambda self, rows: self.graphs.current.rows.loaded == rows)
+    monkeypatch.setattr(Runner, "run_ahead", run_ahead)
     assert draw() == expected
     assert len(ahead) > 5
     reasons = {stop for found in expected.values() for _, stop in found}
@@ -308,7 +309,8 @@ def test_texts_are_looked_at_once_for_several_tokens():
 @pytest.mark.parametrize("tail", [[240, 98], [240, 159, 152, 128], [98, 98]])
 def test_bytes_that_are_no_character_hide_no_stop_string(chunk, tail):
     """Some decoders make a run of bytes that is none unreadable as a whole, with the line's end in it."""
-    from rloom.generation.native.scheduler import Sequence, SharedPrompt
+    from rloom.generation.native.decode_loop import DecodeLoop
+    from rloom.generation.native.scheduler import SampledSequence, SharedPrompt
 
     class Fallback:
         def decode(self, tokens, **options):
@@ -319,14 +321,14 @@ def test_bytes_that_are_no_character_hide_no_stop_string(chunk, tail):
 
     tokens = [97, 98, 10, *tail, *[98] * 12]
     options = sampling(max_completion_length=99, eos_token_ids=(), extra={"stop_strings": ["\n"]})
-    engine = NativeEngine(make_model, options, tokenizer=Fallback(), prove=False)
-    sequence = Sequence(SharedPrompt([5]), 0, 0, key=0)
+    prompt = SharedPrompt([5])
+    prompt.sequences = [sequence] = [SampledSequence(prompt, 0, 0, key=0)]
+    runner = NativeEngine(make_model, options, tokenizer=Fallback(), prove=False)._current_runner()
+    with runner.ready():
+        loop = DecodeLoop(runner, [prompt], options, Fallback(), 1)
     for start in range(0, len(tokens), chunk):
         part = tokens[start : start + chunk]
-        if engine._may_stop(sequence, part):
-            engine._append_one_by_one(sequence, part, torch.zeros(len(part), 3).numpy())
-        else:
-            sequence.extend(part, torch.zeros(len(part), 3).numpy())
+        loop._append(sequence, part, torch.zeros(len(part), 3).numpy())
         if sequence.stop_reason:
             break
     assert (sequence.tokens, sequence.stop_reason) == (tokens[:3], "stop_string")
@@ -373,11 +375,11 @@ def test_engines_of_one_model_leave_each_other_alone():
             list(engine.generate(prompts(3, 9), 2, seed=seed))
             runners.append(engine.runner)
     assert len(set(map(id, runners[2:]))) == 2
-    assert runners[-1].joined.forwards()
+    assert runners[-1].layers.linears.forwards
 
 
 def test_first_tokens_are_drawn_some_at_a_time(monkeypatch):
-    from rloom.generation.native import engine as module
+    from rloom.generation.native import decode_loop as module
 
     model = make_model().eval()
     draw = lambda: [  # noqa: E731
@@ -425,40 +427,39 @@ def test_adapters_that_compute_otherwise_are_seen():
     """Graphs hold the numbers that they were captured with."""
     from peft import LoraConfig, get_peft_model
 
-    from rloom.generation.native.engine import _whereabouts
+    from rloom.generation.native.engine import _addresses
 
     model = get_peft_model(make_model(), LoraConfig(r=4, target_modules=["q_proj", "v_proj"]))
-    seen = [_whereabouts(model)]
+    seen = [_addresses(model)]
     layers = [m for m in model.modules() if hasattr(m, "scaling")]
     layers[-1].scaling["default"] *= 3
-    seen.append(_whereabouts(model))
+    seen.append(_addresses(model))
     layers[1].enable_adapters(False)
-    seen.append(_whereabouts(model))
+    seen.append(_addresses(model))
     assert len(set(seen)) == 3
-    assert _whereabouts(model) == seen[2]
+    assert _addresses(model) == seen[2]
 
 
 def test_a_capture_without_memory_is_tried_once_in_a_rollout(monkeypatch, caplog):
-    from rloom.generation.native.paged import PagedCache
-    from rloom.generation.native.runner import Bucket
+    from rloom.generation.native.graphs import Bucket
 
     model = make_model().eval()
     runner = NativeEngine(lambda: model, sampling())._current_runner()
-    bucket, cache = Bucket(rows=runner._rows(2), tables=None), object.__new__(PagedCache)
-    runner.buckets[2, 0] = bucket
+    graphs = runner.graphs
+    bucket = graphs.buckets[2, 0] = Bucket(rows=graphs.make_rows(2), tables=object())
 
     def full(*args):
         raise torch.OutOfMemoryError
 
     monkeypatch.setattr(torch.cuda, "Stream", full)
-    assert runner._worth_a_graph(bucket, cache, 100)
-    runner._capture(bucket, cache)
+    assert graphs.is_worth_capturing(bucket, 100)
+    graphs.capture(bucket, lambda: None, nullcontext())
     assert "runs without a graph" in caplog.text
-    assert not runner._worth_a_graph(bucket, cache, 100)
+    assert not graphs.is_worth_capturing(bucket, 100)
     with runner.ready():
         runner.prefill([[5, 6]])
-        runner.make_cache(1)
-    assert runner._worth_a_graph(bucket, cache, 100)
+        runner.make_cache(1, 8)
+    assert graphs.is_worth_capturing(bucket, 100)
 
 
 @pytest.mark.parametrize("fails", [False, True])
@@ -489,7 +490,7 @@ def test_a_compiled_step_on_a_cpu(monkeypatch, caplog, fails):
     monkeypatch.setattr(runner.torch, "compile", compile)
     found, made = drawn(True)
     assert found == expected
-    assert (len(compiled), made.compiled) == ((0, False) if fails else (1, True))
+    assert (len(compiled), made.compiled.wanted) == ((0, False) if fails else (1, True))
     assert ("cannot be compiled" in caplog.text) == fails
 
 
@@ -510,16 +511,16 @@ def test_graphs_that_are_let_go_take_their_pool_along(model):
     """torch refuses another graph in a pool whose graphs are all gone: every later capture would fail."""
     engine = NativeEngine(lambda: model, Sampling(max_completion_length=2, eos_token_ids=(2,), pad_token_id=0))
     runner = engine._current_runner()
-    runner.pool = object()
-    runner.drop_graphs()
-    assert runner.pool is None
+    runner.graphs.pool = object()
+    runner.graphs.drop()
+    assert runner.graphs.pool is None
 
 
 def test_buffers_are_made_for_the_longest_prompt_that_is_expected(model):
     sampling = Sampling(max_completion_length=2, eos_token_ids=(2,), pad_token_id=0)
     engine = NativeEngine(lambda: model, sampling, longest_prompt=90)
     list(engine.generate([Prompt(content="", token_ids=[5, 6])], 2, seed=0))
-    assert engine.runner.max_prompt == 128
+    assert engine.runner.graphs.max_prompt == 128
 
 
 @pytest.mark.parametrize("penalty", [1.0, 3.0])

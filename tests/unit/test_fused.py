@@ -175,8 +175,8 @@ def test_the_engine_decodes_with_them(monkeypatch):
     monkeypatch.setattr("rloom.generation.native.runner.runs_kernels", lambda device: True)
     monkeypatch.setattr("rloom.generation.native.runner.fits_kernels", lambda geometry: False)
     engine, ours = drawn()
-    assert engine.runner.fused is not None
-    assert engine.runner.fused.rotates
+    assert engine.runner.layers.fused is not None
+    assert engine.runner.layers.fused.rotates
     assert ours == plain
 
 
@@ -221,5 +221,5 @@ def test_heads_of_which_a_part_is_rotated_before_they_are_joined(monkeypatch):
     monkeypatch.setattr("rloom.generation.native.runner.fits_kernels", lambda geometry: False)
     sampling = Sampling(max_completion_length=3, eos_token_ids=(2,), pad_token_id=0)
     engine = NativeEngine(lambda: model, sampling)
-    assert (engine.fused, engine.late) == (True, False)
+    assert (engine.fused, engine.late_rotation) == (True, False)
     list(engine.generate([Prompt(content="", token_ids=[5, 6, 7])], 2, seed=0))

@@ -189,3 +189,34 @@ def test_numbers_of_numpys_become_plain_ones():
 def test_what_is_no_number_is_refused(wrong):
     with pytest.raises(ConfigError, match="must be"):
         Sampling(**{"max_completion_length": 4, "eos_token_ids": (2,), "pad_token_id": 0, **wrong})
+
+
+def test_engines_declare_their_abilities_and_others_have_defaults(model):
+    from rloom.generation.base import abilities_of
+    from rloom.generation.choose import choose_engine
+    from rloom.generation.images import ImageRouter
+
+    sampling = Sampling(max_completion_length=4, eos_token_ids=(2,), pad_token_id=0)
+    names = ("native", "forked", "transformers")
+    engines = {name: choose_engine(lambda: model, sampling, wanted=name) for name in names}
+    engines["fake"] = FakeEngine(lambda *_: [2], eos_token_ids=[2])
+    engines["images"] = ImageRouter(lambda: engines["native"], engines["transformers"])
+    assert all(isinstance(engine, Engine) for engine in engines.values())
+    assert all(isinstance(engine.words(), str) for engine in engines.values())
+    declared = {name: (engine.keyed_by_prompt, engine.takes_images) for name, engine in engines.items()}
+    assert declared == {
+        "native": (True, True), "forked": (True, False), "transformers": (False, True), "fake": (False, True),
+        "images": (True, True),
+    }  # fmt: skip
+
+    class Own:
+        generate = engines["fake"].generate
+
+    class Inherits(Engine):
+        takes_images = True
+
+    assert abilities_of(Own()).words == "generation by Own"
+    assert not abilities_of(Own()).keyed_by_prompt
+    assert not abilities_of(Own()).takes_images
+    assert abilities_of(Inherits()).takes_images
+    assert abilities_of(Inherits()).words == "generation by Inherits"

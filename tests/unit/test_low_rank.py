@@ -9,12 +9,12 @@ import torch
 import transformers as tf
 from peft import LoraConfig, get_peft_model
 
-from rloom.generation.native import low_rank
-from rloom.generation.native.joined import JoinedLayers
-from rloom.generation.native.low_rank import AdaptedLayers
-from rloom.generation.native.low_rank_kernels import add_low_rank
+from rloom.generation.native.kernels.add_low_rank import add_low_rank
+from rloom.generation.native.layers import low_rank
+from rloom.generation.native.layers.fused_linear import FusedLinears
+from rloom.generation.native.layers.low_rank import LowRankLayers
 from rloom.models.attention import forwards_replaced
-from tests.unit.test_joined import IDS, counted
+from tests.unit.test_fused_linear import IDS, counted
 from tests.unit.test_merged import PROMPTS, disturb, draw, same
 
 pytestmark = pytest.mark.skipif(
@@ -28,7 +28,7 @@ ALL = {"r": 4, "target_modules": "all-linear"}
 def on_a_cpu(monkeypatch):
     """As if it were a GPU, and float32 a type that is not merged."""
     monkeypatch.setattr(low_rank, "has_kernel", lambda device, dtype: True)
-    monkeypatch.setattr("rloom.generation.native.merged._worth_merging", lambda layers, asked: bool(asked))
+    monkeypatch.setattr("rloom.generation.native.layers.merged._worth_merging", lambda layers, asked: bool(asked))
 
 
 def adapted(config=tf.Qwen2Config, **options):
@@ -66,15 +66,15 @@ def test_one_product_has_what_adapters_add(options, products):
     model = adapted(**options)
     before = {name: value.clone() for name, value in model.state_dict().items()}
     expected = model(IDS, use_cache=False).logits
-    joined = JoinedLayers(model)
-    assert bool(joined.adapters) == (products is not None)
-    with forwards_replaced(joined.forwards()), counted() as seen:
+    linears = FusedLinears(model)
+    assert bool(linears.adapters) == (products is not None)
+    with forwards_replaced(linears.forwards), counted() as seen:
         torch.testing.assert_close(model(IDS, use_cache=False).logits, expected, rtol=1e-4, atol=1e-5)
     assert products is None or seen.count == products
     assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
     prompts = IDS.view(2, 6)  # longer inputs run as they are
     expected = model(prompts, use_cache=False).logits
-    with forwards_replaced(joined.forwards()):
+    with forwards_replaced(linears.forwards):
         torch.testing.assert_close(model(prompts, use_cache=False).logits, expected)
 
 
@@ -86,8 +86,8 @@ def test_several_adapters_and_switches():
     for active in (["default"], ["default", "other"], ["other"]):
         model.base_model.set_adapter(active)
         expected = model(IDS, use_cache=False).logits
-        joined = JoinedLayers(model)
-        with forwards_replaced(joined.forwards()):
+        linears = FusedLinears(model)
+        with forwards_replaced(linears.forwards):
             torch.testing.assert_close(model(IDS, use_cache=False).logits, expected, rtol=1e-4, atol=1e-5)
 
 
@@ -96,24 +96,24 @@ def test_draws_what_the_adapter_draws(options, monkeypatch):
     model = adapted(**options)
     engine, drawing = draw(model)
     found = drawing()
-    assert engine.runner.joined.adapters
+    assert engine.runner.layers.linears.adapters
     disturb(model)  # an update, which the next rollout sees
     after = drawing()
     assert [c.token_ids for c in after[0]] != [c.token_ids for c in found[0]]
     monkeypatch.setattr(low_rank, "has_kernel", lambda device, dtype: False)
     plain, drawing = draw(model)
     same(after, drawing())
-    assert not plain.runner.joined.adapters
+    assert not plain.runner.layers.linears.adapters
 
 
 @torch.no_grad()
-def test_layers_that_cannot_be_laid_together_are_run_by_themselves():
+def test_layers_that_cannot_be_fused_are_run_by_themselves():
     model = adapted()
     for module in model.modules():  # as DeepSpeed has them
         if type(module) is torch.nn.Linear and module.out_features >= 64:
             module.weight.data = torch.cat([module.weight.data, module.weight.data])[: module.out_features]
-    joined, by_themselves = JoinedLayers(model), AdaptedLayers(model)
-    assert not joined.groups
+    linears, by_themselves = FusedLinears(model), LowRankLayers(model)
+    assert not linears.groups
     assert len(by_themselves.forwards) == 2 * 7
     for ids in (IDS, IDS.view(2, 6)):
         expected = model(ids, use_cache=False).logits
@@ -132,11 +132,11 @@ def test_a_four_bit_base(tmp_path, monkeypatch):
     disturb(model)
     engine, drawing = draw(model)
     found = drawing()
-    assert len(engine.runner.adapted.forwards) == 2 * 7
+    assert len(engine.runner.layers.low_rank.forwards) == 2 * 7
     monkeypatch.setattr(low_rank, "has_kernel", lambda device, dtype: False)
     plain, drawing = draw(model)
     same(found, drawing(), close=1e-3)
-    assert not plain.runner.adapted.forwards
+    assert not plain.runner.layers.low_rank.forwards
 
 
 def test_engines_of_one_model_leave_weights_where_they_are():
@@ -147,7 +147,7 @@ def test_engines_of_one_model_leave_weights_where_they_are():
         other, drawing_without = draw(model)
         without = drawing_without()
     assert [c.token_ids for c in without[0]] != [c.token_ids for c in with_adapter[0]]
-    assert not other.runner.joined.adapters
+    assert not other.runner.layers.linears.adapters
     runner = engine.runner
     same(drawing(), with_adapter)
     assert engine.runner is runner
@@ -161,8 +161,8 @@ def test_a_new_runner_has_them_behind_the_weights_again():
     for adapter in ("default", "other", "default"):
         model.set_adapter(adapter)
         drawing()
-        assert engine.runner.joined.adapters
-        assert not engine.runner.adapted.adapters
+        assert engine.runner.layers.linears.adapters
+        assert not engine.runner.layers.low_rank.adapters
 
 
 def test_a_group_that_has_become_smaller_overwrites_no_sibling():
@@ -197,10 +197,10 @@ def test_layers_that_share_their_weights_have_adapters_of_their_own():
     first, second = (layer.self_attn.o_proj for layer in model.base_model.model.model.layers)
     second.base_layer.weight = first.base_layer.weight
     expected = model(IDS, use_cache=False).logits
-    joined = JoinedLayers(model)
-    by_themselves = AdaptedLayers(model, joined.owners())
+    linears = FusedLinears(model)
+    by_themselves = LowRankLayers(model, linears.owners)
     assert [layer for layer, _ in by_themselves.forwards] == [second]
-    with forwards_replaced([*joined.forwards(), *by_themselves.forwards]):
+    with forwards_replaced([*linears.forwards, *by_themselves.forwards]):
         torch.testing.assert_close(model(IDS, use_cache=False).logits, expected, rtol=1e-4, atol=1e-5)
 
 
@@ -208,16 +208,16 @@ def test_layers_that_share_their_weights_have_adapters_of_their_own():
 def test_what_was_behind_the_weights_need_not_be_numbers():
     model = adapted(r=16)
     layer = model.base_model.model.model.layers[0].self_attn.o_proj
-    joined = JoinedLayers(model)
+    linears = FusedLinears(model)
     layer.lora_A["default"].weight.fill_(torch.nan)
-    joined.refresh()
-    joined = None  # and with it the right to what lies there
+    linears.refresh()
+    linears = None  # and with it the right to what lies there
     model.add_adapter("fresh", LoraConfig(r=4, target_modules="all-linear"))
     model.set_adapter("fresh")
     disturb(model)
-    joined = JoinedLayers(model)
-    assert joined.adapters
-    with forwards_replaced(joined.forwards()):
+    linears = FusedLinears(model)
+    assert linears.adapters
+    with forwards_replaced(linears.forwards):
         assert model(IDS, use_cache=False).logits.isfinite().all()
 
 
@@ -234,16 +234,16 @@ def test_a_kernel_that_fails_leaves_adapters_to_peft(monkeypatch, caplog):
         raise RuntimeError("no such instruction")
 
     monkeypatch.setattr(low_rank, "has_kernel", lambda device, dtype: low_rank._kernel_works(device, dtype))
-    monkeypatch.setattr("rloom.generation.native.low_rank_kernels.add_low_rank", broken)
+    monkeypatch.setattr("rloom.generation.native.kernels.add_low_rank.add_low_rank", broken)
     low_rank._kernel_works.cache_clear()
     engine, drawing = draw(adapted())
     drawing()
-    assert not engine.runner.joined.adapters
+    assert not engine.runner.layers.linears.adapters
     assert "LoRA adapters are run as they are: the kernel fails (no such instruction)" in caplog.text
     low_rank._kernel_works.cache_clear()
     monkeypatch.undo()
     assert low_rank._kernel_works(torch.device("cpu"), torch.float32)
-    monkeypatch.setattr("rloom.generation.native.low_rank_kernels.add_low_rank", lambda base, *_: base)
+    monkeypatch.setattr("rloom.generation.native.kernels.add_low_rank.add_low_rank", lambda base, *_: base)
     low_rank._kernel_works.cache_clear()
     assert not low_rank._kernel_works(torch.device("cpu"), torch.float32)
     low_rank._kernel_works.cache_clear()
@@ -251,9 +251,9 @@ def test_a_kernel_that_fails_leaves_adapters_to_peft(monkeypatch, caplog):
 
 def test_weights_take_only_the_adapters_more():
     model = adapted()
-    joined = JoinedLayers(model)
-    assert len(joined.adapters) == 2 * 4
-    for group in joined.groups:
+    linears = FusedLinears(model)
+    assert len(linears.adapters) == 2 * 4
+    for group in linears.groups:
         assert len(group.weight) == sum(layer.out_features for layer in group.layers) + 16 * len(group.layers)
     base = model.base_model.model.model.layers[0].mlp.down_proj.base_layer.weight
     assert base.untyped_storage().nbytes() == base.nbytes  # and are saved as what they are

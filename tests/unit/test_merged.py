@@ -9,9 +9,9 @@ from peft import AdaLoraConfig, IA3Config, LoHaConfig, LoraConfig, VeraConfig, g
 from rloom import RLOOConfig
 from rloom.errors import ConfigError, EngineError
 from rloom.generation import NativeEngine, Sampling
-from rloom.generation.native import merged
-from rloom.generation.native.lora import is_lora_on_linear
-from rloom.generation.native.merged import MergedLayers
+from rloom.generation.native.layers import merged
+from rloom.generation.native.layers.lora import is_lora_on_linear
+from rloom.generation.native.layers.merged import MergedLayers
 from rloom.types import Prompt
 from tests.architectures import make
 
@@ -67,7 +67,7 @@ def test_draws_what_the_unmerged_adapter_draws(changes):
     before = {name: value.clone() for name, value in model.state_dict().items()}
     engine, merging = draw(model)
     same(merging(), draw(model, merged=False)[1]())
-    assert bool(engine.runner.merged.copies) != bool(changes.get("use_dora"))
+    assert bool(engine.runner.layers.merged.copies) != bool(changes.get("use_dora"))
     assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
     with model.disable_adapter():
         bare = draw(model, merged=False)[1]()
@@ -96,7 +96,7 @@ def test_siblings_of_copies_are_joined_with_plain_ones():
     model = adapted()
     runner = draw(model)[0]._current_runner()
     layer = model.base_model.model.model.layers[0]
-    owners = [group.owners for group in runner.joined.groups]
+    owners = [group.owners for group in runner.layers.linears.groups]
     assert [layer.self_attn.q_proj, layer.self_attn.k_proj, layer.self_attn.v_proj] in owners
     assert [layer.mlp.gate_proj, layer.mlp.up_proj] in owners
 
@@ -121,10 +121,10 @@ def test_what_rounds_too_much_away_is_left_unmerged(monkeypatch, caplog):
     from rloom.generation.native import engine as engines
 
     why = engines.why_not_native
-    monkeypatch.setattr(engines, "why_not_native", lambda m, r: "it differs" if r.merged.copies else why(m, r))
+    monkeypatch.setattr(engines, "why_not_native", lambda m, r: "it differs" if r.layers.merged.copies else why(m, r))
     engine, merging = draw(adapted(), merged=True)
     merging()
-    assert not engine.runner.merged.copies
+    assert not engine.runner.layers.merged.copies
     assert "adapters are not merged into copies of their layers: with those, it differs" in caplog.text
 
 
@@ -177,7 +177,7 @@ def test_hooks_that_come_later_are_heard():
     layer.lora_B["default"].register_forward_hook(lambda *args: heard.append(1))
     merging()
     assert heard
-    assert layer not in engine.runner.merged.copies
+    assert layer not in engine.runner.layers.merged.copies
 
 
 def test_adapters_in_half_precision_are_left_beside():

@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 import os
+import types
 
 import pytest
 import torch
 
 from rloom.generation.base import Sampling
-from rloom.generation.native.dense import DenseCache, rotated
-from rloom.generation.native.geometry import Geometry, Layer
-from rloom.generation.native.noise import key_of
-from rloom.generation.native.paged import PagedCache, make_tables
-from rloom.generation.native.pages import Pages
+from rloom.generation.native.cache.allocator import PageAllocator
+from rloom.generation.native.cache.dense import DenseCache, rotated
+from rloom.generation.native.cache.geometry import Geometry, Layer
+from rloom.generation.native.cache.paged import PagedCache, make_tables
 from rloom.generation.native.rows import Rows
 from rloom.generation.native.runner import prompt_row
-from rloom.generation.native.sampler import Drawn, Sampler
-from rloom.generation.native.scheduler import Scheduler, Sequence, SharedPrompt
+from rloom.generation.native.sampling.noise import key_of
+from rloom.generation.native.sampling.sampler import Drawn, Sampler
+from rloom.generation.native.scheduler import SampledSequence, Scheduler, SharedPrompt
 
 pytest.importorskip("triton")
 pytestmark = pytest.mark.skipif(
@@ -29,13 +30,12 @@ def make_sequences(limit):
     """Three prompts of 3, 1 and 2 sequences, with some tokens each, and pages for them."""
     prompts = [SharedPrompt([1] * n) for n in (70, 3, 130)]
     for prompt, lengths in zip(prompts, ([1, 66, 9], [4], [100, 2]), strict=True):
-        prompt.sequences = [Sequence(prompt, 0, 0, 0, tokens=[1] * n) for n in lengths]
+        prompt.sequences = [SampledSequence(prompt, 0, 0, 0, tokens=[1] * n) for n in lengths]
     scheduler = Scheduler(
-        prompts, pages=Pages(total=40, size=64), max_new_tokens=limit, max_sequences=9, prefill_tokens=999
+        prompts, pages=PageAllocator(total=40, size=64), max_new_tokens=limit, max_sequences=9, prefill_tokens=999
     )
     scheduler.next_prefill()
-    for sequence in [s for prompt in prompts for s in prompt.sequences]:
-        scheduler.start(sequence)
+    scheduler.ready.extend(s for prompt in prompts for s in prompt.sequences)
     scheduler.fill(1)
     return prompts, scheduler.running
 
@@ -56,9 +56,7 @@ def test_paged_attention_is_dense_attention(heads, widths, window, softcap, sink
     geometry = Geometry((Layer(heads[1], *widths, heads[0], torch.float32),))
     prompts, sequences = make_sequences(limit)
     count = len(sequences)
-    paged = PagedCache(
-        geometry, total=40, addresses=torch.zeros(2, dtype=torch.int64), max_new_tokens=limit, device=CPU
-    )
+    paged = PagedCache(geometry, 40, torch.zeros(2, dtype=torch.int64))
     dense = DenseCache(geometry, limit, CPU)
     row = prompt_row([p.token_ids for p in prompts], CPU)
     size = row.input_ids.shape[1]
@@ -68,11 +66,11 @@ def test_paged_attention_is_dense_attention(heads, widths, window, softcap, sink
         cache.keep(0, k, v, row)
     rows = {True: Rows.empty(count + 2, torch.tensor([-1]), 9, with_seen=False)}  # two rows do nothing
     rows[False] = Rows.empty(count, torch.tensor([-1]), 9, with_seen=False)
-    paged.tables = make_tables(geometry, count + 2, count + 1, 3, 130, limit, CPU)
-    paged.tables.whole = whole
+    tables = make_tables(geometry, count + 2, count + 1, 3, 130, limit, CPU)
+    tables.whole = whole
     for is_paged, cache in ((True, paged), (False, dense)):
         rows[is_paged].load(sequences, limit, 1)
-        cache.arrange(sequences, rows[is_paged], 1)
+        cache.arrange(sequences, tables if is_paged else None, 1)
     # what the rows have drawn before
     old_k = torch.randn(count, heads[1], limit, widths[0])
     old_v = torch.randn(count, heads[1], limit, widths[1])
@@ -128,7 +126,7 @@ def test_paged_attention_is_dense_attention(heads, widths, window, softcap, sink
     ],
 )
 def test_the_draw(options):
-    from rloom.generation.native.sample_kernels import draw
+    from rloom.generation.native.kernels.draw import draw
 
     torch.manual_seed(0)
     options = dict(options)
@@ -151,8 +149,8 @@ def test_the_draw(options):
 @pytest.mark.parametrize("shift", [0.0, -40.0])  # of both signs, and all below zero
 def test_what_filters_leave(options, dtype, shift, monkeypatch):
     """Against a plain definition in float64: a token stays if fewer than k, or less than p, are above its logit."""
-    from rloom.generation.native import bound_kernels
-    from rloom.generation.native.sample_kernels import _parts
+    from rloom.generation.native.kernels import filter_bounds as bound_kernels
+    from rloom.generation.native.kernels.draw import _parts
 
     monkeypatch.setattr(bound_kernels, "BLOCK", 1024)
     torch.manual_seed(0)
@@ -180,11 +178,11 @@ def test_what_filters_leave(options, dtype, shift, monkeypatch):
 
 
 def test_rows_advance():
-    from rloom.generation.native.decode_kernels import advance_rows
+    from rloom.generation.native.kernels.draw import advance_rows
 
     pair = [Rows.empty(5, torch.tensor([7, 8]), 20, with_seen=False) for _ in range(2)]
     prompt = SharedPrompt([1, 2, 3])
-    sequences = [Sequence(prompt, 0, i, key=i, tokens=[4] * (i + 1)) for i in range(4)]
+    sequences = [SampledSequence(prompt, 0, i, key=i, tokens=[4] * (i + 1)) for i in range(4)]
     for rows in pair:
         rows.load(sequences, max_new_tokens=6, steps=3)
     for tokens in ([5, 7, 6, 8, 99], [7, 6, 6, 6, 99], [5, 5, 5, 5, 99]):
@@ -205,3 +203,48 @@ def test_rows_in_one_program_each(rows, longest_prompt, longest_completion, whol
     """Where they fill a GPU, and reading a prompt once for each of them costs little beside their own tokens."""
     geometry = Geometry((Layer(2, 16, 16, 4, torch.float32),))
     assert make_tables(geometry, rows, 4, 4, longest_prompt, longest_completion, CPU).whole is whole
+
+
+@pytest.mark.parametrize("whole", [False, True])
+def test_steps_in_graphs_draw_what_steps_without_draw(whole, monkeypatch):
+    """As on a GPU, but for the recording itself: a graph is the step that was to be recorded, with its tables."""
+    from rloom.generation import NativeEngine
+    from rloom.generation.native import graphs
+    from rloom.generation.native.runner import Runner
+    from rloom.types import Prompt
+    from tests.conftest import make_model
+
+    model = make_model(num_hidden_layers=1).eval()
+    prompts = [Prompt(content="", token_ids=[5 + i % 30 for i in range(n)]) for n in (70, 3)]
+    sampling = Sampling(max_completion_length=18, eos_token_ids=(2, 7), pad_token_id=0, repetition_penalty=1.1)
+
+    def drawn():
+        engine = NativeEngine(lambda: model, sampling, max_sequences=4)
+        for seed in range(2):
+            groups = sorted(engine.generate(prompts, 3, seed=seed), key=lambda group: len(group.prompt.token_ids))
+            yield [(c.token_ids, c.stop_reason) for group in groups for c in group.completions]
+        captures.append([bucket.graph is not None for bucket in engine.runner.graphs.buckets.values()])
+
+    def arrange(cache, *args):
+        arranged[:] = [cache]
+        arrange_(cache, *args)
+
+    def captured(step, pool):
+        cache, tables = arranged[0], arranged[0].tables
+        return types.SimpleNamespace(replay=lambda: setattr(cache, "tables", tables) or step())
+
+    captures, ahead, run_ahead = [], [], Runner.run_ahead
+    arranged, arrange_ = [], PagedCache.arrange
+    expected = list(drawn())
+    monkeypatch.setattr(Runner, "paged", True)
+    monkeypatch.setattr("rloom.generation.native.cache.paged.PROGRAMS", 2)
+    monkeypatch.setattr("rloom.generation.native.cache.paged.SHORT", 0 if whole else 1000)
+    monkeypatch.setattr(graphs, "_warm_up", lambda step: (step(), step()))
+    monkeypatch.setattr(graphs, "captured", captured)
+    monkeypatch.setattr(PagedCache, "arrange", arrange)
+    monkeypatch.setattr(torch.cuda, "graph_pool_handle", object)
+    monkeypatch.setattr(Runner, "run_ahead", lambda *args: ahead.append(1) or run_ahead(*args))
+    assert list(drawn()) == expected
+    assert not any(captures[0])
+    assert any(captures[1])
+    assert ahead

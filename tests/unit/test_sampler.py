@@ -7,8 +7,8 @@ import torch
 from transformers.generation import logits_process as library
 
 from rloom.generation.base import Sampling
-from rloom.generation.native.noise import key_of, uniform
-from rloom.generation.native.sampler import Sampler
+from rloom.generation.native.sampling.noise import key_of, uniform
+from rloom.generation.native.sampling.sampler import Sampler
 
 OPTIONS = [
     {},

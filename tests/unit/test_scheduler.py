@@ -7,19 +7,19 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rloom.errors import EngineError
-from rloom.generation.native.pages import Pages
-from rloom.generation.native.scheduler import Scheduler, Sequence, SharedPrompt
+from rloom.generation.native.cache.allocator import PageAllocator
+from rloom.generation.native.scheduler import SampledSequence, Scheduler, SharedPrompt
 
 
 def simulate(scheduler, lengths, chunk, ahead=0):
     """Run to the end, drawing token i as its position; returns every finished sequence's tokens, and checks pages.
 
-    `ahead`: steps that are begun before those before them are looked at, as the engine does; the rows of a look are
-    those with which it was begun.
+    `ahead`: steps that are begun before those before them are read back, as the engine does; the rows of a readback
+    are those with which it was begun.
     """
     finished = {}
     rounds = 0
-    looks = []  # (sequences, steps)
+    readbacks = []  # (sequences, steps)
 
     def end(sequence):
         assert sum(map(len, sequence.stats)) == len(sequence.tokens)  # nothing is left of an attempt that was given up
@@ -29,7 +29,7 @@ def simulate(scheduler, lengths, chunk, ahead=0):
     while not scheduler.done:
         rounds += 1
         assert rounds < 10_000, "no progress"
-        if not looks:
+        if not readbacks:
             while prompts := scheduler.next_prefill():
                 for prompt in prompts:
                     assert len(prompt.pages) * scheduler.pages.size >= len(prompt.token_ids)
@@ -38,16 +38,17 @@ def simulate(scheduler, lengths, chunk, ahead=0):
                         if lengths[sequence] == 1:
                             end(sequence)
                         else:
-                            scheduler.start(sequence)
-            looks = [(scheduler.fill(chunk), list(scheduler.running))]
-        if ahead and looks[0][1] == scheduler.running and (more := scheduler.go_on(looks[0][0], ahead)):
+                            scheduler.ready.append(sequence)
+            readbacks = [(scheduler.fill(chunk), list(scheduler.running))]
+        if ahead and readbacks[0][1] == scheduler.running and (more := scheduler.reserve_ahead(readbacks[0][0], ahead)):
             for sequence in scheduler.running:
-                last = min(sequence.cached + looks[0][0] + more, scheduler.max_new_tokens)
+                last = min(sequence.cached + readbacks[0][0] + more, scheduler.max_new_tokens)
                 assert last <= len(sequence.pages) * scheduler.pages.size
-            looks.append((more, list(scheduler.running)))
-        steps, sequences = looks.pop(0)
+            readbacks.append((more, list(scheduler.running)))
+        steps, sequences = readbacks.pop(0)
         assert len(scheduler.running) <= scheduler.max_sequences
-        held = [p for prompt in scheduler.held for p in prompt.pages] + [p for s in scheduler.running for p in s.pages]
+        holders = [*{s.prompt for s in lengths}, *scheduler.running]
+        held = [page for holder in holders for page in holder.pages]
         assert len(held) == len(set(held))  # nobody writes into another's page
         assert 0 not in held
         assert len(held) + scheduler.pages.free == scheduler.pages.usable
@@ -77,12 +78,12 @@ def test_every_token_is_kept_whatever_the_memory(data):
     prompts, lengths = [], {}
     for group in range(data.draw(st.integers(1, 6))):
         prompt = SharedPrompt([1] * data.draw(st.integers(1, 15)))
-        prompt.sequences = [Sequence(prompt, group, i, key=i) for i in range(data.draw(st.integers(1, 5)))]
+        prompt.sequences = [SampledSequence(prompt, group, i, key=i) for i in range(data.draw(st.integers(1, 5)))]
         lengths |= {sequence: data.draw(st.integers(1, limit)) for sequence in prompt.sequences}
         prompts.append(prompt)
     longest = max(-(-len(p.token_ids) // size) for p in prompts)
     least = longest + -(-limit // size) + 1
-    pages = Pages(total=data.draw(st.integers(least, least + 40)), size=size)
+    pages = PageAllocator(total=data.draw(st.integers(least, least + 40)), size=size)
     scheduler = Scheduler(
         prompts,
         pages=pages,
@@ -97,9 +98,9 @@ def test_every_token_is_kept_whatever_the_memory(data):
 @pytest.mark.parametrize("total", range(6, 12))
 def test_little_memory_sends_the_youngest_back(total):
     prompt = SharedPrompt([1] * 4)
-    prompt.sequences = [Sequence(prompt, 0, i, key=i) for i in range(4)]
+    prompt.sequences = [SampledSequence(prompt, 0, i, key=i) for i in range(4)]
     scheduler = Scheduler(
-        [prompt], pages=Pages(total=total, size=4), max_new_tokens=16, max_sequences=4, prefill_tokens=99
+        [prompt], pages=PageAllocator(total=total, size=4), max_new_tokens=16, max_sequences=4, prefill_tokens=99
     )
     gone, send_back = {}, scheduler._send_back
 
@@ -117,24 +118,25 @@ def test_little_memory_sends_the_youngest_back(total):
 
 def test_a_prompt_that_can_never_fit_is_refused_at_once():
     prompt = SharedPrompt([1] * 40)
-    prompt.sequences = [Sequence(prompt, 0, 0, key=0)]
+    prompt.sequences = [SampledSequence(prompt, 0, 0, key=0)]
+    pages = PageAllocator(total=12, size=4)
     with pytest.raises(EngineError, match="a prompt of 40 tokens with a completion of 16"):
-        Scheduler([prompt], pages=Pages(total=12, size=4), max_new_tokens=16, max_sequences=4, prefill_tokens=99)
+        Scheduler([prompt], pages=pages, max_new_tokens=16, max_sequences=4, prefill_tokens=99)
 
 
 def test_all_are_decoded_at_once_where_memory_is_planned_for_all():
     prompts = []
     for group in range(4):
         prompt = SharedPrompt([1] * 8)
-        prompt.sequences = [Sequence(prompt, group, i, key=i) for i in range(8)]
+        prompt.sequences = [SampledSequence(prompt, group, i, key=i) for i in range(8)]
         prompts.append(prompt)
     for limit in (3, 16):  # one page each, and several
-        pages = Pages(total=4 * 2 + 32 * -(-limit // 4) + 1, size=4)
+        pages = PageAllocator(total=4 * 2 + 32 * -(-limit // 4) + 1, size=4)
         scheduler = Scheduler(prompts, pages=pages, max_new_tokens=limit, max_sequences=64, prefill_tokens=999)
         for prompt in scheduler.next_prefill():
             for sequence in prompt.sequences:
                 sequence.tokens = [0]
-                scheduler.start(sequence)
+                scheduler.ready.append(sequence)
         scheduler.fill(2)
         assert len(scheduler.running) == 32
         for sequence in list(scheduler.running):

@@ -82,7 +82,7 @@ class Writer:
     def write(self, rows: Sequence[dict[str, Any]], count: int, *, seed: int) -> Iterator[tuple[int, Group]]:
         """Groups with their texts as they finish, each with its row's number."""
         prompts = self.encoder.encode(list(rows))
-        if any(prompt.inputs for prompt in prompts) and not getattr(self.engine, "takes_images", False):
+        if any(prompt.inputs for prompt in prompts) and not self.engine.takes_images:
             raise EngineError("this engine does not take images, and prompts have some: leave --engine unset")
         number = {id(prompt): index for index, prompt in enumerate(prompts)}
         for group in self.engine.generate(prompts, count, seed=seed):

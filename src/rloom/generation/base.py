@@ -52,16 +52,51 @@ class Sampling:
 
 @runtime_checkable
 class Engine(Protocol):
-    """Generates groups of completions with the policy's current weights.
+    """Generates groups of completions with the policy's current weights, and declares what it can do.
 
-    With several processes, an engine that draws a completion's noise from `seed` and its prompt's `number` says so by
-    `keyed_by_prompt = True`, and all are given the same seed: they draw what one process would. Others get a seed of
-    their own in each process.
+    A trainer also takes an object that has only `generate`: [`abilities_of`] fills in the rest.
     """
+
+    @property
+    def keyed_by_prompt(self) -> bool:
+        """Whether a completion's noise is drawn from `seed` and its prompt's `number`. Then all processes are given the
+        same seed, and draw what one process would; else each gets a seed of its own."""
+        return False
+
+    @property
+    def takes_images(self) -> bool:
+        """Whether `prompt.inputs`, the tensors of a prompt's images, are handed to the model."""
+        return False
+
+    def words(self) -> str:
+        """What generates, in one line."""
+        return f"generation by {type(self).__name__}"
 
     def generate(self, prompts: Sequence[Prompt], num_generations: int, *, seed: int) -> Iterator[Group]:
         """Yield each prompt's group as it finishes, in any order; equal `seed` and weights, equal tokens."""
         ...
+
+
+@dataclass(frozen=True, slots=True)
+class Abilities:
+    """What an engine declares."""
+
+    keyed_by_prompt: bool
+    takes_images: bool
+    words: str
+
+
+def abilities_of(engine: Any) -> Abilities:
+    """What an engine declares, and defaults for what it does not.
+
+    >>> class Own:
+    ...     def generate(self, prompts, num_generations, *, seed): ...
+    >>> abilities_of(Own())
+    Abilities(keyed_by_prompt=False, takes_images=False, words='generation by Own')
+    """
+    keyed_by_prompt, takes_images = (getattr(engine, name, False) for name in ("keyed_by_prompt", "takes_images"))
+    words = engine.words() if hasattr(engine, "words") else Engine.words(engine)
+    return Abilities(keyed_by_prompt, takes_images, words)
 
 
 def nothing_asked(prompts: Sequence[Prompt], num_generations: int) -> bool:

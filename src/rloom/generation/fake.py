@@ -20,11 +20,17 @@ class FakeEngine:
         [[7, 8, 2], [7, 9, 2]]
     """
 
-    takes_images = True  # the script sees `prompt.images`
+    keyed_by_prompt = False
+    takes_images = True
+    """The script sees `prompt.images`."""
 
     def __init__(self, script: Callable[[Prompt, int, int], list[int] | None], *, eos_token_ids: Sequence[int]) -> None:
         self.script, self.eos_token_ids = script, tuple(eos_token_ids)
         self.calls: list[tuple[list[Prompt], int, int]] = []
+
+    def words(self) -> str:
+        """What generates, in one line."""
+        return "generation by a script, without a model"
 
     def generate(self, prompts: Sequence[Prompt], num_generations: int, *, seed: int) -> Iterator[Group]:
         """Yield the scripted groups, in order."""

@@ -13,8 +13,8 @@ from torch import Tensor
 
 from rloom.errors import EngineError
 from rloom.generation.base import Sampling, is_end, nothing_asked
-from rloom.generation.native.noise import key_of
-from rloom.generation.native.sampler import Drawn, Sampler
+from rloom.generation.native.sampling.noise import key_of
+from rloom.generation.native.sampling.sampler import Drawn, Sampler
 from rloom.generation.padding import pad_left
 from rloom.models.verify import (
     Tolerance,
@@ -59,6 +59,7 @@ class ForkedEngine:
     """Samples from the trained model, all groups in one batch, each prompt run once."""
 
     keyed_by_prompt = True
+    takes_images = False
 
     def __init__(self, get_model: Callable[[], Any], sampling: Sampling, *, tokenizer: Any = None) -> None:
         self.get_model, self.sampling, self.tokenizer = get_model, sampling, tokenizer
@@ -68,7 +69,7 @@ class ForkedEngine:
             raise EngineError(reason)
 
     def words(self) -> str:
-        """What generates, in words."""
+        """What generates, in one line."""
         return "generation with the library's cache, forked for each group: slower than the native engine"
 
     def generate(self, prompts: Sequence[Prompt], num_generations: int, *, seed: int) -> Iterator[Group]:

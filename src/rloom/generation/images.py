@@ -31,10 +31,10 @@ class ImageRouter:
     @property
     def keyed_by_prompt(self) -> bool:
         """As the engine for text; the other is given a seed of its prompts' own."""
-        return getattr(self.text, "keyed_by_prompt", False)
+        return self.text.keyed_by_prompt
 
     def words(self) -> str:
-        """What generates, in words."""
+        """What generates, in one line."""
         return "generation by the first engine that fits: tried with the first prompts"
 
     def generate(self, prompts: Sequence[Prompt], num_generations: int, *, seed: int) -> Iterator[Group]:
@@ -51,7 +51,7 @@ class ImageRouter:
             yield from self.text.generate(plain, num_generations, seed=seed)
 
     def _text_takes(self, pictured: Sequence[Prompt]) -> bool:
-        if not getattr(self.text, "takes_images", False):
+        if not self.text.takes_images:
             reason: str | None = f"{type(self.text).__name__} takes none"
         else:
             try_out = getattr(self.text, "why_not_images", None)

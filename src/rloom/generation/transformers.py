@@ -28,6 +28,7 @@ class TransformersEngine:
     images that are not there.
     """
 
+    keyed_by_prompt = False
     takes_images = True
 
     def __init__(
@@ -48,7 +49,7 @@ class TransformersEngine:
         self.with_images = GenerationConfig(**options | {"suppress_tokens": never or None})
 
     def words(self) -> str:
-        """What generates, in words."""
+        """What generates, in one line."""
         return "generation by `model.generate`: slower than the native engine"
 
     def generate(self, prompts: Sequence[Prompt], num_generations: int, *, seed: int) -> Iterator[Group]:

@@ -13,7 +13,7 @@ from torch import Tensor
 from rloom.algo.shaping import Truncation
 from rloom.data.prompts import PromptEncoder, as_reply
 from rloom.errors import EngineError, NoCompletionError
-from rloom.generation.base import Engine
+from rloom.generation.base import Engine, abilities_of
 from rloom.observe.completions import CompletionLog
 from rloom.observe.metrics import Metrics
 from rloom.rewards.base import RewardBatch
@@ -115,7 +115,7 @@ class Collector:
         An engine that does not look at that gets a seed of this process' own instead."""
         if self.processes.alone:
             return seed
-        if not getattr(self.engine, "keyed_by_prompt", False):
+        if not abilities_of(self.engine).keyed_by_prompt:
             return derive_seed(seed, "process", self.processes.rank) if self.processes.rank else seed
         for prompt, place in zip(prompts, places or range(len(prompts)), strict=True):
             prompt.number = place
@@ -126,7 +126,7 @@ class Collector:
         the next is generated."""
         position = {id(prompt): index for index, prompt in enumerate(prompts)}
         names = column_names([prompt.columns for prompt in prompts])
-        if any(prompt.inputs for prompt in prompts) and not getattr(self.engine, "takes_images", False):
+        if any(prompt.inputs for prompt in prompts) and not abilities_of(self.engine).takes_images:
             raise EngineError(
                 f"{type(self.engine).__name__} does not take images, and prompts have some: leave `engine` unset, or "
                 "give an engine that hands `prompt.inputs` to the model and says so with `takes_images = True`"

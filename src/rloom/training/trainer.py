@@ -29,7 +29,7 @@ from rloom.errors import NoCompletionError
 from rloom.evaluation.measured import Measured
 from rloom.evaluation.opponents import choose_win_rate
 from rloom.evaluation.statistics import Estimate
-from rloom.generation.base import Engine
+from rloom.generation.base import Engine, abilities_of
 from rloom.models.load import is_peft_model
 from rloom.models.optimizers import warn_of_lost_bits
 from rloom.observe.journal import Page, in_turns
@@ -185,9 +185,8 @@ class RLOOTrainer(UpdateLoop):
 
     def chosen(self) -> str:
         """In one line: in which precision, how updates are run, and what generates."""
-        engine = self.collector.engine
-        words = engine.words() if hasattr(engine, "words") else f"generation by {type(engine).__name__}"
-        return f"{self.precision.words}; {self.learner.passes.words()}; {words}"
+        engine = abilities_of(self.collector.engine)
+        return f"{self.precision.words}; {self.learner.passes.words()}; {engine.words}"
 
     def _publish(self, policy: Any, functions: list[Any], parts: Any) -> None:
         """The attributes that TRL's trainer has and scripts read."""

@@ -140,13 +140,12 @@ def _of_layers(sizes: Sizes) -> list[Callable[[], Any]]:
 
 def _of_decoding(sizes: Sizes) -> list[Callable[[], Any]]:
     from rloom.generation.base import Sampling
-    from rloom.generation.native.gated import ROWS as GATED_ROWS
-    from rloom.generation.native.gated import has_kernel
-    from rloom.generation.native.geometry import Geometry, Layer
-    from rloom.generation.native.paged import PagedCache, make_tables, rows_at_once
+    from rloom.generation.native.cache.geometry import Geometry, Layer
+    from rloom.generation.native.cache.paged import PagedCache, make_tables, rows_at_once
+    from rloom.generation.native.layers.swiglu import TRIED_ROWS, has_kernel
     from rloom.generation.native.rows import Rows
     from rloom.generation.native.runner import prompt_row
-    from rloom.generation.native.sampler import Sampler
+    from rloom.generation.native.sampling.sampler import Sampler
     from rloom.generation.native.scheduler import SharedPrompt
 
     layer = Layer(sizes.shared, sizes.width, sizes.width, sizes.heads, sizes.dtype)
@@ -157,7 +156,7 @@ def _of_decoding(sizes: Sizes) -> list[Callable[[], Any]]:
 
     def attend(whole: bool) -> None:
         addresses = torch.zeros(2, dtype=torch.int64, device=sizes.device)
-        cache = PagedCache(geometry, total=2, addresses=addresses, max_new_tokens=64, device=sizes.device)
+        cache = PagedCache(geometry, 2, addresses)
         addresses.copy_(cache.pointers)
         most = rows_at_once(geometry, sizes.group)
         cache.tables = make_tables(geometry, ROWS, 2, most, 64, 64, sizes.device)
@@ -169,17 +168,17 @@ def _of_decoding(sizes: Sizes) -> list[Callable[[], Any]]:
         keys = sizes.numbers(1, sizes.shared, 2, sizes.width)
         cache.keep(0, keys, keys, prompt_row([[1, 1]], sizes.device))
 
-    def gated(rows: int) -> None:
+    def swiglu(rows: int) -> None:
         weight = sizes.numbers(2 * sizes.inner, sizes.hidden)
         if has_kernel(weight):
-            torch.ops.rloom.gated_product(sizes.numbers(rows, sizes.hidden), weight)
+            torch.ops.rloom.swiglu_product(sizes.numbers(rows, sizes.hidden), weight)
 
     def draw() -> None:
         rows = Rows.empty(ROWS, ends, sizes.vocabulary, with_seen=False)
         sampler = Sampler(Sampling(max_completion_length=4, eos_token_ids=(0,), pad_token_id=0))
         rows.advance(sampler(sizes.numbers(ROWS, sizes.vocabulary), rows.keys, rows.counts))
 
-    return [lambda: attend(False), lambda: attend(True), draw, *(partial(gated, rows) for rows in GATED_ROWS)]
+    return [lambda: attend(False), lambda: attend(True), draw, *(partial(swiglu, rows) for rows in TRIED_ROWS)]
 
 
 def _optimizer(sizes: Sizes) -> None:

@@ -15,10 +15,10 @@ import torch
 from torch import Tensor
 
 from rloom.data.model_inputs import placeholder_ids
-from rloom.generation.native.attention import num_calls
-from rloom.generation.native.pages import Pages
+from rloom.generation.native.cache.allocator import PageAllocator
+from rloom.generation.native.cache.attention import num_calls
 from rloom.generation.native.rows import not_finite
-from rloom.generation.native.scheduler import Scheduler, Sequence, SharedPrompt
+from rloom.generation.native.scheduler import SampledSequence, Scheduler, SharedPrompt
 from rloom.models.load import has_virtual_tokens, keeps_other_state
 from rloom.models.mask_probe import sees_ahead
 from rloom.models.verify import (
@@ -40,16 +40,20 @@ if TYPE_CHECKING:
 
 logger = get_logger(__name__)
 
-LEAST = 72  # tokens of the longer prompt: more than a page
+# Tokens of the longer prompt: more than a page.
+LEAST = 72
+
+# Decode steps that are compared.
 STEPS = 3
+
 NOISE = Tolerance.DECODED
 """Of the largest logit: what rounding in half precision makes of it in most models. A wrong mask is off by far more."""
 
 
-def why_not_native(model: Any, runner: Runner, pictured: list[Prompt] | None = None) -> str | None:
+def why_not_native(model: Any, runner: Runner, with_images: list[Prompt] | None = None) -> str | None:
     """None if two prompts with two completions each have the logits of a plain forward, else what went wrong.
 
-    With `pictured`, one or two prompts with images, it is tried on those.
+    `with_images`: one or two prompts with images, on which it is tried instead.
     """
     base = runner.base
     name = type(base).__name__
@@ -62,25 +66,27 @@ def why_not_native(model: Any, runner: Runner, pictured: list[Prompt] | None = N
     if len({p.device for p in model.parameters()}) > 1:
         return f"the weights of {name} lie on several devices"
     text = base.config.get_text_config()
-    if pictured and runner.rope_index is not None and "sliding_attention" in (getattr(text, "layer_types", None) or ()):
+    windows = "sliding_attention" in (getattr(text, "layer_types", None) or ())
+    if with_images and runner.rope_index is not None and windows:
         return f"{name} has windows, and positions in several dimensions"
     try:
-        with torch.no_grad(), evaluating(model), _stirred(model):
-            if pictured is None:
-                return _compare(model, runner, name, *_tokens(text, window_to_cross(model, text)))
-            if sees_ahead(model, pictured[0].token_ids, pictured[0].inputs):
+        with torch.no_grad(), evaluating(model), _adapters_that_add(model):
+            if with_images is None:
+                return _compare(model, runner, name, *_random_tokens(text, window_to_cross(model, text)))
+            if sees_ahead(model, with_images[0].token_ids, with_images[0].inputs):
                 return f"image tokens of {name} see each other both ways"
-            return _compare(model, runner, name, *_after(pictured, placeholder_ids(base.config)))
+            return _compare(model, runner, name, *_completed(with_images, placeholder_ids(base.config)))
     except torch.OutOfMemoryError:
         raise
-    except Exception as error:  # whatever an architecture does not like about it, other engines remain
+    # Whatever an architecture does not like about it, other engines remain.
+    except Exception as error:
         logger.debug("the engine's forward failed", exc_info=True)
         return f"{name} does not run with the engine's attention ({type(error).__name__}: {str(error)[:120]})"
 
 
 @contextmanager
-def _stirred(model: Any) -> Iterator[None]:
-    """Adapters that add nothing yet add something meanwhile: else what is wrong with them would not be seen."""
+def _adapters_that_add(model: Any) -> Iterator[None]:
+    """Fresh adapters, which add nothing yet, add something meanwhile: else an error in them would not be seen."""
     fresh = [p for name, p in model.named_parameters() if "lora_B" in name and p.numel() and not p.any()]
     for index, parameter in enumerate(fresh):
         noise = torch.randn(parameter.shape, generator=torch.Generator().manual_seed(index))
@@ -107,19 +113,18 @@ def _compare(
     layers = runner.base.config.get_text_config().num_hidden_layers
     if calls != layers:
         return f"{calls} of {layers} layers of {name} go through the attention interface"
-    exact = plain[0].dtype == torch.float32 and not torch.is_autocast_enabled(runner.device.type)
-    exact &= (
-        getattr(runner.base, "hf_quantizer", None) is None
-    )  # its products round otherwise for one row than for many
     if any(logits.isnan().any() for logits in plain):
         return str(not_finite())
     worst = largest_difference(ours, plain)
 
-    def own() -> float:
+    def rounding() -> float:
         with rounded_otherwise(model):
             return largest_difference(run_plain(), plain)
 
-    runner.noise = Tolerance.FLOAT32 if exact else allowed_difference(NOISE, worst, own)
+    exact = plain[0].dtype == torch.float32 and not torch.is_autocast_enabled(runner.device.type)
+    # Quantized products round otherwise for one row than for many.
+    exact &= getattr(runner.base, "hf_quantizer", None) is None
+    runner.noise = Tolerance.FLOAT32 if exact else allowed_difference(NOISE, worst, rounding)
     if not worst < runner.noise:
         return f"decoding {name} step by step differs from its plain forward by {worst:.1e}"
     return None
@@ -129,48 +134,43 @@ def _decoded(runner: Runner, prompts: list[Prompt], completions: list[list[list[
     """Logits (1 + STEPS, V) of each completion, teacher-forced, and attention calls of a step."""
     with runner.ready():
         runner.prefill([prompts[0].token_ids[:4]])
-        runner.prepare_for(max(len(prompt.token_ids) for prompt in prompts), 2)
+        runner.graphs.prepare_for(max(len(prompt.token_ids) for prompt in prompts), 2)
         shared = [SharedPrompt(list(prompt.token_ids), inputs=prompt.inputs or None) for prompt in prompts]
         for group, (prompt, own) in enumerate(zip(shared, completions, strict=True)):
-            prompt.sequences = [Sequence(prompt, group, i, key=i, tokens=tokens[:1]) for i, tokens in enumerate(own)]
+            prompt.sequences = [SampledSequence(prompt, group, i, i, tokens[:1]) for i, tokens in enumerate(own)]
         limit = STEPS + 1
         total = sum(-(-len(p.token_ids) // runner.page_size) for p in prompts) + 16
         scheduler = Scheduler(
-            shared, pages=Pages(total=total, size=runner.page_size), max_new_tokens=limit, max_sequences=4,
+            shared, pages=PageAllocator(total=total, size=runner.page_size), max_new_tokens=limit, max_sequences=4,
             prefill_tokens=1 << 30,
         )  # fmt: skip
-        cache = runner.make_cache(total)
-        cache.max_new_tokens = limit
+        cache = runner.make_cache(total, limit)
         first = runner.prefill_shared(scheduler.next_prefill(), cache)
-        for prompt in shared:
-            for sequence in prompt.sequences:
-                scheduler.start(sequence)
+        scheduler.ready.extend(sequence for prompt in shared for sequence in prompt.sequences)
         scheduler.fill(STEPS)
         found = [[first[s.group]] for s in scheduler.running]
-        bucket = runner._bucket(scheduler.running)
-        if bucket.tables is not None:
-            cache.tables = bucket.tables
+        bucket = runner.bucket_for(scheduler.running)
         for step in range(STEPS):
             bucket.rows.load(scheduler.running, limit, 0)
-            cache.arrange(scheduler.running, bucket.rows, STEPS)
+            cache.arrange(scheduler.running, bucket.tables, STEPS)
             logits = runner.logits(bucket.rows, cache)
             calls = num_calls()
             for row, sequence in enumerate(scheduler.running):
                 found[row].append(logits[row])
                 sequence.tokens.append(completions[sequence.group][sequence.sample][step + 1])
-    runner.drop_graphs()
+    runner.graphs.drop()
     return [torch.stack(rows) for rows in found], calls
 
 
-def _after(pictured: list[Prompt], placeholders: tuple[int, ...]) -> tuple[list[Prompt], list[list[list[int]]]]:
+def _completed(prompts: list[Prompt], placeholders: tuple[int, ...]) -> tuple[list[Prompt], list[list[list[int]]]]:
     """Prompts with images, two of them, so that one row holds the images of several; with two completions each."""
-    prompts = (pictured * 2)[:2]
+    prompts = (prompts * 2)[:2]
     words = [token for prompt in prompts for token in prompt.token_ids if token not in placeholders] or [0, 1]
     draw = random.Random(0)
     return prompts, [[[draw.choice(words) for _ in range(STEPS + 1)] for _ in range(2)] for _ in prompts]
 
 
-def _tokens(config: Any, window: int) -> tuple[list[Prompt], list[list[list[int]]]]:
+def _random_tokens(config: Any, window: int) -> tuple[list[Prompt], list[list[list[int]]]]:
     """Two prompts of different lengths with two completions each, across the window if there is one."""
     length = probe_length(config, LEAST, window)
     *prompts, a, b, c, d = probe_tokens(config, length, 5, *[STEPS + 1] * 4)

@@ -1,7 +1,7 @@
 """The sequences that are decoded together, as tensors: one row each, in buffers whose addresses never change.
 
-The host knows all there is to know whenever it has read back what was drawn, so it writes the whole state anew when the
-rows change; in between, `advance` moves the rows on by themselves, for as many steps as the host likes.
+The host knows the whole state once it has read back what was drawn, and writes it anew when the rows change. In between
+`advance` moves the rows on by themselves, for as many steps as the host likes.
 """
 
 from __future__ import annotations
@@ -14,28 +14,28 @@ import torch
 from torch import Tensor
 
 from rloom.errors import EngineError
-from rloom.generation.native.sampler import Drawn
-from rloom.generation.native.scheduler import Sequence, SharedPrompt
+from rloom.generation.native.sampling.sampler import Drawn
+from rloom.generation.native.scheduler import SampledSequence, SharedPrompt
 from rloom.models.triton_support import runs_kernels
 
 CHUNK = 16
-"""Steps between two looks of the host, at most."""
+"""Steps between two readbacks, at most."""
 
 
 @dataclass(slots=True, eq=False)
-class Look:
+class Readback:
     """What some steps have drawn, on its way to the host."""
 
-    sequences: list[Sequence]  # who the first rows are
+    sequences: list[SampledSequence]  # of the first rows
     steps: int
     tokens: Tensor  # (B, steps) int64, −1: nothing was drawn
     stats: Tensor  # (B, steps, 3)
-    arrived: Any = None  # an event, where the device writes it by itself
+    arrived: torch.cuda.Event | None = None  # where the device copies by itself
 
     def read(self) -> tuple[list[list[int]], np.ndarray]:
         """What each row has drawn: tokens, and their statistics, (B, steps, 3).
 
-        In arrays: as lists, the statistics of 128 rows would take the host as long as two steps take the device.
+        Statistics stay an array: as lists, those of 128 rows would take the host as long as two steps take the device.
         """
         if self.arrived is not None:
             self.arrived.synchronize()
@@ -48,7 +48,7 @@ class Look:
 
 @dataclass(slots=True, eq=False)
 class Rows:
-    """State of B rows, some of which may do nothing (`alive` 0)."""
+    """State of B rows. Rows without a sequence, and those that have ended, draw nothing (`alive` 0)."""
 
     tokens: Tensor  # (B, 1) int64: the next input
     positions: Tensor  # (B, 1) int64
@@ -57,14 +57,14 @@ class Rows:
     remaining: Tensor  # (B,) int32: tokens that may still be drawn
     alive: Tensor  # (B,) int32
     keys: Tensor  # (B,) int64
-    step: Tensor  # (1,) int64: since the host last looked
+    step: Tensor  # (1,) int64: since the last readback
     out_tokens: Tensor  # (B, CHUNK) int64, −1: nothing was drawn
     out_stats: Tensor  # (B, CHUNK, 3) float32: log-probability, the drawn one's, entropy
     ends: Tensor  # end tokens, int64
     vocabulary: int
     seen: Tensor | None = None  # (B, V) bool, for the repetition penalty
-    loaded: list[Sequence] = field(default_factory=list)  # who the rows are,
-    lengths: list[int] = field(default_factory=list)  # and how many tokens each will have drawn, if none ends
+    loaded: list[SampledSequence] = field(default_factory=list)  # of the first rows
+    lengths: list[int] = field(default_factory=list)  # tokens that each of them will have drawn, if none ends
 
     @classmethod
     def empty(cls, count: int, ends: Tensor, vocabulary: int, *, with_seen: bool) -> Rows:
@@ -91,35 +91,30 @@ class Rows:
     def __len__(self) -> int:
         return len(self.tokens)
 
-    def load(self, sequences: list[Sequence], max_new_tokens: int, steps: int) -> None:
-        """Write the state of these sequences into the first rows; the others do nothing.
+    def load(self, sequences: list[SampledSequence], max_new_tokens: int, steps: int) -> None:
+        """Write the state of these sequences into the first rows, for the next `steps`; the others do nothing.
 
-        Rows that have moved on by themselves are right already: the host then only says that it has looked.
+        Rows that have moved on by themselves are right already.
         """
         lengths = [len(s.tokens) for s in sequences]
         moved_on = self.loaded == sequences and self.lengths == lengths
-        self.loaded, self.lengths = list(sequences), [length + steps for length in lengths]
+        self.loaded, self.lengths = list(sequences), lengths
+        self.run_ahead(steps)
         if moved_on:
-            self.rewind()
             return
-        idle = len(self) - len(sequences)
+        idle = [0] * (len(self) - len(sequences))
         columns = [
-            [s.tokens[-1] for s in sequences],
-            [s.position for s in sequences],
-            [s.cached for s in sequences],
-            lengths,
-            [max_new_tokens - length for length in lengths],
-            [1] * len(sequences),
-            [s.key for s in sequences],
+            (self.tokens.view(-1), [s.tokens[-1] for s in sequences]),
+            (self.positions.view(-1), [s.position for s in sequences]),
+            (self.cached, [s.cached for s in sequences]),
+            (self.counts, lengths),
+            (self.remaining, [max_new_tokens - length for length in lengths]),
+            (self.alive, [1] * len(sequences)),
+            (self.keys, [s.key for s in sequences]),
         ]
-        state = torch.tensor([column + [0] * idle for column in columns]).to(self.tokens.device)
-        targets = (
-            self.tokens.view(-1), self.positions.view(-1), self.cached, self.counts, self.remaining, self.alive,
-            self.keys,
-        )  # fmt: skip
-        for target, source in zip(targets, state, strict=True):
+        state = torch.tensor([values + idle for _, values in columns]).to(self.tokens.device)
+        for (target, _), source in zip(columns, state, strict=True):
             target.copy_(source)
-        self.rewind()
         if self.seen is not None:
             self.seen.zero_()
             tokens = [np.array(s.prompt.token_ids + s.tokens) for s in sequences]
@@ -127,19 +122,19 @@ class Rows:
             index = torch.from_numpy(np.stack([rows, np.concatenate(tokens)])).to(self.seen.device)
             self.seen[index[0], index[1]] = True
 
-    def go_on(self, steps: int) -> None:
+    def run_ahead(self, steps: int) -> None:
         """Make ready for more steps of the same rows; the host need not know yet where they are."""
         self.lengths = [length + steps for length in self.lengths]
         self.rewind()
 
     def rewind(self) -> None:
-        """What was drawn is on its way to the host."""
-        self.step.zero_()  # every step writes a column of its own, also for rows that draw nothing
+        """Write the next step to the first column. Every step writes one, also for rows that draw nothing."""
+        self.step.zero_()
 
     def advance(self, drawn: Drawn) -> None:
         """Take the drawn tokens in, and move on those rows that have not ended."""
         if runs_kernels(self.tokens.device):
-            from rloom.generation.native.decode_kernels import advance_rows
+            from rloom.generation.native.kernels.draw import advance_rows
 
             advance_rows(self, drawn)
         else:
@@ -161,26 +156,26 @@ class Rows:
         self.alive.copy_(goes_on)
         self.step += 1
 
-    def look(self, steps: int) -> Look:
+    def read_back(self, steps: int) -> Readback:
         """Send what was drawn to the host, without waiting for it; the rows may go on meanwhile."""
         drawn = (self.out_tokens[:, :steps], self.out_stats[:, :steps])
         if not self.tokens.is_cuda:
-            return Look(self.loaded, steps, *(x.clone() for x in drawn))
+            return Readback(self.loaded, steps, drawn[0].clone(), drawn[1].clone())
         tokens, stats = (x.to("cpu", non_blocking=True) for x in drawn)
         arrived = torch.cuda.Event()
         arrived.record(torch.cuda.current_stream(self.tokens.device))
-        return Look(self.loaded, steps, tokens, stats, arrived)
+        return Readback(self.loaded, steps, tokens, stats, arrived)
 
 
 def not_finite() -> EngineError:
-    """What a model says whose logits are no numbers."""
+    """The error for a model whose logits are not finite."""
     return EngineError(
         "the model's logits are not finite (NaN or infinity): its weights are broken. Look at the last updates: a "
         "learning rate that is too high, float16 without loss scaling"
     )
 
 
-def groups_of(sequences: list[Sequence], most: int) -> list[tuple[SharedPrompt, list[int]]]:
+def groups_of(sequences: list[SampledSequence], most: int) -> list[tuple[SharedPrompt, list[int]]]:
     """Rows that read the same prompt, at most `most` to an entry.
 
     Rows need not be neighbours: a prompt's sequences may have come at different times.

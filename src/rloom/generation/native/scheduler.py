@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from rloom.errors import EngineError
-from rloom.generation.native.pages import Pages
+from rloom.generation.native.cache.allocator import PageAllocator
 
 
 @dataclass(slots=True, eq=False)
@@ -21,15 +21,15 @@ class SharedPrompt:
     """A prompt whose keys and values all its sequences read. Equal prompts of several groups are one."""
 
     token_ids: list[int]
-    sequences: list[Sequence] = field(default_factory=list)
+    sequences: list[SampledSequence] = field(default_factory=list)
     pages: list[int] = field(default_factory=list)
     unfinished: int = 0
     inputs: Any = None  # the tensors of its images, if it has some
-    goes_on_at: int | None = None  # the position of its first completion token, where that is not its length
+    next_position: int | None = None  # of its first completion token, where that is not the prompt's length
 
 
 @dataclass(slots=True, eq=False)
-class Sequence:
+class SampledSequence:
     """One completion in the making."""
 
     prompt: SharedPrompt
@@ -49,15 +49,15 @@ class Sequence:
     @property
     def position(self) -> int:
         """Of the next input, counted from the prompt's first token."""
-        start = self.prompt.goes_on_at
+        start = self.prompt.next_position
         return (len(self.prompt.token_ids) if start is None else start) + self.cached
 
     def restart(self) -> None:
-        """Back to the first token, which the prompt's prefill has drawn."""
-        del self.tokens[1:], self.stats[1:]  # the first token came alone
+        """Back to the first token, which the prompt's prefill has drawn, with statistics of its own."""
+        del self.tokens[1:], self.stats[1:]
 
     def extend(self, tokens: list[int], stats: Any) -> None:
-        """Tokens that were drawn, and what is remembered of them, (n, 3)."""
+        """Add tokens that were drawn, and their statistics (n, 3)."""
         self.tokens += tokens
         self.stats.append(stats)
 
@@ -69,18 +69,19 @@ class Scheduler:
         self,
         prompts: list[SharedPrompt],
         *,
-        pages: Pages,
+        pages: PageAllocator,
         max_new_tokens: int,
         max_sequences: int,
         prefill_tokens: int,
     ) -> None:
         self.pages, self.max_new_tokens = pages, max_new_tokens
         self.max_sequences, self.prefill_tokens = max_sequences, prefill_tokens
-        self.waiting = deque(prompts)
-        self.ready: deque[Sequence] = deque()
-        self.running: list[Sequence] = []
-        self.held: set[SharedPrompt] = set()  # prompts whose keys and values are kept
+        self.waiting = deque(prompts)  # to be prefilled
+        self.ready: deque[SampledSequence] = deque()  # to be decoded: their first token is drawn
+        self.running: list[SampledSequence] = []
         self.requeued = 0  # sequences that had to begin again
+        self._longest = pages.needed(max_new_tokens)  # pages of a completion that goes to the limit
+        self._prompt_pages = 0  # of prompts whose keys and values are kept
         for prompt in prompts:
             prompt.unfinished = len(prompt.sequences)
             self._check_fits(prompt)
@@ -94,11 +95,6 @@ class Scheduler:
                 f"{self.pages.usable * self.pages.size}: lower max_completion_length, free memory, or use "
                 "engine='transformers'"
             )
-
-    @property
-    def _longest(self) -> int:
-        """Pages of a completion that goes to the limit."""
-        return self.pages.needed(self.max_new_tokens)
 
     @property
     def done(self) -> bool:
@@ -116,50 +112,42 @@ class Scheduler:
         while self.waiting and sequences < self.max_sequences:
             prompt = self.waiting[0]
             wanted = min(len(prompt.sequences), self.max_sequences)
+            # A prefill stalls all that run: it waits until there are places for its whole group.
             if sequences and not chosen and self.max_sequences - sequences < wanted:
-                break  # a prefill stalls all that run: it waits until there are places for its group
+                break
             needed = self.pages.needed(len(prompt.token_ids))
-            in_use = sum(self.pages.needed(len(p.token_ids)) for p in self.held)
-            if in_use + needed + self._longest > self.pages.usable or self.pages.free < needed:
+            if self._prompt_pages + needed + self._longest > self.pages.usable or self.pages.free < needed:
                 break
             if chosen and tokens + len(prompt.token_ids) > self.prefill_tokens:
                 break
             prompt.pages = self.pages.take(needed) or []
             chosen.append(self.waiting.popleft())
-            self.held.add(prompt)
+            self._prompt_pages += needed
             tokens += len(prompt.token_ids)
             sequences += len(prompt.sequences)
         return chosen
 
-    def start(self, sequence: Sequence) -> None:
-        """A sequence whose first token is drawn, and that goes on."""
-        self.ready.append(sequence)
-
     def fill(self, steps: int) -> int:
         """Give places and pages for the next `steps` tokens; says how many steps all that run can go.
 
-        Who finds no page sends the youngest back. One sequence alone always fits.
+        A sequence that finds no page sends the youngest back. One sequence alone always fits.
         """
         steps = min(steps, max((self.max_new_tokens - len(s.tokens) for s in [*self.running, *self.ready]), default=0))
-        kept: list[Sequence] = []
-        before = self.requeued
-        queue = deque(self.running)
+        before, kept, queue = self.requeued, [], deque(self.running)
         while queue:
             sequence = queue.popleft()
-            while not self._reserve(sequence, steps):
-                if queue:
-                    self._send_back(queue.pop())
-                else:
-                    break
-            if len(sequence.pages) * self.pages.size < self._wanted(sequence, steps):
-                self._send_back(sequence)
-            else:
+            while not (fits := self._reserve(sequence, steps)) and queue:
+                self._send_back(queue.pop())
+            if fits:
                 kept.append(sequence)
+            else:
+                self._send_back(sequence)
         self.running = kept
         growing = sum(len(s.pages) < self._longest for s in self.running)
         while self.ready and len(self.running) < self.max_sequences:
+            # A page is left for each row that still grows: else the newcomer would soon be sent back.
             if self.running and (self.requeued > before or self.pages.free <= growing):
-                break  # who came in now would be sent back next: a page more for each that grows comes first
+                break
             if not self._reserve(self.ready[0], steps):
                 break
             growing += len(self.ready[0].pages) < self._longest
@@ -167,7 +155,7 @@ class Scheduler:
         assert self.running or not self.ready, "a sequence alone must fit"
         return steps
 
-    def go_on(self, ahead: int, steps: int) -> int:
+    def reserve_ahead(self, ahead: int, steps: int) -> int:
         """Give pages for `steps` tokens after the `ahead` that are just being drawn; says how many steps it may be.
 
         0 where somebody waits for a place, since those who come next are chosen when it is known who left, or where
@@ -178,34 +166,28 @@ class Scheduler:
         steps = min(steps, max((self.max_new_tokens - len(s.tokens) for s in self.running), default=0) - ahead)
         return steps if steps > 0 and all(self._reserve(s, ahead + steps) for s in self.running) else 0
 
-    def finish(self, sequence: Sequence) -> bool:
-        """A sequence has ended: its pages are free. True if it was the last of its prompt."""
-        self.pages.give(sequence.pages)
-        sequence.pages = []
+    def finish(self, sequence: SampledSequence) -> None:
+        """A sequence has ended: its pages are free, and its prompt's if it was the last."""
+        self._free(sequence)
         prompt = sequence.prompt
         prompt.unfinished -= 1
         if prompt.unfinished == 0:
-            self.pages.give(prompt.pages)
-            prompt.pages = []
-            self.held.discard(prompt)
-        return prompt.unfinished == 0
+            self._prompt_pages -= len(prompt.pages)
+            self._free(prompt)
 
-    def _wanted(self, sequence: Sequence, steps: int) -> int:
-        return min(sequence.cached + steps, self.max_new_tokens)
+    def _free(self, owner: SampledSequence | SharedPrompt) -> None:
+        self.pages.give(owner.pages)
+        owner.pages = []
 
-    def _reserve(self, sequence: Sequence, steps: int) -> bool:
-        missing = self.pages.needed(self._wanted(sequence, steps)) - len(sequence.pages)
-        if missing <= 0:
-            return True
-        taken = self.pages.take(missing)
-        if taken is None:
-            return False
-        sequence.pages += taken
-        return True
+    def _reserve(self, sequence: SampledSequence, steps: int) -> bool:
+        """Whether a sequence has pages for `steps` more tokens, or could be given those that are missing."""
+        wanted = min(sequence.cached + steps, self.max_new_tokens)
+        taken = self.pages.take(max(0, self.pages.needed(wanted) - len(sequence.pages)))
+        sequence.pages += taken or []
+        return taken is not None
 
-    def _send_back(self, sequence: Sequence) -> None:
-        self.pages.give(sequence.pages)
-        sequence.pages = []
+    def _send_back(self, sequence: SampledSequence) -> None:
+        self._free(sequence)
         sequence.restart()
         self.ready.appendleft(sequence)
         self.requeued += 1

@@ -91,7 +91,7 @@ class VllmEngine(VllmBase):
     # -- a rollout
 
     def words(self) -> str:
-        """What generates, in words."""
+        """What generates, in one line."""
         return "generation by vLLM, in this process"
 
     def generate(self, prompts: Sequence[Prompt], num_generations: int, *, seed: int) -> Iterator[Group]:

@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from rloom.generation.native.lora import adds_nothing, is_plain_lora, parts_of
+from rloom.generation.native.layers.lora import adds_nothing, is_plain_lora, parts_of
 from rloom.generation.vllm.weights import are_renamed, is_wrapped
 from rloom.models.checksums import checksums_of
 from rloom.models.load import base_of, is_peft_model

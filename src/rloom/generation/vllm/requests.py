@@ -9,7 +9,7 @@ from typing import Any
 
 from rloom.errors import ConfigError, EngineError, did_you_mean
 from rloom.generation.base import Sampling
-from rloom.generation.native.noise import key_of
+from rloom.generation.native.sampling.noise import key_of
 from rloom.printable import get_logger
 from rloom.types import ABORTED, EOS, LENGTH, STOP_STRING, Completion, Prompt
 

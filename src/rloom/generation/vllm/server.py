@@ -80,7 +80,7 @@ class VllmServerEngine(VllmBase):
     # -- a rollout
 
     def words(self) -> str:
-        """What generates, in words."""
+        """What generates, in one line."""
         return "generation by a vLLM server"
 
     def generate(self, prompts: Sequence[Prompt], num_generations: int, *, seed: int) -> Iterator[Group]:

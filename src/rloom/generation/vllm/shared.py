@@ -22,6 +22,7 @@ Answers = Generator[tuple[int, list[Completion]], None, None]
 class VllmBase(ABC):
     """An engine that has vLLM draw completions, with weights that it is sent whenever they changed."""
 
+    keyed_by_prompt = False
     takes_images = False
 
     def __init__(self, get_model: Callable[[], Any], sampling: Sampling, options: VllmOptions) -> None:

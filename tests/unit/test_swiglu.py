@@ -1,4 +1,4 @@
-"""Gate, up and activation as one product: the kernel in Triton's interpreter, and which blocks use it."""
+"""SwiGLU, gate, up and activation as one product: the kernel in Triton's interpreter, and which blocks use it."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from peft import LoraConfig, get_peft_model
 from torch.nn import functional
 from transformers.models.llama.modeling_llama import LlamaMLP
 
-from rloom.generation.native import gated
-from rloom.generation.native.gated import GatedBlocks
-from rloom.generation.native.joined import JoinedLayers
+from rloom.generation.native.layers import swiglu
+from rloom.generation.native.layers.fused_linear import FusedLinears
+from rloom.generation.native.layers.swiglu import SwigluBlocks
 from rloom.models.attention import forwards_replaced
 
 pytest.importorskip("triton")
@@ -27,12 +27,12 @@ pytestmark = pytest.mark.skipif(
     [(5, 40, 96, 3), (70, 100, 72, 2), (16, 600, 64, 4), (128, 50, 136, 132)],  # with columns left over, and without
 )
 def test_the_kernel_is_the_plain_product(rows, columns, depth, programs):
-    from rloom.generation.native.gated_kernels import gated_product
+    from rloom.generation.native.kernels.swiglu_product import swiglu_product
 
     torch.manual_seed(0)
     x, weight = torch.randn(rows, depth), torch.randn(2 * columns, depth) / depth**0.5
     gate, up = (x.double() @ weight.double().T).chunk(2, -1)
-    found = gated_product(x, weight, programs=programs)
+    found = swiglu_product(x, weight, programs=programs)
     torch.testing.assert_close(found.double(), functional.silu(gate) * up, rtol=1e-5, atol=1e-5)
 
 
@@ -45,23 +45,23 @@ def make(**changes):
 
 
 def blocks_of(model):
-    return GatedBlocks(JoinedLayers(model), model)
+    return SwigluBlocks(FusedLinears(model), model)
 
 
 @pytest.fixture
 def with_kernel(monkeypatch):
-    monkeypatch.setattr(gated, "has_kernel", lambda weight: weight.dtype == torch.float16)
-    monkeypatch.setattr(gated, "ROWS", (4,))  # the interpreter is slow
+    monkeypatch.setattr(swiglu, "has_kernel", lambda weight: weight.dtype == torch.float16)
+    monkeypatch.setattr(swiglu, "TRIED_ROWS", (4,))  # the interpreter is slow
 
 
 @pytest.fixture
 def products(monkeypatch):
     """The rows of every product that the kernel was asked for."""
-    from rloom.generation.native import gated_kernels
+    from rloom.generation.native.kernels import swiglu_product as kernels
 
     asked = []
-    run = gated_kernels.gated_product
-    monkeypatch.setattr(gated_kernels, "gated_product", lambda x, weight: asked.append(len(x)) or run(x, weight))
+    run = kernels.swiglu_product
+    monkeypatch.setattr(kernels, "swiglu_product", lambda x, weight: asked.append(len(x)) or run(x, weight))
     return asked
 
 
@@ -73,13 +73,13 @@ def test_steps_of_one_token_use_it_and_see_an_update(with_kernel, products):
     assert products == [4]  # tried once: all blocks are of one size
     for _ in range(2):
         expected = model(tokens).logits
-        with forwards_replaced(blocks.forwards()):
+        with forwards_replaced(blocks.forwards):
             found = model(tokens).logits
         torch.testing.assert_close(found, expected, rtol=0.01, atol=0.01)
         for parameter in model.parameters():
             parameter.mul_(1.5)
     assert products[1:] == [3, 3, 3, 3]
-    with forwards_replaced(blocks.forwards()):
+    with forwards_replaced(blocks.forwards):
         model(torch.tensor([[3, 5, 8]]))
     assert products[1:] == [3, 3, 3, 3]  # a prompt takes the block's own forward
 
@@ -87,14 +87,14 @@ def test_steps_of_one_token_use_it_and_see_an_update(with_kernel, products):
 def test_many_rows_have_their_activation_apart(products):
     x, weight = torch.randn(130, 16), torch.randn(2072, 16)
     gate, up = functional.linear(x, weight).chunk(2, -1)
-    torch.testing.assert_close(torch.ops.rloom.gated_product(x, weight), functional.silu(gate) * up)
+    torch.testing.assert_close(torch.ops.rloom.swiglu_product(x, weight), functional.silu(gate) * up)
     assert products == []
 
 
 @pytest.mark.parametrize("target", [["gate_proj"], ["up_proj"], ["gate_proj", "up_proj"]])
 def test_adapters_keep_their_part(with_kernel, target):
     model = get_peft_model(make(), LoraConfig(target_modules=target, r=2))
-    assert blocks_of(model).forwards() == []
+    assert blocks_of(model).forwards == []
 
 
 def test_an_adapter_on_down_stays_in_use_and_nothing_is_drawn(with_kernel):
@@ -106,12 +106,12 @@ def test_an_adapter_on_down_stays_in_use_and_nothing_is_drawn(with_kernel):
     blocks = blocks_of(model)
     assert torch.equal(torch.get_rng_state(), before)
     assert all(module.training for module in model.modules())
-    assert len(blocks.forwards()) == 2
+    assert len(blocks.forwards) == 2
     model.eval()
     tokens = torch.tensor([[3], [5]])
     with torch.no_grad():
         expected = model(tokens).logits
-        with forwards_replaced(blocks.forwards()):
+        with forwards_replaced(blocks.forwards):
             torch.testing.assert_close(model(tokens).logits, expected, rtol=0.01, atol=0.01)
 
 
@@ -120,7 +120,7 @@ def test_weights_that_were_moved(with_kernel):
     blocks = blocks_of(model)
     layer = model.model.layers[0].mlp.up_proj
     layer.weight.data = layer.weight.data.clone()
-    assert len(blocks.forwards()) == 1
+    assert len(blocks.forwards) == 1
 
 
 class Clamped(LlamaMLP):
@@ -160,32 +160,32 @@ def other(model, kind):
 )
 def test_each_block_is_looked_at(with_kernel, kind):
     model = other(make(), kind)
-    assert [block for block, _ in blocks_of(model).forwards()] == [model.model.layers[0].mlp]
+    assert [block for block, _ in blocks_of(model).forwards] == [model.model.layers[0].mlp]
 
 
 @pytest.mark.parametrize("model", [lambda: make(mlp_bias=True), lambda: make().float()], ids=["bias", "float32"])
 def test_blocks_that_the_kernel_does_not_hold(with_kernel, model):
-    assert blocks_of(model()).forwards() == []
+    assert blocks_of(model()).forwards == []
 
 
 @pytest.mark.parametrize("fault", ["fails", "is wrong"])
 def test_a_kernel_that_does_not_work_is_not_used(with_kernel, monkeypatch, caplog, fault):
-    from rloom.generation.native import gated_kernels
+    from rloom.generation.native.kernels import swiglu_product as kernels
 
     def run(x, weight):
         if fault == "fails":
             raise RuntimeError("no such instruction")
         return torch.ones(len(x), len(weight) // 2)
 
-    monkeypatch.setattr(gated_kernels, "gated_product", run)
-    assert blocks_of(make()).forwards() == []
+    monkeypatch.setattr(kernels, "swiglu_product", run)
+    assert blocks_of(make()).forwards == []
     assert caplog.text.count("are not run as one product") == 1
 
 
 @torch.no_grad()
 def test_other_arguments_go_to_the_blocks_own_forward(with_kernel, products):
     model = make()
-    (block, forward), _ = blocks_of(model).forwards()
+    (block, forward), _ = blocks_of(model).forwards
     products.clear()
     with pytest.raises(TypeError, match="scale"):
         forward(torch.ones(1, 1, 64, dtype=torch.float16), scale=2.0)

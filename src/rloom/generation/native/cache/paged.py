@@ -11,28 +11,37 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from rloom.generation.native.geometry import Geometry
+from rloom.generation.native.cache.geometry import Geometry
 from rloom.generation.native.rows import Rows, groups_of
-from rloom.generation.native.scheduler import Sequence, SharedPrompt
+from rloom.generation.native.scheduler import SampledSequence, SharedPrompt
 from rloom.models.prefix import DTYPES, WIDEST, for_width
 from rloom.types import PackedRow
 
+# Tokens to a page.
 PAGE = 64
-PROGRAMS = 512  # that fill a GPU
-STRETCHES = 16  # into which a prompt or a completion is cut, at most
-FEW = 8  # parts that are joined by a smaller program than the most that there can be
-ON_OWN = 256  # tokens of a completion that are worth a program of their own
+
+# Programs that fill a GPU.
+PROGRAMS = 512
+
+# Splits of a prompt or of a completion, at most (split-KV: each is attended to by a program of its own).
+MOST_SPLITS = 16
+
+# Up to so many are merged by a smaller program.
+FEW_SPLITS = 8
+
+# Tokens of a completion that are worth a program of their own.
+OWN_SPLIT = 256
 
 
 @dataclass(frozen=True, slots=True)
 class Launch:
     """What a program of the attention kernel does at a time, as measured on an H200 (bench/RESULTS.md)."""
 
-    fold: int  # tokens folded in
+    fold: int  # tokens that are attended to at a time
     warps: int
-    stages: int  # folds that are on their way
-    queries: int  # rows times repeated heads that are taken to a prompt together
-    on_prompt: int  # tokens of a prompt that are worth a program of their own
+    stages: int  # folds that are being loaded
+    queries: int  # rows times repeated heads that attend to a prompt together
+    prompt_split: int  # tokens of a prompt that are worth a program of their own
 
 
 LAUNCHES = {64: Launch(64, 4, 3, 64, 64), 128: Launch(64, 2, 2, 16, 128), 256: Launch(32, 4, 3, 64, 64)}
@@ -42,12 +51,12 @@ LAUNCHES_FLOAT32 = {64: Launch(32, 4, 2, 16, 64), 128: Launch(32, 4, 2, 16, 128)
 """The same in float32, whose tiles take twice the room and are multiplied without tensor cores."""
 
 WHOLE = {64: (64, 4, 3), 128: (64, 2, 3), 256: (32, 4, 3)}
-"""Tokens folded in, warps and stages of a program that takes all of a row, for heads up to a width."""
+"""Fold, warps and stages of a program that takes all of a row, for heads up to a width."""
 
 WHOLE_FLOAT32 = {64: (32, 4, 2), 128: (32, 4, 2), 256: (16, 4, 2)}
 
 SHORT = 4
-"""So many times longer than prompts are completions beside which rows may read their prompt each for itself."""
+"""Prompts are short where completions are so many times longer: then each row reads its prompt for itself."""
 
 
 @dataclass(slots=True, eq=False)
@@ -57,13 +66,13 @@ class Tables:
     own: Tensor  # (B, pages of a completion) int32
     members: Tensor  # (G, rows to a group) int32, −1: none
     group_of: Tensor  # (B,) int32
-    prompt_lengths: Tensor  # (B,) int32, 0 for rows that do nothing
+    prompt_lengths: Tensor  # (B,) int32, 0 for rows without a sequence
     lengths: Tensor  # (G,) int32
     prompts: Tensor  # (G, pages of a prompt) int32
-    sums: Tensor  # partial sums, float32
-    tops: Tensor
-    on_prompt: int  # stretches
-    on_own: int
+    sums: Tensor  # (B · H · splits, E) float32: a split's weighted sum of values
+    tops: Tensor  # (B · H · splits, 2) float32: its largest score, and its sum of weights
+    prompt_splits: int  # of each prompt
+    own_splits: int  # of each row's own tokens
     whole: bool  # a program takes all that a row attends to
 
 
@@ -75,21 +84,18 @@ def fits_kernels(geometry: Geometry) -> bool:
 
 
 class PagedCache:
-    """Pages of all layers, for as long as a rollout lasts."""
+    """`total` pages of all layers, for as long as a rollout lasts; kernels find them by the table `addresses`."""
 
-    def __init__(
-        self, geometry: Geometry, *, total: int, addresses: Tensor, max_new_tokens: int, device: torch.device
-    ) -> None:
-        self.geometry, self.device, self.addresses = geometry, device, addresses
-        self.max_new_tokens = max_new_tokens
-        make = lambda heads, width, dtype: torch.empty((total, PAGE, heads, width), dtype=dtype, device=device)  # noqa: E731
+    def __init__(self, geometry: Geometry, total: int, addresses: Tensor) -> None:
+        self.addresses, self.device = addresses, addresses.device
+        make = lambda heads, width, dtype: torch.empty((total, PAGE, heads, width), dtype=dtype, device=self.device)  # noqa: E731
         self.layers = [
             (make(x.heads, x.width, x.dtype), make(x.heads, x.value_width, x.dtype)) for x in geometry.layers
         ]
         pointers = [tensor.data_ptr() for pair in self.layers for tensor in pair]
-        self.pointers = torch.tensor(pointers, pin_memory=device.type == "cuda")
-        self.where: Tensor | None = None
-        self.tables: Tables | None = None
+        self.pointers = torch.tensor(pointers, pin_memory=self.device.type == "cuda")
+        self.lines: Tensor  # (T,): where the tokens of a prefill go, over all pages
+        self.tables: Tables
 
     # -- prefill
 
@@ -100,48 +106,45 @@ class PagedCache:
             + torch.arange(len(prompt.token_ids)) % PAGE
             for prompt in prompts
         ]
-        self.where = torch.cat(lines).to(self.device, non_blocking=True)
+        self.lines = torch.cat(lines).to(self.device, non_blocking=True)
 
     def keep(self, layer: int, key: Tensor, value: Tensor, row: PackedRow) -> None:
-        """A layer's keys and values (1, H, T, D) of the prompts."""
-        from rloom.generation.native.decode_kernels import keep_prompts
+        """Keep a layer's keys and values (1, H, T, D) of the prompts."""
+        from rloom.generation.native.kernels.decode_attention import keep_prompts
 
-        assert self.where is not None
         pages_k, pages_v = self.layers[layer]
         key, value = (x[0] if x.stride(-1) == 1 else x[0].contiguous() for x in (key, value))
         heads, count, width = key.shape
         size = value.shape[-1]
         keep_prompts[(count,)](
-            key, value, self.where, pages_k, pages_v, *key.stride()[:2], *value.stride()[:2], KV=heads, D=width,
+            key, value, self.lines, pages_k, pages_v, *key.stride()[:2], *value.stride()[:2], KV=heads, D=width,
             BD=_power(width), E=size, BE=_power(size), BH=1 << (heads - 1).bit_length(), num_warps=4,
         )  # fmt: skip
 
     # -- decode
 
-    def arrange(self, sequences: list[Sequence], rows: Rows, steps: int) -> None:
-        """Tell the kernels which rows read which pages."""
-        tables = self.tables
+    def arrange(self, sequences: list[SampledSequence], tables: Tables | None, steps: int) -> None:
+        """Tell the kernels which pages the rows of the next steps read. `tables`: the bucket's."""
         assert tables is not None
-        self.addresses.copy_(self.pointers, non_blocking=True)  # another rollout may have been begun meanwhile
+        self.tables = tables
+        # Another rollout may have been begun meanwhile, whose pages lie elsewhere.
+        self.addresses.copy_(self.pointers, non_blocking=True)
         self.lengthen(sequences)
-        members = np.full(tables.members.shape, -1, dtype=np.int32)
-        prompts = np.zeros(tables.prompts.shape, dtype=np.int32)
-        lengths = np.zeros(tables.lengths.shape, dtype=np.int32)
-        group_of, prompt_lengths = (np.zeros(len(tables.group_of), dtype=np.int32) for _ in range(2))
-        for index, (prompt, found) in enumerate(groups_of(sequences, most=members.shape[1])):
-            members[index, : len(found)] = found
-            prompts[index, : len(prompt.pages)] = prompt.pages
-            lengths[index] = len(prompt.token_ids)
-            group_of[found], prompt_lengths[found] = index, lengths[index]
-        targets = (tables.members, tables.prompts, tables.lengths, tables.group_of, tables.prompt_lengths)
-        sources = (members, prompts, lengths, group_of, prompt_lengths)
-        for target, source in zip(targets, sources, strict=True):
-            target.copy_(torch.from_numpy(source))
-        tables.tops.zero_()  # rows that do nothing have no prompt: their part must weigh nothing
+        names = ("members", "prompts", "lengths", "group_of", "prompt_lengths")
+        fresh = {name: np.zeros(getattr(tables, name).shape, dtype=np.int32) for name in names}
+        fresh["members"].fill(-1)
+        for index, (prompt, rows) in enumerate(groups_of(sequences, most=tables.members.shape[1])):
+            fresh["members"][index, : len(rows)] = rows
+            fresh["prompts"][index, : len(prompt.pages)] = prompt.pages
+            fresh["lengths"][index] = fresh["prompt_lengths"][rows] = len(prompt.token_ids)
+            fresh["group_of"][rows] = index
+        for name, values in fresh.items():
+            getattr(tables, name).copy_(torch.from_numpy(values))
+        # Rows without a sequence have no prompt: their splits must weigh nothing.
+        tables.tops.zero_()
 
-    def lengthen(self, sequences: list[Sequence]) -> None:
-        """Tell the kernels of pages that rows have got since; nobody waits for steps that are under way."""
-        assert self.tables is not None
+    def lengthen(self, sequences: list[SampledSequence]) -> None:
+        """Tell the kernels of pages that rows have got since, without waiting for steps that are under way."""
         own = torch.zeros(self.tables.own.shape, dtype=torch.int32, pin_memory=self.device.type == "cuda")
         lines = own.numpy()
         for row, sequence in enumerate(sequences):
@@ -154,12 +157,11 @@ class PagedCache:
     def attend(
         self, layer: int, query: Tensor, key: Tensor, value: Tensor, rows: Rows, options: dict[str, Any]
     ) -> Tensor:
-        """query (B, H, 1, D), key and value (B, H_kv, 1, ·) of the new token → (B, 1, H, E).
+        """Keep one more token per row, and attend to all that is kept: query (B, H, 1, D), key and value
+        (B, H_kv, 1, ·) of the new token → (B, 1, H, E).
 
         `options["rotation"]`: cosines and sines (B, 1, D) by which query and key are still to be rotated.
         """
-        tables = self.tables
-        assert tables is not None
         query, key, value = (x if x.stride(-1) == 1 else x.contiguous() for x in (query, key, value))
         count, heads, _, width = query.shape
         shared, size = key.shape[1], value.shape[-1]
@@ -169,18 +171,18 @@ class PagedCache:
             "BE": _power(size), "PAGE": PAGE, "BY_WINDOW": bool(options["window"]), "CAPPED": bool(options["softcap"]),
             "ROTATED": options.get("rotation") is not None,
         }  # fmt: skip
-        attend = self._attend_whole if tables.whole else self._attend_parts
-        attend(tables, layer, query, key, value, rows, options, out, constants)
+        attend = self._attend_whole if self.tables.whole else self._attend_splits
+        attend(layer, query, key, value, rows, options, out, constants)
         return out
 
     def _attend_whole(
-        self, tables: Tables, layer: int, query: Tensor, key: Tensor, value: Tensor, rows: Rows,
+        self, layer: int, query: Tensor, key: Tensor, value: Tensor, rows: Rows,
         options: dict[str, Any], out: Tensor, constants: dict[str, Any],
     ) -> None:  # fmt: skip
-        from rloom.generation.native import decode_kernels as kernels
+        from rloom.generation.native.kernels import decode_attention as kernels
 
+        tables, sinks = self.tables, options["sinks"]
         cos, sin = _angles(query, options)
-        sinks = options["sinks"]
         forms = WHOLE_FLOAT32 if query.dtype == torch.float32 else WHOLE
         tokens, warps, stages = for_width(forms, max(query.shape[-1], out.shape[-1]))
         kernels.attend_whole[(len(query), key.shape[1])](
@@ -192,36 +194,36 @@ class PagedCache:
             SINKS=sinks is not None, num_warps=warps, num_stages=min(stages, _most_stages(self.device)),
         )  # fmt: skip
 
-    def _attend_parts(
-        self, tables: Tables, layer: int, query: Tensor, key: Tensor, value: Tensor, rows: Rows,
+    def _attend_splits(
+        self, layer: int, query: Tensor, key: Tensor, value: Tensor, rows: Rows,
         options: dict[str, Any], out: Tensor, constants: dict[str, Any],
     ) -> None:  # fmt: skip
-        from rloom.generation.native import decode_kernels as kernels
+        from rloom.generation.native.kernels import decode_attention as kernels
 
+        tables, sinks = self.tables, options["sinks"]
         groups, most = tables.members.shape
         count, heads, repeat = len(query), constants["HEADS"], constants["REPEAT"]
-        parts = tables.on_prompt + tables.on_own
+        splits = tables.prompt_splits + tables.own_splits
         cos, sin = _angles(query, options)
         launch = launch_for(query.dtype, max(constants["D"], constants["E"]))
-        kernels.attend_parts[(groups * tables.on_prompt + count * tables.on_own, key.shape[1])](
+        kernels.attend_splits[(groups * tables.prompt_splits + count * tables.own_splits, key.shape[1])](
             query, key, value, cos, sin, self.addresses, layer, tables.sums, tables.tops, rows.positions, rows.cached,
-            tables.own, tables.members, tables.lengths, tables.prompts, groups, tables.on_prompt, tables.on_own,
+            tables.own, tables.members, tables.lengths, tables.prompts, groups, tables.prompt_splits, tables.own_splits,
             query.stride(0), query.stride(1), key.stride(0), key.stride(1), value.stride(0), value.stride(1),
             cos.stride(0), sin.stride(0), tables.own.shape[1], tables.prompts.shape[1], options["scale"],
             options["softcap"] or 1.0, options["window"] or 0, **constants, MOST=most, ROWS=_power(most * repeat),
             OWN_ROWS=_power(repeat), BN=launch.fold, num_warps=launch.warps,
             num_stages=min(launch.stages, _most_stages(self.device)),
         )  # fmt: skip
-        sinks = options["sinks"]
-        kernels.merge_parts[(count, heads)](
-            tables.sums, tables.tops, query if sinks is None else sinks, out, parts, HEADS=heads,
-            BP=FEW if parts <= FEW else 2 * STRETCHES, E=constants["E"], BE=constants["BE"], SINKS=sinks is not None,
-            num_warps=1,
+        kernels.merge_splits[(count, heads)](
+            tables.sums, tables.tops, query if sinks is None else sinks, out, splits, HEADS=heads,
+            BP=FEW_SPLITS if splits <= FEW_SPLITS else 2 * MOST_SPLITS, E=constants["E"], BE=constants["BE"],
+            SINKS=sinks is not None, num_warps=1,
         )  # fmt: skip
 
 
 def _angles(query: Tensor, options: dict[str, Any]) -> tuple[Tensor, Tensor]:
-    """Cosines and sines by which the kernel rotates; something, where it does not."""
+    """Cosines and sines by which the kernel rotates; any tensor, where it does not."""
     cos, sin = options.get("rotation") or (query, query)
     return (cos, sin) if cos.stride(-1) == sin.stride(-1) == 1 else (cos.contiguous(), sin.contiguous())
 
@@ -236,7 +238,7 @@ def _launches(geometry: Geometry) -> list[Launch]:
 
 
 def rows_at_once(geometry: Geometry, largest_group: int) -> int:
-    """Rows that one program takes to a stretch of their prompt."""
+    """Rows that attend to a split of their prompt in one program."""
     repeat = max(layer.query_heads // layer.heads for layer in geometry.layers)
     queries = min(launch.queries for launch in _launches(geometry))
     return max(1, min(queries // repeat, largest_group))
@@ -259,11 +261,11 @@ def make_tables(
     heads = max(layer.query_heads for layer in geometry.layers)
     width = max(layer.value_width for layer in geometry.layers)
     shared = min(layer.heads for layer in geometry.layers)
-    worth = min(launch.on_prompt for launch in _launches(geometry))
-    on_prompt = stretches(-(-max_prompt // worth), groups * shared)
-    on_own = stretches(-(-max_new_tokens // ON_OWN), count * shared)
+    worth = min(launch.prompt_split for launch in _launches(geometry))
+    prompt_splits = num_splits(-(-max_prompt // worth), groups * shared)
+    own_splits = num_splits(-(-max_new_tokens // OWN_SPLIT), count * shared)
     short: dict[str, Any] = {"dtype": torch.int32, "device": device}
-    lines = count * heads * (on_prompt + on_own)
+    lines = count * heads * (prompt_splits + own_splits)
     large = [other.sums for other in others or [] if len(other.sums) >= lines]
     return Tables(
         own=torch.zeros((count, -(-max_new_tokens // PAGE)), **short),
@@ -274,19 +276,19 @@ def make_tables(
         prompts=torch.zeros((groups, -(-max_prompt // PAGE)), **short),
         sums=large[0][:lines] if large else torch.empty((lines, width), dtype=torch.float32, device=device),
         tops=torch.zeros((lines, 2), dtype=torch.float32, device=device),
-        on_prompt=on_prompt,
-        on_own=on_own,
+        prompt_splits=prompt_splits,
+        own_splits=own_splits,
         whole=count * shared >= PROGRAMS // 2 and max_new_tokens >= SHORT * max_prompt,
     )
 
 
-def stretches(most: int, sequences: int) -> int:
-    """Into how many each of these is cut: no more than fill the GPU together, since every one has to be started.
+def num_splits(most: int, sequences: int) -> int:
+    """Splits of each of these sequences: no more than fill the GPU together, since every one has to be started.
 
-    >>> stretches(4, 256), stretches(4, 16), stretches(4, 1024)
+    >>> num_splits(4, 256), num_splits(4, 16), num_splits(4, 1024)
     (2, 4, 1)
     """
-    return max(1, min(most, PROGRAMS // sequences, STRETCHES))
+    return max(1, min(most, PROGRAMS // sequences, MOST_SPLITS))
 
 
 @functools.cache

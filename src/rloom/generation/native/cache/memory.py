@@ -7,7 +7,7 @@ import torch
 
 
 def free_memory(device: torch.device) -> int:
-    """Bytes, those included that torch keeps for later."""
+    """Bytes that are free, including those that torch has reserved and does not use."""
     if device.type != "cuda":
         return int(psutil.virtual_memory().available)
     free, _ = torch.cuda.mem_get_info(device)

@@ -1,8 +1,8 @@
-"""Linear layers that read the same input run as one product: query, key and value; gate and up; and what adapters add.
+"""Linear layers that read the same input, run as one product: query, key and value; gate and up; and LoRA adapters.
 
 A decode step multiplies few rows with many weights, and a product with a small matrix takes as long as its launch. The
-weights are laid one after the other in memory, and stay the model's own parameters there: nothing is copied when they
-are trained in place, and the next product sees what an update has written.
+weights are made contiguous, and stay the model's own parameters: nothing is copied when they are trained in place, and
+the next product sees what an update has written.
 """
 
 from __future__ import annotations
@@ -15,21 +15,23 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from rloom.generation.native.laid import can_be_laid, claim, is_claimed, laid_together, lie_in
-from rloom.generation.native.lora import is_lora_on_linear
-from rloom.generation.native.low_rank import LowRank, low_rank_of
+from rloom.generation.native.layers import Forwards
+from rloom.generation.native.layers.contiguous import can_be_contiguous, claim, is_claimed, lie_in, make_contiguous
+from rloom.generation.native.layers.lora import is_lora_on_linear
+from rloom.generation.native.layers.low_rank import LowRank, low_rank_of
 
 SIBLINGS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
+"""Names of layers that read the same input, in the order in which a model calls them."""
 
 
-class JoinedLayers:
-    """The siblings of a model, laid together. `copies`: layers that are to be run in place of others.
+class FusedLinears:
+    """The siblings of a model, each group as one product. `copies`: layers that are to be run in place of others.
 
     >>> block = nn.Module()
     >>> block.gate_proj, block.up_proj = nn.Linear(64, 32), nn.Linear(64, 32)
     >>> x = torch.randn(2, 1, 64)
     >>> expected = block.up_proj(x)
-    >>> (gate, run_gate), (up, run_up) = JoinedLayers(block).forwards()
+    >>> (gate, run_gate), (up, run_up) = FusedLinears(block).forwards
     >>> _ = run_gate(x)
     >>> torch.allclose(run_up(x), expected, atol=1e-6)
     True
@@ -39,12 +41,14 @@ class JoinedLayers:
         self.groups = [Siblings(*parts) for parts in _siblings(model, copies or {})]
         self.adapters = [group.adapters for group in self.groups if group.adapters is not None]
 
-    def forwards(self) -> list[tuple[nn.Module, Callable[[Tensor], Tensor]]]:
-        """The layers, each with the forward that uses the joined product; none that weights have been moved from."""
-        return [pair for group in self.groups if group.in_place() for pair in group.forwards]
+    @property
+    def forwards(self) -> Forwards:
+        """The layers, each with its part of the product; none whose weights have been moved since."""
+        return [pair for group in self.groups if group.is_contiguous() for pair in group.forwards]
 
+    @property
     def owners(self) -> list[nn.Module]:
-        """The layers whose forwards are replaced, while weights are where they were laid."""
+        """The layers whose forwards are replaced while their weights are contiguous."""
         return [owner for group in self.groups for owner in group.owners]
 
     def refresh(self) -> None:
@@ -59,41 +63,44 @@ class JoinedLayers:
 
 
 class Siblings:
-    """Layers that read one input, in the order in which they do, and their weights as one; with `adapters`, what those
-    add too."""
+    """Layers that read one input, in the order in which they do, with their weights as one matrix.
+
+    The first layer that is called computes the answers of all; the others return theirs. `owners` are the modules whose
+    forwards are replaced, `layers` those whose weights are used. With `adapters`, the product adds what those add.
+    """
 
     def __init__(self, owners: list[nn.Module], layers: list[nn.Linear], adapters: LowRank | None = None) -> None:
-        self.owners, self.layers = owners, layers  # whose forwards are replaced, and whose weights are used
-        self.adapters, behind = adapters, 0 if adapters is None else adapters.rows
-        self.weight = laid_together([x.weight for x in layers], behind)
-        self.bias = None if layers[0].bias is None else laid_together([x.bias for x in layers], behind)
+        self.owners, self.layers, self.adapters = owners, layers, adapters
+        extra_rows = 0 if adapters is None else adapters.rows
+        self.weight = make_contiguous([x.weight for x in layers], extra_rows)
+        self.bias = None if layers[0].bias is None else make_contiguous([x.bias for x in layers], extra_rows)
         if adapters is not None:
             claim(self.weight, adapters)
-            adapters.place(self.weight[-behind:])
+            adapters.place(self.weight[-extra_rows:])
         self.waiting: list[Tensor] = []  # the input of the first, and what the others will answer to it
-        self.apart: list[bool] = []  # not empty: they do not read the same input after all
+        self.differ: list[bool] = []  # not empty: they do not read the same input after all
         self.forwards = [(owner, self._forward(index)) for index, owner in enumerate(owners)]
 
-    def in_place(self) -> bool:
-        """Whether the layers' weights are where they were laid: they may have been moved or replaced since."""
+    def is_contiguous(self) -> bool:
+        """Whether the layers' weights still lie in the buffer: they may have been moved or replaced since."""
         weights_lie = lie_in(self.weight, [x.weight for x in self.layers])
         return weights_lie and (self.bias is None or lie_in(self.bias, [x.bias for x in self.layers]))
 
     def _forward(self, index: int) -> Callable[..., Tensor]:
         """Of one layer. Only for steps of one token a row: longer inputs gain nothing, and would keep more memory."""
-        waiting, apart, last = self.waiting, self.apart, len(self.layers) - 1
+        waiting, differ, last = self.waiting, self.differ, len(self.layers) - 1
         sizes, product = [x.out_features for x in self.layers], self._product()
         alone = _alone(self.owners[index], self.layers[index])
 
         def forward(x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-            if apart or args or kwargs or x.dim() < 3 or x.shape[-2] > 1:
+            if differ or args or kwargs or x.dim() < 3 or x.shape[-2] > 1:
                 return alone(x, *args, **kwargs)
             if index == 0:
                 answers = product(x).split(sizes, -1)
                 waiting[:] = [x, *answers[1:]] if last else []
                 return answers[0]
             if not waiting or waiting[0] is not x:
-                apart.append(True)
+                differ.append(True)
                 waiting.clear()
                 return alone(x)
             answer = waiting[index]
@@ -127,19 +134,20 @@ def _alone(owner: Any, layer: nn.Linear) -> Callable[..., Tensor]:
 def _siblings(
     model: nn.Module, copies: Mapping[nn.Module, nn.Linear]
 ) -> Iterator[tuple[list[nn.Module], list[nn.Linear], LowRank | None]]:
+    """Arguments of each [`Siblings`]. A single layer is one too where its adapter becomes part of its product."""
     done: set[nn.Module] = set()
     single = ([module] for module in model.modules() if is_lora_on_linear(module))
     for parts in itertools.chain(siblings_in(model), single):
-        layers = [copies.get(part) or _plain(part) for part in parts]
-        found = [layer for layer in layers if layer is not None]
-        if len(found) < len(parts) or not done.isdisjoint(parts) or not _can_join(found):
+        found = [layer for part in parts if (layer := copies.get(part) or _plain(part)) is not None]
+        if len(found) < len(parts) or not done.isdisjoint(parts) or not _can_fuse(found):
             continue
         can_adapt = copies.keys().isdisjoint(parts) and not is_claimed(found[0].weight)
         adapters = low_rank_of(parts, found) if can_adapt else None
         if len(parts) > 1 or adapters is not None:
             done.update(parts)
-            keep = adapters is not None
-            yield [p if keep or p in copies else f for p, f in zip(parts, found, strict=True)], found, adapters
+            # Under adapters that are part of the product the adapted layer's forward is replaced, else the base's.
+            is_adapted = adapters is not None
+            yield [p if is_adapted or p in copies else f for p, f in zip(parts, found, strict=True)], found, adapters
 
 
 def siblings_in(model: nn.Module) -> Iterator[list[nn.Module]]:
@@ -153,14 +161,14 @@ def siblings_in(model: nn.Module) -> Iterator[list[nn.Module]]:
 
 def _plain(layer: Any) -> nn.Linear | None:
     """The linear layer itself, or the one under an adapter; None for any other kind."""
-    if hasattr(layer, "parameter_name"):  # an adapter of the weight itself, which it changes while it is used
+    # An adapter of the weight itself (peft's `target_parameters`) changes it while it is used.
+    if hasattr(layer, "parameter_name"):
         return None
     layer = getattr(layer, "base_layer", layer)
-    if type(layer) is not nn.Linear or "forward" in layer.__dict__:  # quantized, or accelerate moves its weights about
-        return None
-    return layer
+    # Other layers are quantized, or have a forward by which accelerate moves their weights.
+    return layer if type(layer) is nn.Linear and "forward" not in layer.__dict__ else None
 
 
-def _can_join(layers: list[nn.Linear]) -> bool:
+def _can_fuse(layers: list[nn.Linear]) -> bool:
     alike = {(len(list(x.parameters())), x.in_features, x.weight.dtype, x.weight.device) for x in layers}
-    return len(alike) == 1 and can_be_laid([p for layer in layers for p in layer.parameters()])
+    return len(alike) == 1 and can_be_contiguous([p for layer in layers for p in layer.parameters()])

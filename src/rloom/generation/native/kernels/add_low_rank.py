@@ -7,11 +7,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-COLUMNS = 64
-"""To a program. Each belongs to one layer: their sizes are multiples of it."""
-
 RANKS = 64
-"""At a time, of large adapters."""
+"""Of large adapters, so many at a time."""
 
 
 @triton.jit(do_not_specialize=["rows"])
@@ -36,14 +33,16 @@ def _add_low_rank(  # type: ignore[no-untyped-def]
 
 
 def add_low_rank(base: Tensor, low: Tensor, up: Tensor, layer_of: Tensor) -> Tensor:
-    """(B, 1, N) of `base` (B, 1, N), `low` (B, 1, layers · R), `up` (R, N), and the layer of each `COLUMNS` columns."""
+    """base (B, 1, N) + low (B, 1, layers · R) · up (R, N). `layer_of` says which layer's R columns of `low` a program
+    takes: each program has an equal part of the N columns."""
     rank, n = up.shape
+    columns = n // len(layer_of)
     out = torch.empty(base.shape, dtype=base.dtype, device=base.device)
     base, low = (x.flatten(0, -2) if x.stride(-1) == 1 else x.flatten(0, -2).contiguous() for x in (base, low))
     at_once = min(RANKS, triton.next_power_of_2(rank))
     block = 16 if len(base) <= 16 else 32
-    _add_low_rank[(n // COLUMNS, triton.cdiv(len(base), block))](
+    _add_low_rank[(len(layer_of), triton.cdiv(len(base), block))](
         base, low, up, layer_of, out, len(base), base.stride(0), low.stride(0), N=n, RANK=rank, AT_ONCE=at_once,
-        ROWS=block, COLUMNS=COLUMNS, num_warps=4,
+        ROWS=block, COLUMNS=columns, num_warps=4,
     )  # fmt: skip
     return out

@@ -1,4 +1,5 @@
-"""Gate, up and their activation as one product, where a model's blocks are made so and the GPU has a kernel for it."""
+"""SwiGLU blocks, down(silu(gate(x)) · up(x)): gate, up and their activation as one kernel, on the GPUs that it was
+written for."""
 
 from __future__ import annotations
 
@@ -10,39 +11,45 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from rloom.generation.native.joined import JoinedLayers, Siblings
+from rloom.generation.native.layers import Forwards
+from rloom.generation.native.layers.fused_linear import FusedLinears, Siblings
+from rloom.generation.native.operators import define_operator
 from rloom.models.fused import forwards_replaced
 from rloom.models.verify import agrees
 
 PARTS = ("gate_proj", "up_proj", "act_fn")
-"""Of a block, that the kernel stands in for."""
+"""What the kernel stands in for in a block."""
 
-ROWS = (4, 100, 130)
-"""With so many the kernels are tried: each has a form of its own."""
+TRIED_ROWS = (4, 100, 130)
+"""Numbers of rows with which the kernels are tried: each has a form of its own."""
 
 
-class GatedBlocks:
-    """Blocks that are down(silu(gate(x)) · up(x)), with gate and up laid together."""
+class SwigluBlocks:
+    """Blocks that are down(silu(gate(x)) · up(x)), and whose gate and up are fused."""
 
-    def __init__(self, joined: JoinedLayers, model: nn.Module) -> None:
+    def __init__(self, linears: FusedLinears, model: nn.Module) -> None:
         tried: dict[Any, bool] = {}
         self.blocks = [
             (group, (block, _forward(block, group.weight)))
-            for block, group in _candidates(joined, model)
-            if _is_gated(block, group) and _kernel_works(group.weight, tried)
+            for block, group in _candidates(linears, model)
+            if _is_swiglu(block, group) and _kernel_works(group.weight, tried)
         ]
 
-    def forwards(self) -> list[tuple[nn.Module, Callable[..., Tensor]]]:
-        """The blocks, each with the forward that uses the product; none that weights have been moved from."""
-        return [pair for group, pair in self.blocks if group.in_place()]
+    @property
+    def forwards(self) -> Forwards:
+        """The blocks, each with the forward that uses the kernel; none whose weights have been moved since."""
+        return [pair for group, pair in self.blocks if group.is_contiguous()]
+
+    def refresh(self) -> None:
+        """Nothing to do: the kernel reads the model's own weights."""
 
 
-def _candidates(joined: JoinedLayers, model: nn.Module) -> Iterator[tuple[Any, Siblings]]:
-    """Blocks whose gate and up are plain layers that nobody listens to: what adapters and hooks do would be missing."""
-    laid = {tuple(map(id, group.owners)): group for group in joined.groups}
+def _candidates(linears: FusedLinears, model: nn.Module) -> Iterator[tuple[Any, Siblings]]:
+    """Blocks whose gate and up are plain layers without hooks: what adapters and hooks do would be missing."""
+    groups = {tuple(map(id, group.owners)): group for group in linears.groups}
     for block in model.modules():
         parts = [getattr(block, name, None) for name in PARTS]
-        group = laid.get((id(parts[0]), id(parts[1])))
+        group = groups.get((id(parts[0]), id(parts[1])))
         if group is None or group.bias is not None or group.adapters is not None or not has_kernel(group.weight):
             continue
         if "forward" not in block.__dict__ and not any(_has_hooks(part) for part in parts):
@@ -60,25 +67,27 @@ def has_kernel(weight: Tensor) -> bool:
     if torch.version.hip or torch.cuda.get_device_capability(weight.device)[0] != 9:
         return False
     try:
-        from rloom.generation.native.gated_kernels import holds
-    except ImportError:  # no Triton, or one without tensor descriptors
+        from rloom.generation.native.kernels.swiglu_product import holds
+    # There is no Triton, or one without tensor descriptors.
+    except ImportError:
         return False
     return holds(len(weight) // 2, weight.device)
 
 
-def _is_gated(block: Any, group: Siblings) -> bool:
-    with forwards_replaced(group.forwards):  # an adapter's, where it is merged
-        return is_gated(block, *(layer.weight for layer in group.layers))
+def _is_swiglu(block: Any, group: Siblings) -> bool:
+    # With the forwards that run merged copies, where adapters are merged.
+    with forwards_replaced(group.forwards):
+        return is_swiglu(block, *(layer.weight for layer in group.layers))
 
 
 @torch.no_grad()
-def is_gated(block: Any, gate: Tensor | None = None, up: Tensor | None = None) -> bool:
+def is_swiglu(block: Any, gate: Tensor | None = None, up: Tensor | None = None) -> bool:
     """Whether a block does what its parts' names say: no other activation, nothing in between, no limits.
 
     >>> from transformers import LlamaConfig
     >>> from transformers.models.llama.modeling_llama import LlamaMLP
     >>> make = lambda act: LlamaMLP(LlamaConfig(hidden_size=64, intermediate_size=16, hidden_act=act))
-    >>> is_gated(make("silu")), is_gated(make("gelu"))
+    >>> is_swiglu(make("silu")), is_swiglu(make("gelu"))
     (True, False)
     """
     down = block._modules.get("down_proj")
@@ -88,14 +97,18 @@ def is_gated(block: Any, gate: Tensor | None = None, up: Tensor | None = None) -
     up = block.up_proj.weight if up is None else up
     in_training = [module for module in block.modules() if module.training]
     drawn = torch.randn((1, 2, gate.shape[1]), generator=torch.Generator().manual_seed(0))
-    drawn[:, 1] *= 1000  # some models clamp what is large
+    # Some models clamp what is large.
+    drawn[:, 1] *= 1000
     x = drawn.to(gate.device, gate.dtype)
     try:
-        block._modules["down_proj"] = nn.Identity()  # weights of zero would hide what comes before them
-        for module in in_training:  # dropout would draw
+        # Without `down`, whose weights may be zero and hide what comes before them.
+        block._modules["down_proj"] = nn.Identity()
+        # Dropout would draw from the process' random state.
+        for module in in_training:
             module.training = False
         found = block.forward(x)
-    except Exception:  # it takes other arguments, or does other things with its parts
+    # It takes other arguments, or does other things with its parts.
+    except Exception:
         return False
     finally:
         block._modules["down_proj"] = down
@@ -110,7 +123,7 @@ def _kernel_works(weight: Tensor, tried: dict[Any, bool]) -> bool:
     """Whether the kernel runs here and is right, tried once for weights of a shape: else blocks stay as they are."""
     key = (weight.shape, weight.dtype, weight.device)
     if key not in tried:
-        trials = (functools.partial(_trial, weight, rows) for rows in ROWS)
+        trials = (functools.partial(_trial, weight, rows) for rows in TRIED_ROWS)
         tried[key] = all(agrees(trial, "gate and up are not run as one product") for trial in trials)
     return tried[key]
 
@@ -130,28 +143,22 @@ def _forward(block: Any, weight: Tensor) -> Callable[..., Tensor]:
     def forward(x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         if args or kwargs or x.dim() != 3 or x.shape[1] > 1 or x.dtype != weight.dtype:
             return own(x, *args, **kwargs)
-        product = torch.ops.rloom.gated_product(x.flatten(0, 1), weight)
+        product = torch.ops.rloom.swiglu_product(x.flatten(0, 1), weight)
         return block.down_proj(product.unsqueeze(1))
 
     return forward
 
 
 def _run(x: Tensor, weight: Tensor) -> Tensor:
-    from rloom.generation.native import gated_kernels as kernels
+    from rloom.generation.native.kernels import swiglu_product as kernels
 
     if len(x) <= kernels.MOST_ROWS:
-        return kernels.gated_product(x.contiguous(), weight)
-    return kernels.activation(functional.linear(x, weight))
+        return kernels.swiglu_product(x.contiguous(), weight)
+    return kernels.swiglu(functional.linear(x, weight))
 
 
-_library = torch.library.Library("rloom", "FRAGMENT")
-_library.define("gated_product(Tensor x, Tensor weight) -> Tensor")
-_library.impl("gated_product", _run, "CUDA")
-_library.impl("gated_product", _run, "CPU")
-
-
-def _shape(x: Tensor, weight: Tensor) -> Tensor:
-    return x.new_empty((x.shape[0], weight.shape[0] // 2))
-
-
-torch.library.register_fake("rloom::gated_product", _shape)
+define_operator(
+    "swiglu_product(Tensor x, Tensor weight) -> Tensor",
+    _run,
+    lambda x, weight: x.new_empty((x.shape[0], weight.shape[0] // 2)),
+)

@@ -7,20 +7,22 @@ row; sorting a vocabulary would take as long as the rest of a decode step. Equal
 from __future__ import annotations
 
 import math
-from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from rloom.generation.native.sampling.sampler import Sampler
+
+# Logits that are read at a time.
 BLOCK = 8192
+
 DIGITS = {torch.bfloat16: 16, torch.float16: 20, torch.float32: 32}
 """Bits of a float32 in which logits of a type differ."""
 
-
 LEAST_TOP_P = 1e-30
-"""Less would be nothing in float32, and keep nothing; this keeps the likeliest."""
+"""Less would be 0 in float32, and keep no token; this keeps the likeliest."""
 
 
 @triton.jit
@@ -76,12 +78,13 @@ def _search(  # type: ignore[no-untyped-def]
         found = found | (digit << shift)
         shift = shift - 2
     rest = (one << (32 - BITS)) - 1 if BITS < 32 else one - one
-    return tl.where((found >> 31) != 0, found, found | rest)  # bits that were not looked at are 0, in negative keys 1
+    # Bits that were not looked at are 0, and in the keys of negative numbers 1.
+    return tl.where((found >> 31) != 0, found, found | rest)
 
 
 @triton.jit
 def _bound(  # type: ignore[no-untyped-def]
-    logits, parts, bounds, stride, width, stretches, inverse, top_k, top_p, log_min_p,
+    logits, parts, bounds, stride, width, blocks, inverse, top_k, top_p, log_min_p,
     TOP_K: tl.constexpr, TOP_P: tl.constexpr, MIN_P: tl.constexpr, BITS: tl.constexpr, PARTS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
@@ -89,7 +92,7 @@ def _bound(  # type: ignore[no-untyped-def]
     row = tl.program_id(0).to(tl.int64)
     line = logits + row * stride
     index = tl.arange(0, PARTS)
-    tops = tl.load(parts + (row * stretches + index) * 3, mask=index < stretches, other=-float("inf"))
+    tops = tl.load(parts + (row * blocks + index) * 3, mask=index < blocks, other=-float("inf"))
     top = tl.max(tops, 0)
     least = tl.full((), 0, tl.uint32)
     if TOP_K:
@@ -107,16 +110,16 @@ def _bound(  # type: ignore[no-untyped-def]
     tl.store(bounds + row, bound)
 
 
-def bounds_of(logits: Tensor, parts: Tensor, sampler: Any) -> Tensor:
+def bounds_of(logits: Tensor, parts: Tensor, sampler: Sampler) -> Tensor:
     """(B,): the least of each row's logits, over the temperature, that may be drawn. `parts`: the sums of the rows."""
     rows, width = logits.shape
-    stretches = parts.shape[1]
+    blocks = parts.shape[1]
     bounds = torch.empty(rows, dtype=torch.float32, device=logits.device)
     log_min_p = math.log(sampler.min_p) if sampler.min_p else 0.0
     _bound[(rows,)](
-        logits, parts, bounds, logits.stride(0), width, stretches, 1.0 / sampler.temperature,
+        logits, parts, bounds, logits.stride(0), width, blocks, 1.0 / sampler.temperature,
         min(sampler.top_k or 0, width), max(sampler.top_p, LEAST_TOP_P), log_min_p,
         TOP_K=bool(sampler.top_k), TOP_P=sampler.top_p < 1.0, MIN_P=bool(sampler.min_p),
-        BITS=DIGITS.get(logits.dtype, 32), PARTS=triton.next_power_of_2(stretches), BLOCK=BLOCK, num_warps=16,
+        BITS=DIGITS.get(logits.dtype, 32), PARTS=triton.next_power_of_2(blocks), BLOCK=BLOCK, num_warps=16,
     )  # fmt: skip
     return bounds

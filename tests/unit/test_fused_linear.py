@@ -1,4 +1,4 @@
-"""Linear layers that are laid together: the same products, the same parameters, the same files."""
+"""Linear layers that are fused: the same products, the same parameters, the same files."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from rloom.generation import NativeEngine, Sampling
-from rloom.generation.native.joined import JoinedLayers
+from rloom.generation.native.layers.fused_linear import FusedLinears
 from rloom.models.attention import forwards_replaced
 from rloom.types import Prompt
 
@@ -45,16 +45,16 @@ def storages(model):
 def test_one_product_gives_the_same_logits():
     model = make()
     expected = model(IDS, use_cache=False).logits
-    joined = JoinedLayers(model)
-    assert len(joined.forwards()) == 3 * 5
-    with forwards_replaced(joined.forwards()), counted() as products:
+    linears = FusedLinears(model)
+    assert len(linears.forwards) == 3 * 5
+    with forwards_replaced(linears.forwards), counted() as products:
         torch.testing.assert_close(model(IDS, use_cache=False).logits, expected)
     assert products.count == 3 * 4 + 1  # query with key and value, output, gate with up, down; and the head
-    assert not any(group.waiting for group in joined.groups)
+    assert not any(group.waiting for group in linears.groups)
     torch.testing.assert_close(model(IDS, use_cache=False).logits, expected)
     prompts = IDS.view(2, 6)  # longer inputs run apart
     expected = model(prompts, use_cache=False).logits
-    with forwards_replaced(joined.forwards()), counted() as products:
+    with forwards_replaced(linears.forwards), counted() as products:
         torch.testing.assert_close(model(prompts, use_cache=False).logits, expected)
     assert products.count == 3 * 7 + 1
 
@@ -63,24 +63,24 @@ def test_weights_stay_parameters_of_their_own_and_take_no_more_memory():
     model, before = make(), copy.deepcopy(make().state_dict())
     total = sum(storages(model).values())
     for _ in range(2):  # a second engine lays them together anew
-        joined = JoinedLayers(model)
+        linears = FusedLinears(model)
         assert sum(storages(model).values()) == total
-        assert len(joined.forwards()) == 3 * 5
+        assert len(linears.forwards) == 3 * 5
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
-    assert joined.groups[0].weight.data_ptr() == model.model.layers[0].self_attn.q_proj.weight.data_ptr()
+    assert linears.groups[0].weight.data_ptr() == model.model.layers[0].self_attn.q_proj.weight.data_ptr()
 
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
     model(IDS.T, labels=IDS.T, use_cache=False).loss.backward()
     optimizer.step()
     with torch.no_grad():
         expected = model(IDS, use_cache=False).logits
-        with forwards_replaced(joined.forwards()):  # what was made before the update
+        with forwards_replaced(linears.forwards):  # what was made before the update
             torch.testing.assert_close(model(IDS, use_cache=False).logits, expected)
 
 
 def test_saved_and_copied_as_before(tmp_path):
     model = make()
-    JoinedLayers(model)
+    FusedLinears(model)
     state = model.state_dict()
     model.save_pretrained(tmp_path / "a")
     Accelerator(cpu=True).save_model(model, tmp_path / "b")
@@ -101,7 +101,7 @@ def test_saved_and_copied_as_before(tmp_path):
 def test_under_an_adapter_the_base_is_joined():
     model = get_peft_model(make(), LoraConfig(r=2, target_modules=["q_proj", "v_proj"], init_lora_weights=False)).eval()
     expected = model(IDS, use_cache=False).logits
-    pairs = JoinedLayers(model).forwards()
+    pairs = FusedLinears(model).forwards
     assert len(pairs) == 3 * 5
     with forwards_replaced(pairs):
         torch.testing.assert_close(model(IDS, use_cache=False).logits, expected)
@@ -125,38 +125,38 @@ class Odd(nn.Module):
 def test_a_module_that_reads_other_inputs_is_answered_right():
     module, x = Odd(), torch.randn(3, 1, 32)
     expected = module(x)
-    joined = JoinedLayers(module)
-    assert len(joined.forwards()) == 3
-    with forwards_replaced(joined.forwards()), counted() as products:
+    linears = FusedLinears(module)
+    assert len(linears.forwards) == 3
+    with forwards_replaced(linears.forwards), counted() as products:
         torch.testing.assert_close(module(x), expected)
         torch.testing.assert_close(module(x), expected)
     assert products.count == 2 * 5  # nothing is computed for nobody
-    assert joined.groups[0].waiting == []
+    assert linears.groups[0].waiting == []
 
 
 def test_what_does_not_fit_is_left_alone():
-    joined = lambda module: JoinedLayers(module).groups  # noqa: E731
-    assert joined(Odd(bias=(True, False, True))) == []
-    assert joined(Odd(out=33)) == []  # the next weight would begin at an odd address
+    linears = lambda module: FusedLinears(module).groups  # noqa: E731
+    assert linears(Odd(bias=(True, False, True))) == []
+    assert linears(Odd(out=33)) == []  # the next weight would begin at an odd address
     moved = Odd()
     moved.k_proj.forward = moved.k_proj.forward  # as accelerate does where weights are moved about
-    assert joined(moved) == []
+    assert linears(moved) == []
     flat = Odd()  # as DeepSpeed keeps weights: it writes to its own buffer, and they must stay views of that
     buffer = torch.cat([p.detach().flatten() for p in flat.parameters()])
     for p, part in zip(flat.parameters(), buffer.split([p.numel() for p in flat.parameters()]), strict=True):
         p.data = part.view(p.shape)
-    assert joined(flat) == []
+    assert linears(flat) == []
     seen = Odd().share_memory()  # by other processes
-    assert joined(seen) == []
+    assert linears(seen) == []
     mixed = Odd()
     mixed.v_proj.to(torch.bfloat16)
-    assert joined(mixed) == []
+    assert linears(mixed) == []
     tied = Odd()
     tied.v_proj.weight = tied.k_proj.weight
-    assert joined(tied) == []
+    assert linears(tied) == []
     same = Odd()
     same.v_proj = same.k_proj
-    assert joined(same) == []
+    assert linears(same) == []
 
 
 @torch.no_grad()
@@ -178,14 +178,14 @@ def test_weights_that_are_replaced_are_used():
         assert engine.runner is not None
     total = sum(storages(model).values())
     list(engine.generate(prompts, 2, seed=5))
-    assert len(engine.runner.joined.forwards()) == 3 * 5  # laid together again
+    assert len(engine.runner.layers.linears.forwards) == 3 * 5  # fused again
     assert sum(storages(model).values()) <= total
 
 
 def test_in_inference_mode_weights_stay_trainable():
     model = make()
     with torch.inference_mode():
-        JoinedLayers(model)
+        FusedLinears(model)
     model(IDS.T, labels=IDS.T, use_cache=False).loss.backward()
 
 
@@ -195,7 +195,7 @@ def test_compiled_layers_are_compiled_once():
 
     model, counter = make(), CompileCounter()
     expected = model(IDS, use_cache=False).logits
-    pairs = JoinedLayers(model).forwards()
+    pairs = FusedLinears(model).forwards
     layers = [
         (layer, torch.compile(layer.forward, backend=counter, dynamic=True, fullgraph=True))
         for layer in model.model.layers

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from rloom.generation.base import Sampling
-from rloom.generation.native.noise import uniform
+from rloom.generation.native.sampling.noise import uniform
 from rloom.models.triton_support import runs_kernels
 
 
@@ -41,14 +41,16 @@ class Sampler:
         self.temperature = sampling.temperature or 1.0
         self.top_k, self.top_p, self.min_p = sampling.top_k, sampling.top_p, sampling.min_p
         self.penalty = sampling.repetition_penalty
-        self.never = torch.tensor(list(never), dtype=torch.long) if never else None  # tokens that are not drawn
-        self.bounded = bool(self.top_k) or self.top_p < 1.0 or bool(self.min_p)  # from some logit upwards
+        # Tokens that are not drawn.
+        self.never = torch.tensor(list(never), dtype=torch.long) if never else None
+        # Whether only tokens from some logit upwards are drawn.
+        self.bounded = bool(self.top_k) or self.top_p < 1.0 or bool(self.min_p)
         self.filters = self.bounded or self.penalty != 1.0 or bool(never)
 
     def __call__(self, logits: Tensor, keys: Tensor, positions: Tensor, seen: Tensor | None = None) -> Drawn:
         """From logits (B, V); `seen` (B, V) marks tokens that the repetition penalty is about."""
         if runs_kernels(logits.device):
-            from rloom.generation.native.sample_kernels import draw
+            from rloom.generation.native.kernels.draw import draw
 
             return draw(logits, self.changed(logits, seen), keys, positions, self)
         z = logits.float() / self.temperature
@@ -88,7 +90,8 @@ class Sampler:
 def _nucleus(z: Tensor, top_p: float) -> Tensor:
     """The smallest set of likeliest tokens whose probability reaches top_p; never empty."""
     ordered, order = z.sort(-1)
-    before = ordered.softmax(-1).cumsum(-1)  # ascending: what a token and all less likely ones hold together
+    # Ascending: what a token and all less likely ones have together.
+    before = ordered.softmax(-1).cumsum(-1)
     kept = before > 1.0 - top_p
     kept[..., -1] = True
     return torch.zeros_like(kept).scatter(-1, order, kept)
@@ -100,4 +103,5 @@ def _inverse(z: Tensor, u: Tensor) -> Tensor:
     sums = p.cumsum(-1)
     passed = (sums > u.unsqueeze(-1) * sums[:, -1:]) & (p > 0)
     first = passed.int().argmax(-1)
-    return torch.where(passed.any(-1), first, z.argmax(-1))  # rounding may leave nothing: the likeliest then
+    # Rounding may leave no token: then it is the likeliest.
+    return torch.where(passed.any(-1), first, z.argmax(-1))

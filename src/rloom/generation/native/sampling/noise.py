@@ -36,4 +36,5 @@ def uniform(keys: Tensor, positions: Tensor) -> Tensor:
     """
     x = _mixed((keys & MASK) ^ _mixed((positions + 0x9E3779B9) & MASK))
     x = _mixed(x ^ ((keys >> 31) & MASK))
-    return (x >> 9).float() * 2.0**-23 + 2.0**-24  # exact in float32: neither 0 nor 1
+    # Exact in float32: neither 0 nor 1.
+    return (x >> 9).float() * 2.0**-23 + 2.0**-24

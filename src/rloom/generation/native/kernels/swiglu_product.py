@@ -1,4 +1,4 @@
-"""Triton kernel of gate, up and their activation as one product, for the few rows of a decode step.
+"""Triton kernel of SwiGLU, silu(gate) · up, as one product, for the few rows of a decode step.
 
 A program takes a strip of columns through all of the weights' depth. Strips are powers of two, so that one to each
 processor seldom covers all columns: what is left goes to the first programs, `BX` columns more to each. A strip of the
@@ -15,10 +15,19 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-DEPTH = 64  # of a tile
-ROOM = 200 * 1024  # bytes of shared memory for tiles that are on their way
+# Of a tile.
+DEPTH = 64
+
+# Bytes of shared memory for tiles that are being loaded.
+ROOM = 200 * 1024
+
+# Tiles that are being loaded, at most.
 STAGES = 5
-MOST_COLUMNS = 144  # to a program
+
+# Columns to a program, at most: their sums lie in its registers.
+MOST_COLUMNS = 144
+
+# Rows that the kernel takes, at most.
 MOST_ROWS = 128
 
 
@@ -38,7 +47,7 @@ def _activated(both, dtype: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr):  
 
 
 @triton.jit(do_not_specialize=["M"])
-def _gated(  # type: ignore[no-untyped-def]
+def _swiglu_product(  # type: ignore[no-untyped-def]
     x, weight, more_weight, out, M, N, K,
     BM: tl.constexpr, BN: tl.constexpr, BX: tl.constexpr, BK: tl.constexpr, STRIPS: tl.constexpr,
 ):  # fmt: skip
@@ -64,7 +73,7 @@ def _gated(  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _activation(both, out, N, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+def _swiglu(both, out, N, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
     """both (M, 2 · N) → out (M, N). Grid (M, blocks of N)."""
     row, n = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     gate = tl.load(both + row * 2 * N + n, mask=n < N, other=0.0)
@@ -72,15 +81,15 @@ def _activation(both, out, N, BLOCK: tl.constexpr):  # type: ignore[no-untyped-d
     tl.store(out + row * N + n, _silu_times(gate, up), mask=n < N)
 
 
-def activation(both: Tensor) -> Tensor:
+def swiglu(both: Tensor) -> Tensor:
     """silu(gate) · up of (M, 2 · N)."""
     count, size = both.shape[0], both.shape[1] // 2
     out = both.new_empty((count, size))
-    _activation[(count, triton.cdiv(size, 1024))](both, out, size, BLOCK=1024, num_warps=4)
+    _swiglu[(count, triton.cdiv(size, 1024))](both, out, size, BLOCK=1024, num_warps=4)
     return out
 
 
-def gated_product(x: Tensor, weight: Tensor, *, programs: int | None = None) -> Tensor:
+def swiglu_product(x: Tensor, weight: Tensor, *, programs: int | None = None) -> Tensor:
     """silu(x · gateᵀ) · (x · upᵀ) for x (M, K), M up to 128, and weight (2 · N, K): the gate's, then up's."""
     count, depth = x.shape
     assert count <= MOST_ROWS
@@ -90,7 +99,7 @@ def gated_product(x: Tensor, weight: Tensor, *, programs: int | None = None) -> 
     box = lambda columns: TensorDescriptor(weight, [2, size, depth], [size * depth, depth, 1], [2, columns, DEPTH])  # noqa: E731
     out = x.new_empty((count, size))
     stage = (tall + 2 * strip + 2 * more) * DEPTH * x.element_size()
-    _gated[(strips,)](
+    _swiglu_product[(strips,)](
         TensorDescriptor(x, [count, depth], [depth, 1], [tall, DEPTH]), box(strip), box(more or strip), out, count,
         size, depth, BM=tall, BN=strip, BX=more, BK=DEPTH, STRIPS=strips, num_warps=tall // 16,
         num_stages=max(2, min(STAGES, ROOM // stage)),
@@ -120,6 +129,7 @@ def plan(columns: int, programs: int) -> tuple[int, int, int]:
 
 @functools.cache
 def _processors(device: torch.device) -> int:
-    if device.type != "cuda":  # in the interpreter
+    # Triton's interpreter runs on a CPU.
+    if device.type != "cuda":
         return 4
     return torch.cuda.get_device_properties(device).multi_processor_count

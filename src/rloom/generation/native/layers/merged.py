@@ -1,8 +1,8 @@
 """Layers under a LoRA adapter, run as single products with copies of their weights into which the adapter is merged.
 
 An adapter adds two small products and an addition to each layer, which in a decode step cost more than they compute.
-The copies are made anew for each rollout and stay where they are, so that captured graphs read them. They take memory,
-and in half precision they round part of what the adapter adds away: there it is done only if it is asked for.
+The copies are filled again for each rollout and stay where they are, so that captured graphs read them. They take
+memory, and in half precision they round part of what the adapter adds away: there it is done only if it is asked for.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from rloom.generation.native.joined import siblings_in
-from rloom.generation.native.lora import is_lora_on_linear, parts_of
-from rloom.generation.native.memory import free_memory
+from rloom.generation.native.cache.memory import free_memory
+from rloom.generation.native.layers.fused_linear import siblings_in
+from rloom.generation.native.layers.lora import is_lora_on_linear, parts_of
 from rloom.printable import get_logger
 
 logger = get_logger(__name__)
@@ -26,8 +26,8 @@ SHARE_FOR_COPIES = 0.25
 
 
 class MergedLayers:
-    """Copies for a model's layers under adapters that are in use; `asked`: None, where that is exact and there is room.
-    `forwards`: the layers, each with the forward that uses its copy.
+    """Copies for a model's layers under adapters that are in use. `asked`: whether to merge; None, where that is exact
+    and there is room.
 
     >>> from peft import LoraConfig, get_peft_model
     >>> from transformers import LlamaConfig, LlamaForCausalLM
@@ -93,7 +93,8 @@ def _plain_siblings(copies: dict[nn.Module, nn.Linear], model: nn.Module) -> lis
 def _copy(base: nn.Linear) -> nn.Linear:
     copy = nn.Linear(base.in_features, base.out_features, bias=False, device="meta")
     copy.weight = nn.Parameter(base.weight.detach().clone(), requires_grad=False)
-    copy.bias = base.bias  # itself: it may be trained
+    # The bias itself: it may be trained.
+    copy.bias = base.bias
     return copy
 
 

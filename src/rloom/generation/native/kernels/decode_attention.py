@@ -1,23 +1,21 @@
-"""Triton kernels of a decode step: attention over paged keys and values, and the rows' bookkeeping.
+"""Triton kernels of a decode step's attention over paged keys and values.
 
-Flash decoding in two launches. `attend_parts` has two kinds of programs: some take a stretch of a prompt and all rows
-that share it, (rows · repeat) queries at once; the others a stretch of one row's own tokens. Each leaves a partial
-sum; `merge_parts` joins a row's. The program of a row's first stretch also writes the new key and value into their
-page, and counts them in from where they are. Queries and the new key may come before their rotation: every program
-turns what it loads, which costs less than a launch that does it for all.
+Flash decoding (split-KV) in two launches. `attend_splits` has two kinds of programs: some take a split of a prompt and
+all rows that share it, (rows · repeat) queries at once; the others a split of one row's own tokens. Each leaves a
+partial sum; `merge_splits` adds up a row's. The program of a row's first own split also writes the new key and value
+into their page. Queries and the new key may come before their rotation: every program rotates what it loads, which
+costs less than a launch that does it for all.
 
 Where there are rows enough to fill the GPU and prompts are short beside completions, `attend_whole` does all of a row
 in one program, and reads the prompt once for each.
 
-Where the pages lie is read from a table of addresses: a captured graph outlives the memory it was captured with.
+The addresses of the pages are read from a table: a captured graph outlives the memory it was captured with.
 
 Numbers that change from batch to batch, or from layer to layer, are arguments of which Triton makes nothing special
 (`do_not_specialize`): it would compile a kernel anew for each that turns 1, odd or divisible by 16.
 """
 
 from __future__ import annotations
-
-from typing import Any
 
 import triton
 import triton.language as tl
@@ -43,7 +41,7 @@ def keep_prompts(  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _load_turned(  # type: ignore[no-untyped-def]
+def _load_rotated(  # type: ignore[no-untyped-def]
     x, cos, sin, d, there, known, D: tl.constexpr, ROTATED: tl.constexpr
 ):  # fmt: skip
     """Lines of queries or keys, rotated by their positions' angles if they come without: halves are turned as pairs.
@@ -61,12 +59,12 @@ def _load_turned(  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _stretch(  # type: ignore[no-untyped-def]
+def _attend_split(  # type: ignore[no-untyped-def]
     queries, k, v, table, first, last, offset, position, scale, cap, window, kv, top, total, acc,
     KV: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, E: tl.constexpr, BE: tl.constexpr, PAGE: tl.constexpr,
     BN: tl.constexpr, BY_WINDOW: tl.constexpr, CAPPED: tl.constexpr,
 ):  # fmt: skip
-    """Fold tokens first … last of a paged stretch in; `offset` is the position of its token 0."""
+    """Attend to tokens first … last of a paged sequence; `offset` is the position of its token 0."""
     d, e = tl.arange(0, BD), tl.arange(0, BE)
     following = tl.load(table + first // PAGE, mask=first < last, other=0)
     for n in range(first, last, BN):
@@ -90,67 +88,68 @@ def _stretch(  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _on_prompt(  # type: ignore[no-untyped-def]
-    g, part, on_prompt, parts, kv, q, k, v, cos, sin, sums, tops, positions, members, lengths, table, q_b, q_h, cos_b,
-    sin_b, table_width, scale, cap, window,
+def _attend_prompt_split(  # type: ignore[no-untyped-def]
+    g, split, prompt_splits, splits, kv, q, k, v, cos, sin, sums, tops, positions, members, lengths, table, q_b, q_h,
+    cos_b, sin_b, table_width, scale, cap, window,
     HEADS: tl.constexpr, KV: tl.constexpr, REPEAT: tl.constexpr, MOST: tl.constexpr, ROWS: tl.constexpr,
     D: tl.constexpr, BD: tl.constexpr, E: tl.constexpr, BE: tl.constexpr, PAGE: tl.constexpr, BN: tl.constexpr,
     BY_WINDOW: tl.constexpr, CAPPED: tl.constexpr, ROTATED: tl.constexpr,
 ):  # fmt: skip
-    """A stretch of a prompt, for all the rows that share it."""
+    """A split of a prompt, for all the rows that share it."""
     r = tl.arange(0, ROWS)
     row = tl.load(members + g * MOST + r // REPEAT, mask=r < MOST * REPEAT, other=-1)
     there = row >= 0
     head = kv * REPEAT + r % REPEAT
     d, e = tl.arange(0, BD), tl.arange(0, BE)
     line = row[:, None].to(tl.int64)
-    queries = _load_turned(
+    queries = _load_rotated(
         q + line * q_b + head[:, None] * q_h, cos + line * cos_b, sin + line * sin_b, d[None, :],
         there[:, None] & (d[None, :] < D), there[:, None] & (d[None, :] < D), D, ROTATED,
     )  # fmt: skip
     position = tl.load(positions + row, mask=there, other=0)
     length = tl.load(lengths + g)
-    each = tl.cdiv(tl.cdiv(length, on_prompt), BN) * BN
-    first = part * each
+    each = tl.cdiv(tl.cdiv(length, prompt_splits), BN) * BN
+    first = split * each
     last = tl.minimum(first + each, length)
-    if BY_WINDOW:  # what no row sees any more is not read
+    # What no row sees any more is not read.
+    if BY_WINDOW:
         nearest = tl.min(tl.where(there, position, 1 << 40), 0)
         first = tl.maximum(first, (tl.maximum(nearest - window + 1, 0) // BN * BN).to(tl.int32))
     top = tl.full([ROWS], -float("inf"), tl.float32)
     total = tl.zeros([ROWS], tl.float32)
     acc = tl.zeros([ROWS, BE], tl.float32)
-    top, total, acc = _stretch(
+    top, total, acc = _attend_split(
         queries, k, v, table + g * table_width, first, last, 0, position, scale, cap, window, kv, top, total, acc,
         KV, D, BD, E, BE, PAGE, BN, BY_WINDOW, CAPPED,
     )  # fmt: skip
-    line = (row.to(tl.int64) * HEADS + head) * parts + part
+    line = (row.to(tl.int64) * HEADS + head) * splits + split
     tl.store(sums + line[:, None] * E + e[None, :], acc, mask=there[:, None] & (e[None, :] < E))
     tl.store(tops + line * 2, top, mask=there)
     tl.store(tops + line * 2 + 1, total, mask=there)
 
 
 @triton.jit
-def _on_own(  # type: ignore[no-untyped-def]
-    row, part, on_prompt, on_own, parts, kv, q, key, value, k, v, cos, sin, sums, tops, positions, cached, table, q_b,
-    q_h, k_b, k_h, v_b, v_h, cos_b, sin_b, table_width, scale, cap, window,
+def _attend_own_split(  # type: ignore[no-untyped-def]
+    row, split, prompt_splits, own_splits, splits, kv, q, key, value, k, v, cos, sin, sums, tops, positions, cached,
+    table, q_b, q_h, k_b, k_h, v_b, v_h, cos_b, sin_b, table_width, scale, cap, window,
     HEADS: tl.constexpr, KV: tl.constexpr, REPEAT: tl.constexpr, ROWS: tl.constexpr,
     D: tl.constexpr, BD: tl.constexpr, E: tl.constexpr, BE: tl.constexpr, PAGE: tl.constexpr, BN: tl.constexpr,
     BY_WINDOW: tl.constexpr, CAPPED: tl.constexpr, ROTATED: tl.constexpr,
 ):  # fmt: skip
-    """A stretch of a row's own tokens; the first stretch takes the new token in."""
+    """A split of a row's own tokens; the first also stores the new token, and attends to it."""
     r = tl.arange(0, ROWS)
     there = r < REPEAT
     head = kv * REPEAT + r
     d, e = tl.arange(0, BD)[None, :], tl.arange(0, BE)[None, :]
     row = row.to(tl.int64)
     cos, sin = cos + row * cos_b, sin + row * sin_b
-    queries = _load_turned(
+    queries = _load_rotated(
         q + row * q_b + head[:, None] * q_h, cos, sin, d, there[:, None] & (d < D), d < D, D, ROTATED
     )
     length = tl.load(cached + row)
     here = tl.load(positions + row)
-    each = tl.cdiv(tl.cdiv(length, on_own), BN) * BN
-    first = part * each
+    each = tl.cdiv(tl.cdiv(length, own_splits), BN) * BN
+    first = split * each
     last = tl.minimum(first + each, length)
     if BY_WINDOW:
         first = tl.maximum(first, tl.maximum(length - window + 1, 0) // BN * BN)
@@ -158,8 +157,8 @@ def _on_own(  # type: ignore[no-untyped-def]
     total = tl.zeros([ROWS], tl.float32)
     acc = tl.zeros([ROWS, BE], tl.float32)
     pages = table + row * table_width
-    if part == 0:
-        new_k = _load_turned(key + row * k_b + kv * k_h, cos, sin, d, d < D, d < D, D, ROTATED)
+    if split == 0:
+        new_k = _load_rotated(key + row * k_b + kv * k_h, cos, sin, d, d < D, d < D, D, ROTATED)
         new_v = tl.load(value + row * v_b + kv * v_h + e, mask=e < E, other=0.0)
         at = (tl.load(pages + length // PAGE).to(tl.int64) * PAGE + length % PAGE) * KV + kv
         tl.store(k + at * D + d, new_k, mask=d < D)
@@ -169,11 +168,11 @@ def _on_own(  # type: ignore[no-untyped-def]
             top = capped(top, cap)
         total = total + 1.0
         acc = acc + new_v.to(tl.float32)
-    top, total, acc = _stretch(
+    top, total, acc = _attend_split(
         queries, k, v, pages, first, last, here - length, tl.zeros([ROWS], tl.int64) + here, scale, cap, window, kv,
         top, total, acc, KV, D, BD, E, BE, PAGE, BN, BY_WINDOW, CAPPED,
     )  # fmt: skip
-    line = (row * HEADS + head) * parts + on_prompt + part
+    line = (row * HEADS + head) * splits + prompt_splits + split
     tl.store(sums + line[:, None] * E + e, acc, mask=there[:, None] & (e < E))
     tl.store(tops + line * 2, top, mask=there)
     tl.store(tops + line * 2 + 1, total, mask=there)
@@ -197,9 +196,9 @@ def attend_whole(  # type: ignore[no-untyped-def]
     E: tl.constexpr, BE: tl.constexpr, PAGE: tl.constexpr, BN: tl.constexpr, BY_WINDOW: tl.constexpr,
     CAPPED: tl.constexpr, ROTATED: tl.constexpr, SINKS: tl.constexpr,
 ):  # fmt: skip
-    """All that a row attends to, prompt and own, in one program: nothing is left to be joined. Grid (rows, KV).
+    """All that a row attends to, prompt and own, in one program: nothing is left to be merged. Grid (rows, KV).
 
-    What it takes to begin is loaded at once, and stored is only at the end: for a short row this is all of the time.
+    All that the loop needs is loaded before it, and stores come after it: for a short row, that is most of the time.
     """
     row, kv = tl.program_id(0).to(tl.int64), tl.program_id(1)
     length, here, prompt = tl.load(cached + row), tl.load(positions + row), tl.load(prompt_lengths + row)
@@ -207,11 +206,13 @@ def attend_whole(  # type: ignore[no-untyped-def]
     pages = own_table + row * own_width
     k = tl.multiple_of(tl.load(addresses + 2 * layer).to(tl.pointer_type(key.dtype.element_ty)), 16)
     v = tl.multiple_of(tl.load(addresses + 2 * layer + 1).to(tl.pointer_type(value.dtype.element_ty)), 16)
-    # One loop over both, so that loads of the one are on their way while the other's end is counted in.
-    turn = tl.cdiv(prompt, BN)  # the first fold that is of the row's own
+    # One loop over both: the own tokens begin to load before the prompt's end is attended to.
+    # `turn` is the first fold of the row's own tokens.
+    turn = tl.cdiv(prompt, BN)
     folds = turn + tl.cdiv(length, BN)
     start = 0
-    if BY_WINDOW:  # what is not seen any more is not read
+    # What is not seen any more is not read.
+    if BY_WINDOW:
         seen_from = tl.maximum(here - window + 1, 0).to(tl.int32)
         own_from = tl.maximum(length - window + 1, 0)
         start = tl.where(seen_from < prompt, seen_from // BN, turn + own_from // BN)
@@ -222,9 +223,9 @@ def attend_whole(  # type: ignore[no-untyped-def]
     head = kv * REPEAT + r
     d, e = tl.arange(0, BD)[None, :], tl.arange(0, BE)[None, :]
     cos, sin = cos + row * cos_b, sin + row * sin_b
-    new_k = _load_turned(key + row * k_b + kv * k_h, cos, sin, d, d < D, d < D, D, ROTATED)
+    new_k = _load_rotated(key + row * k_b + kv * k_h, cos, sin, d, d < D, d < D, D, ROTATED)
     new_v = tl.load(value + row * v_b + kv * v_h + e, mask=e < E, other=0.0)
-    queries = _load_turned(
+    queries = _load_rotated(
         q + row * q_b + head[:, None] * q_h, cos, sin, d, there[:, None] & (d < D), d < D, D, ROTATED
     )
     top = tl.sum(queries.to(tl.float32) * new_k.to(tl.float32), 1) * scale
@@ -261,49 +262,50 @@ def attend_whole(  # type: ignore[no-untyped-def]
     tl.store(v + at * E + e, new_v, mask=e < E)
 
 
-@triton.jit(do_not_specialize=["layer", "groups", "on_prompt", "on_own", "own_width", "prompt_width", "window"])
-def attend_parts(  # type: ignore[no-untyped-def]
+@triton.jit(do_not_specialize=["layer", "groups", "prompt_splits", "own_splits", "own_width", "prompt_width", "window"])
+def attend_splits(  # type: ignore[no-untyped-def]
     q, key, value, cos, sin, addresses, layer, sums, tops, positions, cached, own_table, members, lengths, prompt_table,
-    groups, on_prompt, on_own, q_b, q_h, k_b, k_h, v_b, v_h, cos_b, sin_b, own_width, prompt_width, scale, cap, window,
+    groups, prompt_splits, own_splits, q_b, q_h, k_b, k_h, v_b, v_h, cos_b, sin_b, own_width, prompt_width, scale, cap,
+    window,
     HEADS: tl.constexpr, KV: tl.constexpr, REPEAT: tl.constexpr, MOST: tl.constexpr, ROWS: tl.constexpr,
     OWN_ROWS: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, E: tl.constexpr, BE: tl.constexpr, PAGE: tl.constexpr,
     BN: tl.constexpr, BY_WINDOW: tl.constexpr, CAPPED: tl.constexpr, ROTATED: tl.constexpr,
 ):  # fmt: skip
-    """See the module's docstring. Grid (groups · on_prompt + rows · on_own, KV)."""
+    """See the module's docstring. Grid (groups · prompt_splits + rows · own_splits, KV)."""
     program, kv = tl.program_id(0), tl.program_id(1)
     # An address from a table says nothing of its alignment; without the hint every load would be of two bytes.
     k = tl.multiple_of(tl.load(addresses + 2 * layer).to(tl.pointer_type(key.dtype.element_ty)), 16)
     v = tl.multiple_of(tl.load(addresses + 2 * layer + 1).to(tl.pointer_type(value.dtype.element_ty)), 16)
-    parts = on_prompt + on_own
-    if program < groups * on_prompt:
-        g = program // on_prompt
+    splits = prompt_splits + own_splits
+    if program < groups * prompt_splits:
+        g = program // prompt_splits
         if tl.load(members + g * MOST) >= 0:
-            _on_prompt(
-                g, program % on_prompt, on_prompt, parts, kv, q, k, v, cos, sin, sums, tops, positions, members,
-                lengths, prompt_table, q_b, q_h, cos_b, sin_b, prompt_width, scale, cap, window, HEADS, KV, REPEAT,
-                MOST, ROWS, D, BD, E, BE, PAGE, BN, BY_WINDOW, CAPPED, ROTATED,
+            _attend_prompt_split(
+                g, program % prompt_splits, prompt_splits, splits, kv, q, k, v, cos, sin, sums, tops, positions,
+                members, lengths, prompt_table, q_b, q_h, cos_b, sin_b, prompt_width, scale, cap, window, HEADS, KV,
+                REPEAT, MOST, ROWS, D, BD, E, BE, PAGE, BN, BY_WINDOW, CAPPED, ROTATED,
             )  # fmt: skip
     else:
-        program -= groups * on_prompt
-        _on_own(
-            program // on_own, program % on_own, on_prompt, on_own, parts, kv, q, key, value, k, v, cos, sin, sums,
-            tops, positions, cached, own_table, q_b, q_h, k_b, k_h, v_b, v_h, cos_b, sin_b, own_width, scale, cap,
-            window, HEADS, KV, REPEAT, OWN_ROWS, D, BD, E, BE, PAGE, BN, BY_WINDOW, CAPPED, ROTATED,
+        program -= groups * prompt_splits
+        _attend_own_split(
+            program // own_splits, program % own_splits, prompt_splits, own_splits, splits, kv, q, key, value, k, v,
+            cos, sin, sums, tops, positions, cached, own_table, q_b, q_h, k_b, k_h, v_b, v_h, cos_b, sin_b, own_width,
+            scale, cap, window, HEADS, KV, REPEAT, OWN_ROWS, D, BD, E, BE, PAGE, BN, BY_WINDOW, CAPPED, ROTATED,
         )  # fmt: skip
 
 
-@triton.jit(do_not_specialize=["parts"])
-def merge_parts(  # type: ignore[no-untyped-def]
-    sums, tops, sinks, out, parts, HEADS: tl.constexpr, BP: tl.constexpr, E: tl.constexpr, BE: tl.constexpr,
+@triton.jit(do_not_specialize=["splits"])
+def merge_splits(  # type: ignore[no-untyped-def]
+    sums, tops, sinks, out, splits, HEADS: tl.constexpr, BP: tl.constexpr, E: tl.constexpr, BE: tl.constexpr,
     SINKS: tl.constexpr,
 ):  # fmt: skip
-    """One head of one row: its partial sums joined, (B, H, E)."""
+    """One head of one row: its partial sums added up, (B, H, E)."""
     row, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     line = row * HEADS + head
     p, e = tl.arange(0, BP), tl.arange(0, BE)
-    there = p < parts
-    top = tl.load(tops + (line * parts + p) * 2, mask=there, other=-float("inf"))
-    total = tl.load(tops + (line * parts + p) * 2 + 1, mask=there, other=0.0)
+    there = p < splits
+    top = tl.load(tops + (line * splits + p) * 2, mask=there, other=-float("inf"))
+    total = tl.load(tops + (line * splits + p) * 2 + 1, mask=there, other=0.0)
     top = tl.where(total > 0, top, -float("inf"))
     highest = tl.max(top, 0)
     if SINKS:
@@ -311,7 +313,7 @@ def merge_parts(  # type: ignore[no-untyped-def]
         highest = tl.maximum(highest, sink)
     weight = tl.where(total > 0, tl.exp2((top - highest) * LOG2E), 0.0)
     partial = tl.load(
-        sums + (line * parts + p)[:, None] * E + e[None, :],
+        sums + (line * splits + p)[:, None] * E + e[None, :],
         mask=(there & (total > 0))[:, None] & (e[None, :] < E), other=0.0,
     )  # fmt: skip
     whole = tl.sum(total * weight, 0)
@@ -319,41 +321,3 @@ def merge_parts(  # type: ignore[no-untyped-def]
         whole += tl.exp2((sink - highest) * LOG2E)
     value = tl.sum(partial * weight[:, None], 0) / whole
     tl.store(out + line * E + e, value.to(out.dtype.element_ty), mask=e < E)
-
-
-@triton.jit(do_not_specialize=["num_ends", "vocabulary"])
-def _advance(  # type: ignore[no-untyped-def]
-    tokens, positions, cached, counts, remaining, alive, step, out_tokens, out_stats, ends, drawn, logprobs,
-    drawn_logprobs, entropies, num_ends, vocabulary, CHUNK: tl.constexpr, ENDS: tl.constexpr,
-):  # fmt: skip
-    """Rows._advance, for one row."""
-    row = tl.program_id(0)
-    living = tl.load(alive + row)
-    token = tl.minimum(tl.load(drawn + row), vocabulary - 1)  # a row that does nothing may draw from garbage
-    at = tl.load(step)
-    e = tl.arange(0, ENDS)
-    ended = tl.sum((tl.load(ends + e, mask=e < num_ends, other=-1) == token).to(tl.int32), 0)
-    left = tl.load(remaining + row)
-    goes_on = tl.where((living > 0) & (ended == 0) & (left > 1), 1, 0)
-    tl.store(out_tokens + row * CHUNK + at, tl.where(living > 0, token, -1))
-    where = out_stats + (row * CHUNK + at) * 3
-    tl.store(where, tl.load(logprobs + row))
-    tl.store(where + 1, tl.load(drawn_logprobs + row))
-    tl.store(where + 2, tl.load(entropies + row))
-    tl.store(tokens + row, tl.where(goes_on > 0, token, tl.load(tokens + row)))
-    tl.store(positions + row, tl.load(positions + row) + goes_on)
-    tl.store(cached + row, tl.load(cached + row) + goes_on)
-    tl.store(counts + row, tl.load(counts + row) + goes_on)
-    tl.store(remaining + row, left - goes_on)
-    tl.store(alive + row, goes_on)
-
-
-def advance_rows(rows: Any, drawn: Any) -> None:
-    """One step of the rows' state, on the device."""
-    _advance[(len(rows),)](
-        rows.tokens, rows.positions, rows.cached, rows.counts, rows.remaining, rows.alive, rows.step, rows.out_tokens,
-        rows.out_stats, rows.ends, drawn.tokens, drawn.logprobs, drawn.drawn_logprobs, drawn.entropies,
-        len(rows.ends), rows.vocabulary, CHUNK=rows.out_tokens.shape[1], ENDS=triton.next_power_of_2(len(rows.ends)),
-        num_warps=1,
-    )  # fmt: skip
-    rows.step += 1

@@ -2,8 +2,8 @@
 
 Of layers that read one input and are run as one product, the adapters' first matrices lie behind the weights: the
 product then has, behind the layers' answers, what the adapters make of the input. Other layers (quantized ones) have a
-product for that. The layers' weights are not changed; the adapters are copied, in the type that the layers compute in,
-for each rollout: that rounds a part in 500 of what they add.
+product for that. The layers' weights are not changed. The adapters are copied for each rollout, in the type that the
+layers compute in, which rounds a part in 500 of what they add.
 """
 
 from __future__ import annotations
@@ -16,30 +16,41 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from rloom.generation.native.lora import adds_nothing, is_lora_on_linear, is_plain_lora, parts_of
+from rloom.generation.native.layers.lora import adds_nothing, is_lora_on_linear, is_plain_lora, parts_of
+from rloom.generation.native.operators import define_operator
 from rloom.models.verify import agrees
+
+COLUMNS = 64
+"""Of the product, to a program of the kernel. Each program belongs to one layer: sizes are multiples of it."""
 
 
 class LowRank:
-    """Copies of the adapters of some layers that read one input."""
+    """Copies of the adapters of some layers that read one input.
+
+    `down` holds their first matrices (layers · rank, inputs) once [`place`] says where, `up` the second ones (rank, all
+    outputs), scaled. `layer_of` says for each `COLUMNS` outputs which layer they are of.
+    """
 
     def __init__(self, layers: list[Any], bases: list[Any]) -> None:
         device, dtype = bases[0].weight.device, _computes_in(bases[0])
         self.layers, self.sizes = layers, [base.out_features for base in bases]
         largest = max(sum(len(first) for first, _, _ in _parts(layer)) for layer in layers)
-        self.rank = -(-largest // 16) * 16  # as tensor cores take it
-        self.rows, self.inputs = self.rank * len(layers), bases[0].in_features  # of their first matrices, together
-        self.down: Tensor  # those, once they have a place
-        with torch.inference_mode(False):  # to be written to outside of it, too
+        # Tensor cores take multiples of 16.
+        self.rank = -(-largest // 16) * 16
+        self.rows, self.inputs = self.rank * len(layers), bases[0].in_features
+        self.down: Tensor
+        # A tensor made in inference mode could not be written to outside of it.
+        with torch.inference_mode(False):
             self.up = torch.zeros((self.rank, sum(self.sizes)), dtype=dtype, device=device)
-        counts = torch.tensor([size // _columns() for size in self.sizes])
-        self.layer_of = torch.arange(len(layers)).repeat_interleave(counts).to(device, torch.int32)  # by columns
+        counts = torch.tensor([size // COLUMNS for size in self.sizes])
+        self.layer_of = torch.arange(len(layers)).repeat_interleave(counts).to(device, torch.int32)
 
     def place(self, down: Tensor | None = None) -> None:
         """Where the first matrices are to lie: None, in memory of their own."""
         with torch.inference_mode(False):
             self.down = self.up.new_empty((self.rows, self.inputs)) if down is None else down
-        self.down.zero_()  # what others have left there need not be numbers
+        # The memory may hold NaN from before.
+        self.down.zero_()
         self.refresh()
 
     @torch.no_grad()
@@ -54,8 +65,8 @@ class LowRank:
                 start = end
 
 
-class AdaptedLayers:
-    """Layers under plain LoRA that are run by themselves: all but those that `others` take care of."""
+class LowRankLayers:
+    """Layers under plain LoRA that are run one by one: all but those that `others` take care of."""
 
     def __init__(self, model: nn.Module, others: Collection[nn.Module] = ()) -> None:
         layers = [m for m in model.modules() if is_plain_lora(m) and m not in others and fits_kernel([m.base_layer])]
@@ -87,18 +98,15 @@ def low_rank_of(layers: list[Any], bases: list[nn.Linear]) -> LowRank | None:
     there is no kernel: an adapter is then run as it is."""
     plain = [layer is base or adds_nothing(layer) for layer, base in zip(layers, bases, strict=True)]
     alike = all(one or is_lora_on_linear(layer) for one, layer in zip(plain, layers, strict=True))
-    if not alike or all(plain) or not fits_kernel(bases):
-        return None
-    return LowRank(layers, bases)
+    return LowRank(layers, bases) if alike and not all(plain) and fits_kernel(bases) else None
 
 
 def fits_kernel(bases: list[Any]) -> bool:
     """Whether they are linear layers of some kind, of sizes that the kernel takes, on a device that has it."""
     if not all(hasattr(base, "out_features") and isinstance(getattr(base, "weight", None), Tensor) for base in bases):
         return False
-    if not has_kernel(bases[0].weight.device, _computes_in(bases[0])):
-        return False
-    return not any(base.out_features % _columns() for base in bases)
+    fits = all(base.out_features % COLUMNS == 0 for base in bases)
+    return fits and has_kernel(bases[0].weight.device, _computes_in(bases[0]))
 
 
 def has_kernel(device: torch.device, dtype: torch.dtype) -> bool:
@@ -117,7 +125,7 @@ def _kernel_works(device: torch.device, dtype: torch.dtype) -> bool:
 
 def _trial(device: torch.device, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """What the kernel finds for two layers of rank 16, and what it should."""
-    size = 2 * _columns()
+    size = 2 * COLUMNS
     drawn = torch.randn((21, 1, 3 * size), generator=torch.Generator().manual_seed(0)).to(device, dtype)
     base, low, up = drawn[..., :size], drawn[..., size : size + 32], drawn[:16, 0, -size:].contiguous()
     parts = zip(low.float().split(16, -1), up.float().chunk(2, 1), strict=True)
@@ -134,26 +142,14 @@ def _parts(layer: Any) -> list[tuple[Tensor, Tensor, float]]:
     return [] if type(layer) is nn.Linear else parts_of(layer)
 
 
-def _columns() -> int:
-    from rloom.generation.native.low_rank_kernels import COLUMNS
-
-    return COLUMNS
-
-
 def _run(base: Tensor, low: Tensor, up: Tensor, layer_of: Tensor) -> Tensor:
-    from rloom.generation.native.low_rank_kernels import add_low_rank
+    from rloom.generation.native.kernels.add_low_rank import add_low_rank
 
     return add_low_rank(base, low, up, layer_of)
 
 
-_library = torch.library.Library("rloom", "FRAGMENT")
-_library.define("add_low_rank(Tensor base, Tensor low, Tensor up, Tensor layer_of) -> Tensor")
-for _device in ("CUDA", "CPU"):
-    _library.impl("add_low_rank", _run, _device)
-
-
-def _shape(base: Tensor, low: Tensor, up: Tensor, layer_of: Tensor) -> Tensor:
-    return base.new_empty(base.shape)
-
-
-torch.library.register_fake("rloom::add_low_rank", _shape)
+define_operator(
+    "add_low_rank(Tensor base, Tensor low, Tensor up, Tensor layer_of) -> Tensor",
+    _run,
+    lambda base, low, up, layer_of: base.new_empty(base.shape),
+)

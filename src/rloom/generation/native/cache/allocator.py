@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 
-class Pages:
-    """Hands out page numbers and takes them back. Page 0 is never handed out: rows that do nothing write there.
+class PageAllocator:
+    """Hands out page numbers and takes them back. Page 0 is never handed out: rows without a sequence write there.
 
-    >>> pages = Pages(total=4, size=16)
+    >>> pages = PageAllocator(total=4, size=16)
     >>> pages.take(2)
     [1, 2]
     >>> pages.take(2) is None  # only one is left: nothing is taken

@@ -6,48 +6,39 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
 from transformers import AttentionInterface
 
 from rloom.errors import EngineError
-from rloom.generation.native.geometry import Layer
+from rloom.generation.native.cache.dense import DenseCache
+from rloom.generation.native.cache.geometry import Layer
+from rloom.generation.native.cache.paged import PagedCache
+from rloom.generation.native.operators import define_operator
 from rloom.generation.native.rows import Rows
 from rloom.models.attention import attend_packed, attention_for_text, attention_of, in_one_dtype, running
 from rloom.types import PackedRow
 
 NAME = "rloom_native"
 
-
-class Cache(Protocol):
-    """Where keys and values are kept."""
-
-    def keep(self, layer: int, key: Tensor, value: Tensor, row: PackedRow) -> None:
-        """Of prompts in a packed row."""
-        ...
-
-    def attend(
-        self, layer: int, query: Tensor, key: Tensor, value: Tensor, rows: Rows, options: dict[str, Any]
-    ) -> Tensor:
-        """Keep one more token per row, and attend to all that is kept."""
-        ...
+Cache = DenseCache | PagedCache
+"""Where keys and values are kept for one rollout: both have the same methods."""
 
 
 class _Active(threading.local):
     """What a thread's attention calls are about: rewards may generate, with other models, while the policy does."""
 
     def __init__(self) -> None:
-        self.cache: Any = None
+        self.cache: Cache | None = None
         self.prompts: PackedRow | None = None  # set: a prefill
         self.rows: Rows | None = None  # set: a decode step
         self.found: dict[int, Layer] = {}  # what each layer keeps, as seen in prefills
         self.calls = 0
         self.order: tuple[int, ...] = ()  # the layers in the order of their calls
-        self.rotation: tuple[Tensor, Tensor] | None = (
-            None  # what the next call's query and key are still to be rotated by
-        )
+        # Cosines and sines by which the next call's query and key are still to be rotated.
+        self.rotation: tuple[Tensor, Tensor] | None = None
 
 
 _active = _Active()
@@ -112,16 +103,16 @@ def _attention(
 ) -> tuple[Tensor, None]:
     """The function that transformers calls. Returns (B, T, H, E)."""
     scale = query.shape[-1] ** -0.5 if scaling is None else float(scaling)
-    query, key, value = in_one_dtype(query, key, value)  # here: compiled code is run with autocast off
+    options = (scale, sliding_window or 0, softcap or 0.0)
+    # Here: compiled code is run with autocast off.
+    query, key, value = in_one_dtype(query, key, value)
     if torch.compiler.is_compiling() and query.shape[2] == 1:
         # One operator: a layer's number in here would have every layer compiled anew. (Prompts are run by compiled
         # layers only where somebody else compiled them.)
-        options = (scale, sliding_window or 0, softcap or 0.0)
         return torch.ops.rloom.native_decode(query, key, value, s_aux, *options), None
     rotation, _active.rotation = _active.rotation, None
     if rotation is not None and rotation[0].shape[-1] != query.shape[-1]:
         raise EngineError("what is rotated is a part of the heads that attend")
-    options = (scale, sliding_window or 0, softcap or 0.0)
     return _run(query, key, value, s_aux, int(module.layer_idx), *options, rotation), None
 
 
@@ -137,7 +128,7 @@ def _run(
     rotation: tuple[Tensor, Tensor] | None = None,
 ) -> Tensor:
     _active.calls += 1
-    if _active.rows is not None:
+    if _active.rows is not None and _active.cache is not None:
         options = {"scale": scale, "window": window, "softcap": cap, "sinks": sinks, "rotation": rotation}
         return _active.cache.attend(layer, query, key, value, _active.rows, options)
     row = _active.prompts
@@ -154,35 +145,14 @@ def _run(
 
 def _run_next(query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None, *options: Any) -> Tensor:
     """The layer whose turn it is: they come in the same order each time."""
-    return _run(query, key, value, sinks, _turn(), *options)
-
-
-def _run_next_rotating(
-    query: Tensor, key: Tensor, value: Tensor, cos: Tensor, sin: Tensor, sinks: Tensor | None,
-    scale: float, window: int, cap: float,
-) -> Tensor:  # fmt: skip
-    """The same for query and key that are still to be rotated."""
-    return _run(query, key, value, sinks, _turn(), scale, window, cap, (cos, sin))
-
-
-def _turn() -> int:
-    return _active.order[_active.calls] if _active.order else _active.calls
+    layer = _active.order[_active.calls] if _active.order else _active.calls
+    return _run(query, key, value, sinks, layer, *options)
 
 
 AttentionInterface.register(NAME, _attention)
 
-_library = torch.library.Library("rloom", "FRAGMENT")
-_OPTIONS = "Tensor? sinks, float scale, int window, float softcap"
-_library.define(f"native_decode(Tensor q, Tensor k, Tensor v, {_OPTIONS}) -> Tensor")
-_library.define(f"native_decode_rotating(Tensor q, Tensor k, Tensor v, Tensor cos, Tensor sin, {_OPTIONS}) -> Tensor")
-for _device in ("CUDA", "CPU"):
-    _library.impl("native_decode", _run_next, _device)
-    _library.impl("native_decode_rotating", _run_next_rotating, _device)
-
-
-def _shape(q: Tensor, k: Tensor, v: Tensor, *others: Any) -> Tensor:
-    return q.new_empty((q.shape[0], 1, q.shape[1], v.shape[-1]))
-
-
-torch.library.register_fake("rloom::native_decode", _shape)
-torch.library.register_fake("rloom::native_decode_rotating", _shape)
+define_operator(
+    "native_decode(Tensor q, Tensor k, Tensor v, Tensor? sinks, float scale, int window, float softcap) -> Tensor",
+    _run_next,
+    lambda q, k, v, *options: q.new_empty((q.shape[0], 1, q.shape[1], v.shape[-1])),
+)

@@ -1,16 +1,26 @@
-"""Drawing a token per row in two Triton kernels that read the logits once: sums per stretch of the vocabulary, then
-the stretch in which the summed probability passes the noise. Does what `sampler.py` does in plain torch."""
+"""Drawing a token per row in two Triton kernels that read the logits once: sums per block of the vocabulary, then the
+block in which the summed probability passes the noise. A third takes the tokens in and moves the rows on.
+
+They do what `Sampler` and `Rows._advance` do in plain torch.
+"""
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-STRETCH = 4096
+from rloom.generation.native.kernels.filter_bounds import bounds_of
+from rloom.generation.native.sampling.sampler import Drawn, Sampler
+
+if TYPE_CHECKING:
+    from rloom.generation.native.rows import Rows
+
+# Logits that one program sums up.
+VOCABULARY_BLOCK = 4096
 
 
 @triton.jit
@@ -43,16 +53,16 @@ def _scaled(line, offset, width, inverse, bounds, row, BOUNDED: tl.constexpr):  
 
 @triton.jit
 def sums(  # type: ignore[no-untyped-def]
-    logits, parts, bounds, stride, width, stretches, inverse, BOUNDED: tl.constexpr, BLOCK: tl.constexpr
+    logits, parts, bounds, stride, width, blocks, inverse, BOUNDED: tl.constexpr, BLOCK: tl.constexpr
 ):  # fmt: skip
-    """Of one stretch of one row: maximum, Σ exp, Σ exp·z; parts (B, stretches, 3)."""
+    """Of one block of one row: maximum, Σ exp, Σ exp·z; parts (B, blocks, 3)."""
     row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
     offset = part * BLOCK + tl.arange(0, BLOCK)
     z = _scaled(logits + row * stride, offset, width, inverse, bounds, row, BOUNDED)
     top = tl.max(z, 0)
     safe = tl.where(top == -float("inf"), 0.0, top)
     e = tl.exp(z - safe)
-    where = parts + (row * stretches + part) * 3
+    where = parts + (row * blocks + part) * 3
     tl.store(where, top)
     tl.store(where + 1, tl.sum(e, 0))
     tl.store(where + 2, tl.sum(tl.where(e > 0, e * z, 0.0), 0))
@@ -61,14 +71,14 @@ def sums(  # type: ignore[no-untyped-def]
 @triton.jit
 def pick(  # type: ignore[no-untyped-def]
     logits, parts, bounds, plain, plain_parts, keys, positions, tokens, logprobs, drawn, entropies,
-    stride, plain_stride, width, stretches, inverse,
+    stride, plain_stride, width, blocks, inverse,
     GREEDY: tl.constexpr, FILTERED: tl.constexpr, BOUNDED: tl.constexpr, PARTS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """One row: the stretch, the token, and what is remembered of them."""
+    """One row: the block, the token, and what is remembered of them."""
     row = tl.program_id(0).to(tl.int64)
     index = tl.arange(0, PARTS)
-    there = index < stretches
-    where = parts + (row * stretches + index) * 3
+    there = index < blocks
+    where = parts + (row * blocks + index) * 3
     tops = tl.load(where, mask=there, other=-float("inf"))
     totals = tl.load(where + 1, mask=there, other=0.0)
     top = tl.max(tops, 0)
@@ -90,13 +100,14 @@ def pick(  # type: ignore[no-untyped-def]
     token = tl.where(found == width, best, found)
     if GREEDY:
         token = best
-    token = tl.minimum(token, width - 1)  # where no logit is a number, none is found
+    # Where no logit is a number, no token is found.
+    token = tl.minimum(token, width - 1)
     normalizer = top + tl.log(total)
     chosen = tl.load(logits + row * stride + token).to(tl.float32) * inverse
     tl.store(tokens + row, token.to(tl.int64))
     tl.store(drawn + row, chosen - normalizer)
     if FILTERED:
-        where = plain_parts + (row * stretches + index) * 3
+        where = plain_parts + (row * blocks + index) * 3
         tops = tl.load(where, mask=there, other=-float("inf"))
         top = tl.max(tops, 0)
         total = tl.sum(tl.load(where + 1, mask=there, other=0.0) * tl.exp(tops - top), 0)
@@ -109,20 +120,17 @@ def pick(  # type: ignore[no-untyped-def]
 
 def _parts(logits: Tensor, inverse: float, bounds: Tensor | None = None) -> Tensor:
     rows, width = logits.shape
-    stretches = triton.cdiv(width, STRETCH)
-    parts = torch.empty((rows, stretches, 3), dtype=torch.float32, device=logits.device)
-    sums[(rows, stretches)](
-        logits, parts, parts if bounds is None else bounds, logits.stride(0), width, stretches, inverse,
-        BOUNDED=bounds is not None, BLOCK=STRETCH, num_warps=4,
+    blocks = triton.cdiv(width, VOCABULARY_BLOCK)
+    parts = torch.empty((rows, blocks, 3), dtype=torch.float32, device=logits.device)
+    sums[(rows, blocks)](
+        logits, parts, parts if bounds is None else bounds, logits.stride(0), width, blocks, inverse,
+        BOUNDED=bounds is not None, BLOCK=VOCABULARY_BLOCK, num_warps=4,
     )  # fmt: skip
     return parts
 
 
-def draw(logits: Tensor, changed: Tensor | None, keys: Tensor, positions: Tensor, sampler: Any) -> Any:
-    """A [`Drawn`]: from what the sampler's bounds leave of the logits, or of `changed` ones if given."""
-    from rloom.generation.native.bound_kernels import bounds_of
-    from rloom.generation.native.sampler import Drawn
-
+def draw(logits: Tensor, changed: Tensor | None, keys: Tensor, positions: Tensor, sampler: Sampler) -> Drawn:
+    """From what the sampler's bounds leave of the logits, or of `changed` ones if given."""
     logits = logits if logits.stride(-1) == 1 else logits.contiguous()
     rows, width = logits.shape
     inverse = 1.0 / sampler.temperature
@@ -133,11 +141,50 @@ def draw(logits: Tensor, changed: Tensor | None, keys: Tensor, positions: Tensor
         parts = _parts(source, inverse, bounds)
     tokens = torch.empty(rows, dtype=torch.int64, device=logits.device)
     logprobs, drawn, entropies = torch.empty((3, rows), dtype=torch.float32, device=logits.device)
-    stretches = parts.shape[1]
+    blocks = parts.shape[1]
     pick[(rows,)](
         source, parts, parts if bounds is None else bounds, logits, plain_parts, keys, positions, tokens, logprobs,
-        drawn, entropies, source.stride(0), logits.stride(0), width, stretches, inverse,
+        drawn, entropies, source.stride(0), logits.stride(0), width, blocks, inverse,
         GREEDY=sampler.greedy, FILTERED=parts is not plain_parts, BOUNDED=bounds is not None,
-        PARTS=triton.next_power_of_2(stretches), BLOCK=STRETCH, num_warps=8,
+        PARTS=triton.next_power_of_2(blocks), BLOCK=VOCABULARY_BLOCK, num_warps=8,
     )  # fmt: skip
     return Drawn(tokens=tokens, logprobs=logprobs, drawn_logprobs=drawn, entropies=entropies)
+
+
+@triton.jit(do_not_specialize=["num_ends", "vocabulary"])
+def _advance(  # type: ignore[no-untyped-def]
+    tokens, positions, cached, counts, remaining, alive, step, out_tokens, out_stats, ends, drawn, logprobs,
+    drawn_logprobs, entropies, num_ends, vocabulary, CHUNK: tl.constexpr, ENDS: tl.constexpr,
+):  # fmt: skip
+    """Rows._advance, for one row."""
+    row = tl.program_id(0)
+    living = tl.load(alive + row)
+    # A row without a sequence draws from whatever its memory holds.
+    token = tl.minimum(tl.load(drawn + row), vocabulary - 1)
+    at = tl.load(step)
+    e = tl.arange(0, ENDS)
+    ended = tl.sum((tl.load(ends + e, mask=e < num_ends, other=-1) == token).to(tl.int32), 0)
+    left = tl.load(remaining + row)
+    goes_on = tl.where((living > 0) & (ended == 0) & (left > 1), 1, 0)
+    tl.store(out_tokens + row * CHUNK + at, tl.where(living > 0, token, -1))
+    where = out_stats + (row * CHUNK + at) * 3
+    tl.store(where, tl.load(logprobs + row))
+    tl.store(where + 1, tl.load(drawn_logprobs + row))
+    tl.store(where + 2, tl.load(entropies + row))
+    tl.store(tokens + row, tl.where(goes_on > 0, token, tl.load(tokens + row)))
+    tl.store(positions + row, tl.load(positions + row) + goes_on)
+    tl.store(cached + row, tl.load(cached + row) + goes_on)
+    tl.store(counts + row, tl.load(counts + row) + goes_on)
+    tl.store(remaining + row, left - goes_on)
+    tl.store(alive + row, goes_on)
+
+
+def advance_rows(rows: Rows, drawn: Drawn) -> None:
+    """One step of the rows' state, on the device."""
+    _advance[(len(rows),)](
+        rows.tokens, rows.positions, rows.cached, rows.counts, rows.remaining, rows.alive, rows.step, rows.out_tokens,
+        rows.out_stats, rows.ends, drawn.tokens, drawn.logprobs, drawn.drawn_logprobs, drawn.entropies,
+        len(rows.ends), rows.vocabulary, CHUNK=rows.out_tokens.shape[1], ENDS=triton.next_power_of_2(len(rows.ends)),
+        num_warps=1,
+    )  # fmt: skip
+    rows.step += 1

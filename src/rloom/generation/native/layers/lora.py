@@ -20,11 +20,11 @@ def adds_nothing(layer: Any) -> bool:
 
 
 def _is_lora(layer: Any) -> bool:
-    """A layer under adapters that nobody listens to, and whose weights are its own still."""
+    """A layer under adapters that has no hooks, and whose weights the adapters are not merged into."""
     if not isinstance(getattr(layer, "lora_A", None), nn.ModuleDict) or not hasattr(layer, "base_layer"):
         return False
-    heard = any("forward" in x.__dict__ or x._forward_hooks or x._forward_pre_hooks for x in layer.modules())
-    return not heard and not layer.merged
+    hooked = any("forward" in x.__dict__ or x._forward_hooks or x._forward_pre_hooks for x in layer.modules())
+    return not hooked and not layer.merged
 
 
 def _is_plain(layer: Any, name: str) -> bool:
@@ -41,8 +41,7 @@ def is_lora_on_linear(layer: Any) -> bool:
 
 def parts_of(layer: Any) -> list[tuple[Tensor, Tensor, float]]:
     """Of each adapter in use: down (R, in), up (out, R), and the scale of what they add."""
-    adapters = [(layer.lora_A[name], layer.lora_B[name], layer.scaling[name]) for name in _active(layer)]
-    return [(down.weight, up.weight, scaling) for down, up, scaling in adapters]
+    return [(layer.lora_A[n].weight, layer.lora_B[n].weight, layer.scaling[n]) for n in _active(layer)]
 
 
 def _active(layer: Any) -> list[str]:

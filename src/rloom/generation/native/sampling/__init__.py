@@ -1,0 +1,1 @@
+"""Drawing tokens: the distribution that is drawn from, and the noise."""
