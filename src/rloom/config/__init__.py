@@ -13,7 +13,6 @@ from transformers import TrainingArguments
 
 from rloom.config.algorithm import ObjectiveTopic
 from rloom.config.batches import BatchTopic
-from rloom.config.contest import ContestTopic
 from rloom.config.data import DataTopic, ImageTopic
 from rloom.config.generation import ContinuousBatchingTopic, SamplingTopic
 from rloom.config.given import Remembering
@@ -24,6 +23,7 @@ from rloom.config.rewards import RewardTopic
 from rloom.config.speed import SpeedTopic
 from rloom.config.training import TrainingTopic
 from rloom.config.vllm import VllmTopic
+from rloom.config.win_rate import WinRateTopic
 
 __all__ = ["RLOOConfig"]
 
@@ -33,7 +33,7 @@ __all__ = ["RLOOConfig"]
 class RLOOConfig(
     ContinuousBatchingTopic,
     OutputTopic,
-    ContestTopic,
+    WinRateTopic,
     RewardTopic,
     SpeedTopic,
     ObjectiveTopic,
@@ -86,7 +86,7 @@ class RLOOConfig(
         self.check_continuous_batching()
         self.check_speed()
         self.check_rewards()
-        self.check_contest()
+        self.check_win_rate()
         self.finish_older_names()
 
     def to_dict(self) -> dict[str, Any]:

@@ -29,8 +29,8 @@ class SamplingTopic(Topic):
     )
     compile_generation: bool | None = option(
         None,
-        "Compile the native engine's decode step: a seventh faster on an H200, after 20 seconds at the start; unset: "
-        "no. Compile vLLM's model; unset: on a GPU.",
+        "Compile the native engine's decode step with torch.compile, which takes about 20 seconds at the start; "
+        "unset: no. Compile vLLM's model; unset: on a GPU.",
     )
     merge_generation: bool | None = option(
         None,

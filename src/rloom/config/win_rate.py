@@ -9,7 +9,7 @@ from rloom.errors import ConfigError
 
 
 @dataclass
-class ContestTopic(Topic):
+class WinRateTopic(Topic):
     """Whom evaluation compares completions with, and who judges."""
 
     eval_reference_column: str | None = option(
@@ -24,7 +24,7 @@ class ContestTopic(Topic):
     eval_judge_rubric: str | None = option(None, "What counts for the judge, in words.")
     eval_judge_cache: str | None = option(None, "File in which the judge's answers are kept.")
 
-    def check_contest(self) -> None:
+    def check_win_rate(self) -> None:
         """One opponent, one judge, and nothing that is told to neither. The trainer, which may be given a judge, asks
         for both."""
         if self.eval_reference_column and self.eval_against:
