@@ -1,19 +1,19 @@
-"""What can go wrong, as a small tree.
+"""The errors that rloom raises on purpose, and helpers for their messages.
 
     RloomError
     ├── ConfigError (ValueError)     an option, or a combination of options, that cannot be honoured
     ├── UnknownOptionError (TypeError)  an option that does not exist; names the nearest one that does
     ├── DataError (ValueError)       a data set or a prompt that cannot be trained on
-    ├── RewardError (ValueError)     a reward function returned something that is not a score, or could not be asked
+    ├── RewardError (ValueError)     a reward function returned something that is not a score, or could not be called
     ├── SandboxError (RuntimeError)  model-written code cannot be run safely here
     ├── MissingExtraError (ImportError)  an optional package is needed; names the extra to install
     ├── DiskError (OSError)          a file that cannot be written
-    ├── DivergedError (RuntimeError)  training has left the finite numbers
-    ├── ProcessError (RuntimeError)  several processes that train together no longer do
-    └── EngineError (RuntimeError)   generation did not deliver what was asked of it
+    ├── DivergedError (RuntimeError)  gradients or weights are no longer finite
+    ├── ProcessError (RuntimeError)  processes that train together have failed or diverged
+    └── EngineError (RuntimeError)   generation did not give what was asked for
         └── NoCompletionError        … not a single completion
 
-Each also is the built-in exception that callers of TRL's trainer catch, so scripts keep working.
+Each is also the built-in exception that callers of TRL's trainer catch, so that their scripts keep working.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from rloom.printable import printable
 
 
 class RloomError(Exception):
-    """Base of every error that rloom raises on purpose. Its words may hold some from outside, and are printable."""
+    """Base of every error that rloom raises on purpose. Control characters in its text are escaped."""
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*(printable(arg) if isinstance(arg, str) else arg for arg in args), **options)
@@ -63,23 +63,23 @@ class DiskError(RloomError, OSError):
 
 
 class DivergedError(RloomError, RuntimeError):
-    """Training has left the finite numbers."""
+    """Gradients or weights are no longer finite."""
 
 
 class ProcessError(RloomError, RuntimeError):
-    """Several processes that train together no longer do."""
+    """Processes that train together have failed, or no longer hold the same weights."""
 
 
 class EngineError(RloomError, RuntimeError):
-    """Generation did not deliver what was asked of it."""
+    """Generation did not give what was asked for."""
 
 
 class NoCompletionError(EngineError):
-    """Not a single completion could be had."""
+    """Generation gave not a single completion."""
 
 
 def needs_extra(what: str, package: str, extra: str) -> MissingExtraError:
-    """The error for an optional package that is not there.
+    """The error for an optional package that is not installed.
 
     >>> print(needs_extra("math_accuracy", "math-verify", "math"))
     math_accuracy needs the package math-verify: pip install "rloom[math]"
@@ -100,7 +100,7 @@ def did_you_mean(name: str, known: Iterable[str], *, cutoff: float = 0.7) -> str
 
 
 def in_words(names: Iterable[str]) -> str:
-    """Names as a sentence lists them.
+    """Names joined with commas and "or".
 
     >>> in_words(["clip", "reinforce"]), in_words(["k1"]), in_words(["k1", "k2", "k3"])
     ('clip or reinforce', 'k1', 'k1, k2 or k3')
@@ -128,7 +128,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 def checks_options(function: F) -> F:
-    """Let a function name the nearest of its options where it is given one that it does not have.
+    """A decorator: an unknown option of the function raises an error that names the nearest one.
 
     >>> @checks_options
     ... def length(*, maximum=3): ...

@@ -1,4 +1,7 @@
-"""The data that every part shares. Plain records: no model, no device logic, no I/O."""
+"""The records that all parts share: prompts, completions, rollouts, micro-batches.
+
+They are plain data: no model, no device logic, no I/O.
+"""
 
 from __future__ import annotations
 
@@ -18,14 +21,14 @@ EOS, LENGTH, STOP_STRING, ABORTED = "eos", "length", "stop_string", "aborted"
 
 @dataclass(slots=True, kw_only=True)
 class Prompt:
-    """What the policy is given: text or messages, its token ids, and the data set's other columns."""
+    """A prompt: text or messages, its token ids, and the data set's other columns."""
 
     content: str | list[dict[str, Any]]
     token_ids: list[int]
     columns: dict[str, Any] = field(default_factory=dict)
     inputs: dict[str, Tensor] = field(default_factory=dict)  # of its images, as the model's forward names them
     images: list[Any] = field(default_factory=list)
-    number: int | None = None  # among the prompts of all processes; None: its place in the list that it comes in
+    number: int | None = None  # its place among the prompts of all processes; None: its place in the list
 
     @property
     def conversational(self) -> bool:
@@ -35,18 +38,18 @@ class Prompt:
 
 @dataclass(slots=True, kw_only=True)
 class Completion:
-    """Sampled tokens (the end token included), why they ended, their text, their sampling log-probabilities.
+    """Sampled tokens (the end token included), why they ended, their text, and their log-probabilities.
 
-    `mask` says which tokens the policy drew; None: all of them. The others (what a tool answered, say) are read by the
-    policy and never trained on: losses, KL, entropy, lengths and denominators leave them out. `logprobs` have an entry
-    for every token; those of tokens that the policy did not draw are not looked at.
+    `mask` says which tokens the policy drew; None means all. The others, such as a tool's answer, are read by the
+    policy and never trained on: losses, KL, entropy, lengths and denominators leave them out. `logprobs` has an entry
+    for every token; entries of tokens that the policy did not draw are ignored.
     """
 
     token_ids: list[int]
     stop_reason: str
     text: str = ""
     logprobs: list[float] | None = None  # of the plain distribution, over the temperature
-    drawn_logprobs: list[float] | None = None  # of the filtered one that was drawn from, where that is another
+    drawn_logprobs: list[float] | None = None  # of the filtered distribution that was sampled from, if it differs
     entropies: list[float] | None = None
     mask: list[bool] | None = None  # (T,)
 
@@ -67,7 +70,7 @@ class Completion:
 
 @dataclass(slots=True, kw_only=True)
 class Group:
-    """The completions of one prompt. Usually K of them; fewer when some could not be had."""
+    """The completions of one prompt: usually K, fewer when the engine could not give all."""
 
     prompt: Prompt
     completions: list[Completion]
@@ -75,7 +78,7 @@ class Group:
 
 @dataclass(slots=True, kw_only=True)
 class Record:
-    """What is written down about one completion, in the table and in the store, once its advantage is known."""
+    """What the table and the store show about one completion, once its advantage is known."""
 
     group: int  # counted in the order in which groups were drawn
     prompt: Prompt
@@ -90,11 +93,11 @@ class Record:
 
 @dataclass(slots=True, kw_only=True)
 class Rollout:
-    """One step's scored groups as flat rows: row i is a completion, `groups[i]` its prompt's number.
+    """Scored groups as flat rows: row i is a completion, `groups[i]` the number of its group.
 
-    What is known from the scores alone is filled when the rollout is collected. `policy_logprobs`, `kl` and
-    `advantages` are the learner's: filled before the first update (two passes) or by it (one forward). What there is
-    per token (log-probabilities, KLs, advantages) has an entry for each of the D_i tokens that the policy drew.
+    The collector fills in tokens and scores. The credit assigner fills in `policy_logprobs`, `reference_logprobs`, `kl`
+    and `advantages`, before the first update or from its forward. Values per token have an entry for each of the D_i
+    tokens that the policy drew.
     """
 
     prompt_ids: list[list[int]]  # one per row; rows of a group share the list
@@ -104,7 +107,7 @@ class Rollout:
     score: Tensor  # (N,) weighted, shaped, normalised, clipped; NaN: unscorable
     trained: list[bool]  # False where the row is left out of the loss (masked, empty)
     sampling_logprobs: list[list[float]] | None = None
-    num_groups: int = 0  # also those without a completion, which have no row
+    num_groups: int = 0  # including groups without a completion, which have no row
     ended: list[bool] | None = None  # by an end token, and not cut off
     masks: list[list[bool] | None] = field(default_factory=list)  # which tokens the policy drew; None: all
     prompt_inputs: list[dict[str, Tensor]] = field(default_factory=list)  # of images; rows of a group share them
@@ -114,7 +117,7 @@ class Rollout:
     advantages: list[Tensor | None] = field(default_factory=list)  # () or (D_i,) each
     total: Tensor | None = None  # (N,) weighted sum of scores, as it is logged; until the first use
     records: list[Record] = field(default_factory=list)  # one per row, until the first use
-    drawn: list[Record] = field(default_factory=list)  # those, and those of groups that were replaced
+    drawn: list[Record] = field(default_factory=list)  # the same, and those of groups that were replaced
 
     def __post_init__(self) -> None:
         if not self.prompt_inputs:
@@ -125,8 +128,7 @@ class Rollout:
 
     @classmethod
     def of(cls, groups: Sequence[Group], *, train_truncated: bool) -> Rollout:
-        """Completions of some prompts, whose scores are not known yet. `train_truncated`: whether those that were cut
-        off are trained on."""
+        """A rollout of these groups without scores. `train_truncated`: whether truncated completions are trained on."""
         flat = [(number, group.prompt, c) for number, group in enumerate(groups) for c in group.completions]
         unknown = torch.full((len(flat),), torch.nan)
         logprobs = [None if c.logprobs is None else drawn_of(c.logprobs, c.mask) for _, _, c in flat]
@@ -152,7 +154,7 @@ class Rollout:
         return drawn_of(self.completion_ids[row], self.masks[row])
 
     def degenerate(self) -> list[bool]:
-        """For each group whether its scores are all equal, so that it teaches nothing (the KL aside)."""
+        """For each group, whether its scores are all equal. Such a group teaches nothing, except through the KL."""
         sizes = self.groups.bincount(minlength=self.num_groups).tolist()
         known = [part[~part.isnan()] for part in self.score.split(sizes)]
         return [not bool((part != part[:1]).any()) for part in known]
@@ -173,12 +175,12 @@ def drawn_of(values: list[T], mask: list[bool] | None) -> list[T]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Block:
-    """One prompt and some of its completions, where they stand in a packed row."""
+    """The places of one prompt and some of its completions in a packed row."""
 
-    start: int  # of the prompt
-    prompt: int  # tokens
+    start: int  # start of the prompt
+    prompt: int  # tokens of the prompt
     first: int  # start of the first completion; the others follow it
-    completions: tuple[int, ...]  # tokens each
+    completions: tuple[int, ...]  # tokens of each completion
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -204,8 +206,8 @@ class Share:
 class MicroBatch:
     """Rows of one rollout for one forward, packed (each prompt once) or padded (a row per completion).
 
-    Tables are (B, C): a line per completion, a column per token that the policy drew, `completion_mask` 1 where there
-    is one.
+    Tables are (B, C): a line per completion, a column per token that the policy drew. `completion_mask` is 1 where
+    there is such a token.
     """
 
     rollout: Rollout
@@ -230,7 +232,7 @@ class MicroBatch:
         return sum(self.lengths)
 
     def first_rows(self) -> list[int]:
-        """Of each block of a packed row, the first of the rollout's rows in it: it has the block's prompt."""
+        """For each block of a packed row, its first row in the rollout."""
         assert self.packed is not None
         sizes = [len(block.completions) for block in self.packed.blocks]
         return [self.rows[sum(sizes[:index])] for index in range(len(sizes))]

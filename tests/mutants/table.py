@@ -747,7 +747,7 @@ MUTANTS = [
     # what is lost, and who takes it
     Mutant(
         "training/finite.py",
-        "            model.zero_grad(set_to_none=True)  # an optimizer passes over what has no gradient\n",
+        "            model.zero_grad(set_to_none=True)\n",
         "",
         "tests/integration/test_finite.py::test_an_update_that_is_not_finite_is_skipped",
     ),
@@ -777,7 +777,7 @@ MUTANTS = [
     ),
     Mutant(
         "training/folder.py",
-        "    os.register_at_fork(after_in_child=_let_go)",
+        "    os.register_at_fork(after_in_child=_close_inherited_locks)",
         "    pass",
         "tests/integration/test_output_folder.py::test_what_a_dead_process_has_forked_blocks_nobody",
     ),

@@ -1,1 +1,1 @@
-"""Where prompts come from and in which order: formats, chat templates, the plan of updates."""
+"""Data sets, prompts, the plan of updates, and micro-batches."""

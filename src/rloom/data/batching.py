@@ -1,4 +1,4 @@
-"""Micro-batches: which rows share a forward, and in which layout."""
+"""Cuts rollouts into micro-batches, and makes tensors of them."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from rloom.types import MicroBatch, PackedRow, Rollout
 class Batcher:
     """Cuts rows of a rollout into micro-batches of at most `budget` tokens, and makes tensors of them.
 
-    Rows with images have micro-batches of their own, packed where `packs_images` says that the model allows it; it is
-    asked once, with the first rollout that has some. Packed: a prompt counts once for its completions. Padded: every
-    row counts with the longest prompt and completion of its micro-batch. A single completion that is longer than the
-    budget is a micro-batch of its own.
+    Packed, a prompt counts once for all of its completions. Padded, every row counts with the longest prompt and
+    completion of its micro-batch. A completion that is longer than the budget is a micro-batch of its own. Rows with
+    images have micro-batches of their own. `packs_images(rollout)` says whether the model can pack them; it is called
+    once, with the first rollout that has images.
     """
 
     def __init__(
@@ -37,14 +37,15 @@ class Batcher:
         self._settled = not packed or packs_images is None
 
     def settle(self, rollout: Rollout) -> None:
-        """Find out, before the first rows with images are planned, whether they can be packed."""
+        """Find out whether rows with images can be packed, before the first of them are planned."""
         rows = [row for row, completion in enumerate(rollout.completion_ids) if completion]
         if not self._settled and self.packs_images is not None and has_images(rollout, rows):
             self.images_packed = self.packs_images(rollout)
             self._settled = True
 
     def plan(self, rollout: Rollout, rows: Sequence[int], budget: int, *, whole_groups: bool) -> list[list[int]]:
-        """Lists of rows, in order. With `whole_groups` no group is cut, as the one-forward form needs it."""
+        """The rows of each micro-batch, in order. With `whole_groups` no group is cut, so that a training forward can
+        give its advantages."""
         groups = rollout.groups.tolist()
         units = [[rows[i] for i in run] for run in runs_of_groups(rows, groups)]
         if not whole_groups:
@@ -63,7 +64,7 @@ class Batcher:
         return plans
 
     def size(self, rollout: Rollout, rows: Sequence[int]) -> int:
-        """Tokens that rows take in a forward."""
+        """The number of tokens of these rows in a forward."""
         return Extent().grown(rollout, rows, rollout.groups.tolist()).tokens(self._packs(has_images(rollout, rows)))
 
     def _packs(self, images: bool) -> bool:
@@ -92,7 +93,7 @@ class Batcher:
         return batch
 
     def _pad(self, batch: MicroBatch, device: torch.device) -> None:
-        """Prompts padded on the left, completions on the right, positions counted per row."""
+        """Pad prompts on the left and completions on the right. Positions are counted per row."""
         prompts = [batch.rollout.prompt_ids[row] for row in batch.rows]
         lengths = torch.tensor([len(batch.rollout.completion_ids[row]) for row in batch.rows])
         batch.width = right = _round_up(int(lengths.max()), self.multiple)
@@ -115,16 +116,16 @@ class Batcher:
 
 @dataclass(frozen=True, slots=True)
 class Extent:
-    """What some rows take in a forward, in either layout; counted on as rows are added."""
+    """How many tokens some rows have in a forward, in either layout. Rows can be added."""
 
     rows: int = 0
-    prompt: int = 0  # the longest
-    completion: int = 0
-    packed: int = 0  # tokens, a prompt once for neighbours of its group
-    group: int | None = None  # of the last row
+    prompt: int = 0  # the longest prompt
+    completion: int = 0  # the longest completion
+    packed: int = 0  # tokens, where neighbours of one group share their prompt
+    group: int | None = None  # the last row's group
 
     def grown(self, rollout: Rollout, rows: Sequence[int], groups: Sequence[int]) -> Extent:
-        """With some rows more."""
+        """The extent with more rows."""
         prompt, completion, packed, group = self.prompt, self.completion, self.packed, self.group
         for row in rows:
             length, own = len(rollout.prompt_ids[row]), len(rollout.completion_ids[row])
@@ -133,12 +134,12 @@ class Extent:
         return Extent(self.rows + len(rows), prompt, completion, packed, group)
 
     def tokens(self, packed: bool) -> int:
-        """In a packed row, or as padded ones."""
+        """The number of tokens, packed or padded."""
         return self.packed if packed else self.rows * (self.prompt + self.completion)
 
 
 def _inputs_of_packed(batch: MicroBatch) -> dict[str, torch.Tensor]:
-    """The tensors of each prompt's images, once."""
+    """The tensors of images, once for each prompt of a packed row."""
     assert batch.packed is not None
     prompts = [batch.rollout.prompt_inputs[row] for row in batch.first_rows()]
     if not any(prompts):
@@ -152,7 +153,8 @@ def has_images(rollout: Rollout, rows: Sequence[int]) -> bool:
 
 
 def _targets(drawn: list[list[int]], packed: PackedRow | None, device: torch.device) -> Tensor:
-    """The drawn tokens. A packed row ends with all completions: where all of them are drawn, nothing is copied."""
+    """The tokens that the policy drew. If it drew all completion tokens, they are the end of the packed row, and
+    nothing is copied."""
     if packed is not None and len(packed.source) == packed.input_ids.shape[1] - packed.num_prompt_tokens:
         return packed.input_ids[0, packed.num_prompt_tokens :]
     return upload(flat_tokens(drawn), device)

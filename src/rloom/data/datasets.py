@@ -1,4 +1,7 @@
-"""Checking data sets before any model is loaded. `datasets` is used when installed, never required."""
+"""Checks data sets before any model is loaded.
+
+The package `datasets` is used when installed, never required.
+"""
 
 from __future__ import annotations
 
@@ -11,11 +14,11 @@ from rloom.data.images import IMAGE_COLUMNS
 from rloom.errors import DataError, did_you_mean
 
 RESERVED = {"prompts", "completions", "completion_ids", "trainer_state", "log_extra", "log_metric"}
-"""Names of arguments that reward functions get; a data set's columns must not bear them."""
+"""Arguments of reward functions. A data set must not have columns with these names."""
 
 
 class RowList(list):
-    """A list of rows that looks enough like a map-style data set: indexable, sized, with column names."""
+    """A list of rows with `column_names`, so that it can be used as a map-style data set."""
 
     @property
     def column_names(self) -> list[str]:
@@ -29,7 +32,7 @@ def is_iterable(dataset: Any) -> bool:
 
 
 def check_train_dataset(dataset: Any, max_steps: int) -> Any:
-    """The training set, checked; a plain list of rows is accepted too."""
+    """Check the training set, and return it. A plain list of rows is accepted too."""
     if dataset is None:
         raise DataError("`train_dataset` is required: a data set with a column 'prompt'")
     if isinstance(dataset, Mapping):
@@ -47,7 +50,7 @@ def check_train_dataset(dataset: Any, max_steps: int) -> Any:
 
 
 def check_eval_dataset(dataset: Any) -> Any:
-    """The evaluation set or sets, checked; None stays None."""
+    """Check the evaluation set, or a dict of several, and return it. None stays None."""
     if dataset is None:
         return None
     if isinstance(dataset, Mapping):
@@ -58,7 +61,7 @@ def check_eval_dataset(dataset: Any) -> Any:
 
 
 def check_dataset(dataset: Any, name: str) -> Any:
-    """One data set: of a known kind, not empty, with a 'prompt' column of one format."""
+    """Check one data set: it is of a known kind, not empty, and has a 'prompt' column of one format."""
     if isinstance(dataset, list) and not isinstance(dataset, RowList):
         dataset = RowList(dataset)
     if isinstance(dataset, (str, bytes)) or not (hasattr(dataset, "__getitem__") or isinstance(dataset, Iterable)):
@@ -70,7 +73,8 @@ def check_dataset(dataset: Any, name: str) -> Any:
     _check_columns(dataset, name)
     if isinstance(dataset, RowList):
         _check_formats(dataset, name)
-    elif not is_iterable(dataset):  # of the others too, before a model is loaded; the rest when they are encoded
+    elif not is_iterable(dataset):
+        # The first prompt is checked before a model is loaded, the others when they are encoded.
         prompt_format(dataset[0]["prompt"], f"`{name}`[0]")
     return dataset
 
@@ -96,7 +100,7 @@ def _check_columns(dataset: Any, name: str) -> None:
 
 
 def prompt_format(prompt: Any, where: str) -> str:
-    """`"text"` or `"messages"`, or an error that says what a prompt is."""
+    """The format of a prompt, `"text"` or `"messages"`. Anything else is an error."""
     if isinstance(prompt, str):
         return "text"
     if isinstance(prompt, Sequence) and prompt and all(isinstance(m, Mapping) and "role" in m for m in prompt):
@@ -108,7 +112,8 @@ def prompt_format(prompt: Any, where: str) -> str:
 
 
 def image_column(*given: Any) -> str | None:
-    """The column of images that any of the data sets (or dicts of several) has; a stream may not know its columns."""
+    """The name of the image column in these data sets, or dicts of them; None if there is none, or if a stream does not
+    know its columns."""
     for one in given:
         for dataset in one.values() if isinstance(one, Mapping) else [one]:
             names = getattr(dataset, "column_names", None) or ()
@@ -119,13 +124,13 @@ def image_column(*given: Any) -> str | None:
 
 
 def is_chat(dataset: Any) -> bool:
-    """Whether the prompts are lists of messages; a stream is asked for its first row."""
+    """Whether the prompts are lists of messages, by the first row."""
     first = first_row(dataset)
     return first is not None and not isinstance(first.get("prompt"), str)
 
 
 def first_row(dataset: Any) -> Any:
-    """None where there is none, or where looking would lose it: in a stream that can be read once only."""
+    """The first row of a data set. None if it is empty, or a stream that can be read only once."""
     if not is_iterable(dataset):
         return dataset[0] if len(dataset) else None
     return None if iter(dataset) is dataset else next(iter(dataset), None)
@@ -145,7 +150,7 @@ def _check_formats(rows: RowList, name: str) -> None:
 
 
 def check_same_format(train: Any, evaluation: Any) -> None:
-    """Training and evaluation prompts of different formats are almost surely a mistake."""
+    """Refuse training and evaluation prompts of different formats: that is almost surely a mistake."""
     parts = evaluation.values() if isinstance(evaluation, Mapping) else [evaluation]
     for part in parts:
         if part is None or is_iterable(part) or is_iterable(train):

@@ -1,4 +1,4 @@
-"""Images of prompts: which a row has, where they stand among its messages, and as what they reach a processor."""
+"""Images of prompts: finds them in rows and messages, and reads them."""
 
 from __future__ import annotations
 
@@ -19,9 +19,10 @@ IMAGE_COLUMNS = ("image", "images")
 ADDRESS = re.compile(r"[a-z][a-z0-9+.-]*://", re.IGNORECASE)
 WEB = re.compile(r"https?://")
 FETCH_SECONDS = 60.0
+"""How long fetching an image may take."""
 
 SOURCES = ("image", "image_url", "url", "path", "base64")
-"""Keys of a message's part under which an image, or where to find it, may stand."""
+"""Keys of a message's part that may hold an image, or its path or address."""
 
 Messages = list[dict[str, Any]]
 
@@ -43,10 +44,10 @@ def images_of(row: Mapping[str, Any]) -> list[Any]:
 
 
 def with_images(messages: Messages, images: list[Any]) -> Messages:
-    """The messages in parts (text, images), each image in its place; the given ones stay as they are.
+    """A copy of the messages in parts (text, images), with each image in its place.
 
-    Images fill the parts of type "image" that hold none. Where no message has parts, they stand before the text of the
-    first message of the user.
+    Images fill the empty parts of type "image". Where no message has parts, they go before the text of the user's first
+    message.
 
     >>> with_images([{"role": "user", "content": "What is it?"}], ["cat.png"])[0]["content"]
     [{'type': 'image', 'image': 'cat.png'}, {'type': 'text', 'text': 'What is it?'}]
@@ -56,7 +57,7 @@ def with_images(messages: Messages, images: list[Any]) -> Messages:
     if images and plain:
         first = next((message for message in result if message["role"] == "user"), None)
         if first is None:
-            raise DataError("a prompt has images, and no message of the user's that they could stand in")
+            raise DataError("a prompt has images, and no user message to put them in")
         first["content"] = [{"type": "image"} for _ in images] + first["content"]
     places = [part for part in _image_parts(result) if "image" not in part]
     if len(places) != len(images):
@@ -70,13 +71,14 @@ def with_images(messages: Messages, images: list[Any]) -> Messages:
 
 
 def images_in(messages: Messages) -> list[Any]:
-    """The images that stand in messages made by [`with_images`]."""
+    """The images in messages made by [`with_images`]."""
     return [part["image"] for part in _image_parts(messages)]
 
 
 def _in_parts(message: Mapping[str, Any]) -> dict[str, Any]:
     content = message.get("content")
-    if content is None:  # a call of a tool has none
+    # A tool call has no content.
+    if content is None:
         return dict(message)
     if isinstance(content, str):
         return {**message, "content": [{"type": "text", "text": content}]}
@@ -84,12 +86,13 @@ def _in_parts(message: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _part(part: Mapping[str, Any]) -> dict[str, Any]:
-    """One part, without the keys that `datasets` fills with None: templates ask whether a key is there."""
+    """One part, without the keys that `datasets` fills with None: chat templates test whether a key exists."""
     known = {key: value for key, value in part.items() if value is not None}
     kind = known.get("type", "image" if "image" in known else "text")
     if kind in ("image", "image_url"):
         source = next((known[key] for key in SOURCES if key in known), None)
-        if isinstance(source, Mapping) and "url" in source:  # as OpenAI writes it
+        # This is OpenAI's format: {"image_url": {"url": …}}.
+        if isinstance(source, Mapping) and "url" in source:
             source = source["url"]
         return {"type": "image"} if source is None else {"type": "image", "image": source}
     if kind != "text":
@@ -106,30 +109,33 @@ def _image_parts(messages: Messages) -> Iterator[dict[str, Any]]:
 
 @dataclass(frozen=True, slots=True)
 class ImageSources:
-    """What images may be read from that a data set names: whoever made it should not choose which files of this machine
-    are read, nor what it asks for on the network."""
+    """Where images that a data set names may be read from.
+
+    The author of a data set must not decide which files of this machine are read, or which addresses are fetched.
+    """
 
     fetch: bool = False
     folder: str | None = None
-    """None: the working folder."""
+    """The folder that paths are read from. None means the working folder."""
 
     def read(self, name: str) -> Any:
-        """An image by a path in the folder, by an address if these are allowed, or in base64."""
+        """Read an image given by a path in the folder, by an address if these are allowed, or in base64."""
         from transformers.image_utils import load_image
 
         if ADDRESS.match(name):
             if not self.fetch:
                 raise DataError(
-                    f"an image is named by an address, {name[:100]!r}, and addresses are not asked: set "
+                    f"an image is named by an address, {name[:100]!r}, and addresses are not fetched: set "
                     "fetch_images=True if you trust who made the data"
                 )
             if not WEB.match(name):
-                raise DataError(f"an image is named by the address {name[:100]!r}: only http and https are asked")
+                raise DataError(f"an image is named by the address {name[:100]!r}: only http and https are fetched")
             return _readable(lambda: load_image(name, timeout=FETCH_SECONDS), name)
         if (path := self._found(name)) is not None:
             return _readable(lambda: load_image(str(path)), name)
         try:
-            return load_image(name)  # base64, since there is no such file
+            # There is no such file, so it must be base64.
+            return load_image(name)
         except ValueError:
             raise DataError(
                 f"an image is named {name[:100]!r}, which is no file in the image_folder, {self._where()}, and no "
@@ -140,15 +146,17 @@ class ImageSources:
         return Path(self.folder or ".").resolve()
 
     def _found(self, name: str) -> Path | None:
-        """The file that a path stands for; an error where it leads elsewhere."""
+        """The file of a path, None if there is none. A file outside of the folder is an error."""
         where = self._where()
         try:
             path = (where / name).resolve()
             if not path.is_file():
-                path = Path(name).resolve()  # as `load_image` would take it
+                # `load_image` would read the path from the working folder.
+                path = Path(name).resolve()
             if not path.is_file():
                 return None
-        except (OSError, ValueError, RuntimeError):  # too long for a path, with a zero in it, a loop of links
+        except (OSError, ValueError, RuntimeError):
+            # The name is too long for a path, contains a zero byte, or is a loop of links.
             return None
         if not path.is_relative_to(where):
             raise DataError(
@@ -159,17 +167,18 @@ class ImageSources:
 
 
 def folder_of(data: str | None) -> str | None:
-    """The folder of images that local data names by paths: its own, where that is not within the working folder."""
+    """The image folder for local data: the data's own folder, or None if that is within the working folder."""
     if not data or not Path(data).exists():
         return None
     folder = Path(data).resolve() if Path(data).is_dir() else Path(data).resolve().parent
-    if folder == Path(folder.anchor):  # all of the disk, which nobody has asked for
+    # The root folder would allow all files of the machine.
+    if folder == Path(folder.anchor):
         return None
     return None if folder.is_relative_to(Path.cwd()) else str(folder)
 
 
 def _readable(load: Callable[[], Any], value: Any) -> Any:
-    """An image that can be read to its end. Pillow opens some that it finds broken later, and raises all sorts."""
+    """Load an image completely. Pillow opens broken images and raises errors of many kinds later."""
     try:
         image = load()
         image.load()
@@ -179,12 +188,13 @@ def _readable(load: Callable[[], Any], value: Any) -> Any:
 
 
 def as_picture(value: Any, sources: ImageSources | None = None) -> Any:
-    """An image in RGB, of whatever stands for it: an image, an array, bytes, a path, an address, a data set's dict."""
+    """An image in RGB, from a PIL image, an array, bytes, a path, an address, or a dict of `datasets`."""
     try:
         from PIL import Image
     except ImportError as error:
         raise ImportError("images need the package Pillow: pip install 'rloom[vision]'") from error
-    if isinstance(value, Mapping):  # an image that `datasets` was told not to decode
+    # `datasets` gives a dict for an image that it does not decode.
+    if isinstance(value, Mapping):
         value = value.get("bytes") or value.get("path")
     if isinstance(value, bytes):
         data = value
@@ -199,12 +209,13 @@ def as_picture(value: Any, sources: ImageSources | None = None) -> Any:
 
 
 def _pixels(value: Any) -> Any:
-    """An array as Pillow takes it: (height, width) or (height, width, channels), in bytes."""
+    """An array in Pillow's layout: (height, width) or (height, width, channels), uint8."""
     import numpy
 
     array = numpy.asarray(value)
     if array.ndim == 3 and array.shape[0] in (1, 3, 4) and array.shape[-1] not in (1, 3, 4):
-        array = array.transpose(1, 2, 0)  # as torch keeps images
+        # torch's layout is (channels, height, width).
+        array = array.transpose(1, 2, 0)
     if array.dtype != numpy.uint8 or array.ndim not in (2, 3):
         raise DataError(
             f"an image is an array of shape {array.shape} and type {array.dtype}: give it as uint8 from 0 to 255, "
@@ -223,7 +234,7 @@ def has_places(prompt: Any) -> bool:
 
 
 def without_images(prompt: Any) -> Any:
-    """A prompt's words alone: what can be printed, and is the same in every run.
+    """A prompt without its images: it can be printed, and is the same in every run.
 
     >>> without_images([{"role": "user", "content": [{"type": "image", "image": object()}, {"type": "text"}]}])
     [{'role': 'user', 'content': [{'type': 'text'}]}]

@@ -1,5 +1,8 @@
-"""DataLoaders. In training a batch is a whole update ([`UpdatePlan`] with rows in place of indices), in evaluation it
-is a list of rows."""
+"""DataLoaders for training and evaluation.
+
+In training a batch is a whole update: an [`UpdatePlan`] with rows in place of indices. In evaluation it is a list of
+rows.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +23,7 @@ logger = get_logger(__name__)
 
 
 class PlannedDataset(Dataset):
-    """A map-style data set that is indexed by an update's plan and answers with its rows filled in."""
+    """A map-style data set that is indexed by an update's plan, and returns the plan with its rows filled in."""
 
     def __init__(self, rows: Sequence[dict[str, Any]]) -> None:
         self.rows = rows
@@ -34,7 +37,7 @@ class PlannedDataset(Dataset):
 
 
 class Stream(IterableDataset):
-    """Anything that can be iterated over, as torch's DataLoader wants it."""
+    """Wraps any iterable for torch's DataLoader."""
 
     def __init__(self, rows: Iterable[dict[str, Any]]) -> None:
         self.rows = rows
@@ -57,7 +60,8 @@ class PlannedStream(IterableDataset):
         epoch = 0
         while True:
             if hasattr(self.rows, "set_epoch"):
-                self.rows.set_epoch(epoch)  # a stream that shuffles does so anew
+                # A stream that shuffles does so anew in each epoch.
+                self.rows.set_epoch(epoch)
             empty = True
             for plan in plan_stream(self.schedule, epoch, iter(self.rows)):
                 empty = False
@@ -72,7 +76,7 @@ class PlannedStream(IterableDataset):
 
 
 class PlanLoader(DataLoader):
-    """A DataLoader that forwards `set_epoch` to whatever plans the epoch."""
+    """A DataLoader that forwards `set_epoch` to its [`PlanSampler`]."""
 
     def set_epoch(self, epoch: int) -> None:
         """Called by the Trainer at the start of each epoch."""
@@ -81,7 +85,7 @@ class PlanLoader(DataLoader):
 
 
 class RoundRobin:
-    """Batches of `size`, of which every `count`-th, from number `rank` on, is this process'.
+    """Gives this process every `count`-th batch of `size` rows, beginning with batch number `rank`.
 
     >>> list(RoundRobin(2, rank=1, count=2)("abcdefg"))
     [['c', 'd'], ['g']]
@@ -111,7 +115,7 @@ class RoundRobinIndices:
 
 
 class RoundRobinStream(IterableDataset):
-    """A stream of which this process reads all, and has its own batches."""
+    """A stream that this process reads completely, keeping only its own batches."""
 
     def __init__(self, rows: Iterable[dict[str, Any]], share: RoundRobin) -> None:
         self.rows, self.share = rows, share
@@ -121,7 +125,7 @@ class RoundRobinStream(IterableDataset):
 
 
 def _round_robin_loader(rows: Any, share: RoundRobin, *, stream: bool, **options: Any) -> DataLoader:
-    """Loader of this process' batches of rows, of which other processes have others."""
+    """Loader of this process' batches. Other processes have the other batches."""
     if stream:
         return DataLoader(RoundRobinStream(rows, share), batch_size=None, collate_fn=as_is)
     return DataLoader(rows, batch_sampler=RoundRobinIndices(len(rows), share), collate_fn=as_is, **options)
@@ -152,7 +156,7 @@ def stream_loader(rows: Iterable[dict[str, Any]], schedule: Schedule, **options:
 
 def make_schedule(args: RLOOConfig) -> Schedule:
     """How this run's rollouts are cut into updates."""
-    # The config has filled both in.
+    # The config has set both.
     assert args.generation_batch_size is not None
     assert args.steps_per_generation is not None
     prompts = args.generation_batch_size // args.num_generations // args.world_size
@@ -189,7 +193,7 @@ def eval_loader(dataset: Any, args: RLOOConfig) -> DataLoader:
     prompts = max(1, args.eval_batch_size // (args.num_generations_eval or args.num_generations))
     options = _loader_options(args)
     if args.world_size > 1:
-        # Processes take whole batches in turn, so that each batch is the one that a single process would have.
+        # Processes take turns at whole batches, so that the batches are the same as in a single process.
         share = RoundRobin(prompts, rank=args.process_index, count=args.world_size)
         return _round_robin_loader(dataset, share, stream=is_iterable(dataset), **options)
     if is_iterable(dataset):

@@ -1,8 +1,8 @@
-"""What a model is given beside token ids: the tensors of a prompt's images, and how those of several rows go together.
+"""Joins the image tensors of several prompts into those of a batch.
 
-A processor is called for one prompt at a time, so that its tensors hold that prompt's images and nothing else. Rows are
-then joined along the first dimension: that is images, patches or prompts, whatever the architecture counts there, and
-each finds its own by the order of the placeholders among the tokens. Other dimensions are padded.
+A processor is called for one prompt at a time, so that its tensors hold only that prompt's images. Prompts are then
+joined along the first dimension: images, patches or prompts, whatever the architecture counts there. The model assigns
+them by the order of the placeholders among the tokens. Other dimensions are padded.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ PER_TOKEN = ("token_type_ids", "mm_token_type_ids")
 """Inputs with an entry for each token of the prompt, 0 for text."""
 
 PADDING = {"image_position_ids": -1}
-"""What marks an entry that is not there, where that is not 0."""
+"""The padding value of inputs whose padding is not 0."""
 
 Inputs = Mapping[str, Tensor]
 
 
 def join(rows: Sequence[Inputs], left: int, right: int) -> dict[str, Tensor]:
-    """The inputs of several rows as those of a batch: prompts padded on the left to `left`, then `right` more tokens.
+    """Join the inputs of padded rows: prompts are padded on the left to `left` tokens, and `right` tokens follow.
 
     >>> a = {"pixel_values": torch.ones(2, 3), "token_type_ids": torch.tensor([[1, 1]])}
     >>> b = {"pixel_values": torch.ones(1, 4), "token_type_ids": torch.tensor([[1]])}
@@ -41,7 +41,7 @@ def join(rows: Sequence[Inputs], left: int, right: int) -> dict[str, Tensor]:
 
 
 def join_packed(prompts: Sequence[Inputs], lengths: Sequence[int], total: int) -> dict[str, Tensor]:
-    """The inputs of a packed row of `total` tokens that begins with prompts of these lengths, each there once.
+    """Join the inputs of a packed row of `total` tokens that begins with prompts of these lengths.
 
     >>> a = {"pixel_values": torch.ones(2, 3), "token_type_ids": torch.tensor([[0, 1]])}
     >>> b = {"pixel_values": torch.ones(1, 3), "token_type_ids": torch.tensor([[1]])}
@@ -82,7 +82,7 @@ def _grown(value: Tensor, shape: list[int], fill: int) -> Tensor:
 
 
 def fitted_to(model: nn.Module, inputs: Inputs) -> dict[str, Tensor]:
-    """The inputs on the model's device, images in the model's precision."""
+    """The inputs on the model's device, with images in the model's dtype."""
     device = next(model.parameters()).device
     dtype = getattr(model, "dtype", torch.float32)
     return {
@@ -92,7 +92,7 @@ def fitted_to(model: nn.Module, inputs: Inputs) -> dict[str, Tensor]:
 
 
 def placeholder_ids(config: Any) -> tuple[int, ...]:
-    """Tokens that stand for images (and videos) in a prompt. Sampled, they would ask for images that are not there."""
+    """Placeholder tokens of images, videos and audio. Sampled, they would refer to images that do not exist."""
     names = ("image_token_id", "image_token_index", "video_token_id", "video_token_index", "audio_token_id")
     found = [getattr(config, name, None) for name in names]
     return tuple(sorted({token for token in found if isinstance(token, int)}))

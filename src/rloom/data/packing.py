@@ -1,10 +1,10 @@
-"""Shared-prefix packing: a micro-batch as one row in which each prompt stands once, for all of its completions.
+"""Shared-prefix packing: one row in which each prompt stands once.
 
     [prompt A | prompt B | … | A's completion 1 | A's completion 2 | … | B's completion 1 | …]
 
 Every completion attends to its prompt and to itself, positions continue from the prompt, and nothing is padded.
-Prompts come first, so that all prompts and all completions are each one slice. The attention that gives this row its
-meaning is in `models/attention.py`.
+Prompts come first, so that all prompts and all completions are each one slice. `models/attention.py` implements the
+attention of such rows.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def pack(rollout: Rollout, rows: Sequence[int], device: torch.device) -> PackedR
 
 
 def drawn_tokens(rollout: Rollout, rows: Sequence[int]) -> Tensor | None:
-    """Which of the rows' completion tokens, one completion after the other, the policy drew; None: all. (T,) bool"""
+    """Which completion tokens of these rows the policy drew, one completion after the other; None: all. (T,) bool"""
     if all(rollout.masks[row] is None for row in rows):
         return None
     masks = [rollout.masks[row] or [True] * len(rollout.completion_ids[row]) for row in rows]
@@ -63,7 +63,7 @@ def drawn_tokens(rollout: Rollout, rows: Sequence[int]) -> Tensor | None:
 
 
 def _blocks(prompts: list[int], completions: list[list[int]]) -> tuple[Block, ...]:
-    """Where prompts and completions of these lengths stand."""
+    """The places of prompts and completions with these lengths in a packed row."""
     blocks: list[Block] = []
     start, first = 0, sum(prompts)
     for prompt, lengths in zip(prompts, completions, strict=True):
@@ -73,15 +73,17 @@ def _blocks(prompts: list[int], completions: list[list[int]]) -> tuple[Block, ..
 
 
 def _positions(blocks: tuple[Block, ...]) -> tuple[Tensor, Tensor]:
-    """The position of each token, and where the hidden state is that predicts each token of a completion."""
-    spans = [(block.prompt, 0) for block in blocks]  # tokens, and the position of the first
+    """The position of each token, and for each completion token the place of the hidden state that predicts it."""
+    # A span is a number of tokens, and the position of the first one.
+    spans = [(block.prompt, 0) for block in blocks]
     spans += [(length, block.prompt) for block in blocks for length in block.completions]
     lengths, firsts = torch.tensor(spans).unbind(1)
     begins = lengths.cumsum(0) - lengths
     total, num_prompt_tokens = int(lengths.sum()), sum(block.prompt for block in blocks)
     positions = torch.arange(total) - (begins - firsts).repeat_interleave(lengths)
-    source = torch.arange(num_prompt_tokens - 1, total - 1)  # the one before it;
+    # A token is predicted by the one before it. A completion's first token is predicted by its prompt's last.
+    source = torch.arange(num_prompt_tokens - 1, total - 1)
     last = torch.tensor([block.start + block.prompt - 1 for block in blocks for _ in block.completions])
     begins, lengths = begins[len(blocks) :], lengths[len(blocks) :]
-    source[begins[lengths > 0] - num_prompt_tokens] = last[lengths > 0]  # but a first is predicted by its prompt's last
+    source[begins[lengths > 0] - num_prompt_tokens] = last[lengths > 0]
     return positions, source

@@ -1,7 +1,7 @@
-"""Which prompts are sampled when, and which update trains on which part of which rollout. No tensors but one shuffle.
+"""Plans which prompts are sampled when, and which update trains on which rollout.
 
-The arithmetic is TRL's, said once. A *rollout* holds P prompts, hence P·K completions, in S parts
-(`steps_per_generation`); it is passed over μ times (`num_iterations`). In reading order that is a stream of parts
+The arithmetic is TRL's. A *rollout* holds P prompts, hence P·K completions, in S parts (`steps_per_generation`). It is
+trained on μ times (`num_iterations`). This gives a stream of parts
 
     rollout 0: 0 1 … S−1  0 1 … S−1  (μ times)   rollout 1: 0 1 … S−1 …
 
@@ -38,11 +38,11 @@ class Schedule:
     rank: int = 0
 
     def num_rollouts(self, num_prompts: int) -> int:
-        """Whole rollouts that a data set of `num_prompts` makes; the rest of an epoch does not fill one."""
+        """The number of whole rollouts in a data set of `num_prompts`. The remaining prompts do not fill one."""
         return num_prompts // (self.prompts * self.world_size)
 
     def num_updates(self, rollouts: int) -> int:
-        """Updates that so many rollouts make."""
+        """The number of updates on so many rollouts."""
         return -(-rollouts * self.parts * self.passes // self.parts_per_update)
 
     def updates(self, rollouts: int) -> Iterator[list[PartRef]]:
@@ -57,10 +57,10 @@ class Schedule:
             yield stream[start : start + self.parts_per_update]
 
     def places(self) -> list[int]:
-        """Where this process' prompts stand among those of all processes, in a rollout.
+        """The places of this process' prompts among those of all processes in a rollout.
 
-        Of each part every process has its share, so that an update trains on the groups that one process would train
-        on. Where parts cut groups apart, each process has neighbours instead.
+        Every process has a share of each part, so that an update trains on the same groups as in one process. Where a
+        part does not hold whole groups, each process has neighbouring prompts instead.
 
         >>> Schedule(prompts=4, parts=2, passes=1, parts_per_update=1, world_size=2, rank=1).places()
         [2, 3, 6, 7]
@@ -93,7 +93,7 @@ class UpdatePlan:
     prompts: dict[int, list[Any]]
 
     def key(self, rollout: int) -> tuple[int, int]:
-        """The rollout's identity over the whole run."""
+        """The key of a rollout, unique in the whole run."""
         return (self.epoch, rollout)
 
 
@@ -111,7 +111,7 @@ def _plan(epoch: int, parts: list[PartRef], prompts_of: Callable[[int], list[Any
 class PlanSampler:
     """Yields the epoch's updates as batches of one [`UpdatePlan`] each, for a DataLoader's `batch_sampler`.
 
-    The order depends on (seed, epoch) alone, so that a resumed run finds the very order of the first.
+    The order depends on (seed, epoch) alone, so that a resumed run has the same order.
     """
 
     def __init__(self, schedule: Schedule, num_prompts: int, *, shuffle: bool, seed: int) -> None:
@@ -126,11 +126,11 @@ class PlanSampler:
 
     @property
     def num_left_out(self) -> int:
-        """Prompts that do not fill a rollout and sit out this epoch; others do in the next when shuffled."""
+        """Prompts that do not fill a rollout, and are left out of this epoch. With shuffling they change."""
         return self.num_prompts % (self.schedule.prompts * self.schedule.world_size)
 
     def set_epoch(self, epoch: int) -> None:
-        """Which epoch the next iteration is."""
+        """Set the epoch of the next iteration."""
         self.epoch = epoch
 
     def order(self) -> list[int]:
@@ -149,7 +149,7 @@ class PlanSampler:
 
 
 def plan_stream(schedule: Schedule, epoch: int, rows: Iterator[Any]) -> Iterator[UpdatePlan]:
-    """The updates of a stream of rows whose length is not known; a rest that fills no rollout is left out."""
+    """The updates of a stream of rows of unknown length. Rows at the end that fill no rollout are left out."""
     per_rollout = schedule.prompts * schedule.world_size
     window: dict[int, list[Any]] = {}
     pending: list[PartRef] = []

@@ -1,4 +1,7 @@
-"""From a data set's rows to token ids: plain text or chat messages, checked against the model."""
+"""Turns rows into token ids: plain text or chat messages.
+
+Prompts are checked against the model's context length and chat template.
+"""
 
 from __future__ import annotations
 
@@ -22,9 +25,9 @@ MAX_SCANNED = 200_000
 class PromptEncoder:
     """Turns rows into [`Prompt`]s with the model's tokenizer and chat template.
 
-    `context_length` is the model's limit on prompt plus completion, None if it has none. `columns` are those that
-    reward functions may see, None for all. `hard_limit` says that nothing may go beyond it: the user
-    said so, or positions are looked up in a table that ends there, where rotary ones only get worse.
+    `context_length` is the model's limit on prompt plus completion, None if it has none. With `hard_limit` it must not
+    be exceeded: the user set it, or the model looks positions up in a table that ends there. (Rotary positions only get
+    worse beyond it.) `columns` are those that reward functions may see, None for all.
     """
 
     def __init__(
@@ -44,14 +47,15 @@ class PromptEncoder:
         self.max_completion_length = max_completion_length
         self.hard_limit = hard_limit
         self.columns = columns
-        self.longest = 1  # tokens of the longest prompt so far
-        self.pictured: Prompt | None = None  # the longest with images
+        # The tokens of the longest prompt so far, and the longest prompt with images.
+        self.longest = 1
+        self.pictured: Prompt | None = None
         self._warned = False
         seeing = is_vision(processing_class)
         self.vision = VisionEncoder(processing_class, template_kwargs, images) if seeing else None
 
     def encode(self, rows: Sequence[dict[str, Any]]) -> list[Prompt]:
-        """Prompts of one format, in order."""
+        """Encode rows with prompts of one format, in order."""
         kinds = [prompt_format(row["prompt"], "prompt") for row in rows]
         if len(set(kinds)) > 1:
             raise DataError("mixed prompt formats: some prompts are text, others lists of messages; use one of them")
@@ -82,13 +86,13 @@ class PromptEncoder:
         ]
 
     def check_early(self, rows: Sequence[dict[str, Any]]) -> None:
-        """Find, before training, what would stop it: no chat template, prompts that are too long.
+        """Find errors in prompts before training: no chat template, or prompts that are too long.
 
-        The longest texts stand for all; a tokenizer could still make more tokens of a shorter one, which is then found
-        when it is drawn.
+        Only the longest texts are encoded. A shorter text may still have more tokens; it is then found when it is used.
         """
         if len(rows) <= MAX_SCANNED:
-            texts: Any = rows.select_columns("prompt") if hasattr(rows, "select_columns") else rows  # decodes no images
+            # Without the other columns, `datasets` decodes no images.
+            texts: Any = rows.select_columns("prompt") if hasattr(rows, "select_columns") else rows
             size = [self._size(texts[i]["prompt"], i) for i in range(len(rows))]
             longest = sorted(range(len(rows)), key=size.__getitem__, reverse=True)[:8]
             self.encode([rows[i] for i in longest])
@@ -154,7 +158,7 @@ class PromptEncoder:
 
 
 def as_reply(text: Any, *, conversational: bool) -> Any:
-    """A text as a completion: messages for prompts that are messages.
+    """A text in the form of its prompt: as a list of messages if the prompt is one.
 
     >>> as_reply("Yes.", conversational=True)
     [{'role': 'assistant', 'content': 'Yes.'}]

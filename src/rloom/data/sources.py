@@ -1,4 +1,7 @@
-"""Where rows come from: a hub id, a folder, or a file; a split of it, under the column names that are wanted."""
+"""Loads data sets from the hub, a folder or a file.
+
+Columns can be renamed, and a missing `prompt` is made from other columns.
+"""
 
 from __future__ import annotations
 
@@ -21,11 +24,10 @@ def load_rows(
     columns: Sequence[str] | None = None,
     prompts: bool = True,
 ) -> Any:
-    """A data set with a `prompt`, made of `messages` or of `chosen` and `rejected` where it has none itself.
+    """Load a data set with a column `prompt`. If it has none, it is made from `messages`, or `chosen` and `rejected`.
 
-    With `prompts=False` the columns stay as they are.
-
-    `columns` are renames as `new=old`. A `split` may be cut: `train[:100]`.
+    With `prompts=False` no prompt is made. `columns` are renames as `new=old`. A `split` may be a part of one:
+    `train[:100]`.
     """
     dataset = _load(source, split, config, streaming)
     dataset = renamed(dataset, columns or ())
@@ -44,12 +46,13 @@ def _load(source: str, split: str, config: str | None, streaming: bool) -> Any:
 
     try:
         return load_dataset(str(path) if path.is_dir() else source, config, split=split, streaming=streaming)
-    except Exception as error:  # the library raises many kinds; what the user needs is which data set and what it said
+    except Exception as error:
+        # The library raises errors of many kinds.
         raise DataError(f"the data set {source} (split {split!r}) cannot be loaded: {error}") from error
 
 
 def check_splits(source: str, train: str, test: str) -> None:
-    """Refuse a test split of a file, which has none: its rows would be those that are trained on."""
+    """Refuse a test split of a single file. A file has no splits, so its rows would be those that are trained on."""
     if Path(source).suffix.lower() in KINDS and "[" not in train + test:
         raise DataError(
             f"{source} is one file without splits, so {test!r} would be what is trained on: give --eval_data, or cut "
@@ -58,7 +61,7 @@ def check_splits(source: str, train: str, test: str) -> None:
 
 
 def _from_file(path: Path, split: str, config: str | None, streaming: bool) -> Any:
-    """One file is one split, whatever it is called; a cut of it is honoured."""
+    """One file is one split of any name. A range like `[:100]` is applied."""
     from datasets import load_dataset
 
     if config is not None:
@@ -79,7 +82,7 @@ def _from_file(path: Path, split: str, config: str | None, streaming: bool) -> A
 
 
 def _check_text(path: Path) -> None:
-    """Refuse text that is not UTF-8, which the library passes on and nobody can read."""
+    """Refuse text that is not UTF-8. The library would pass it on unreadable."""
     try:
         with path.open("rb") as file:
             for number, line in enumerate(file, 1):
@@ -122,7 +125,8 @@ def renamed(dataset: Any, columns: Sequence[str]) -> Any:
 
 
 def with_prompt(dataset: Any) -> Any:
-    """The data set with a column `prompt`: its own, a conversation without its last reply, or what pairs share."""
+    """The data set with a column `prompt`: its own, a conversation without its last reply, or the common start of two
+    answers."""
     known = _columns(dataset)
     if not known or "prompt" in known:
         return dataset
@@ -130,7 +134,8 @@ def with_prompt(dataset: Any) -> Any:
         return dataset.map(lambda row: {"prompt": before_reply(row["messages"])})
     if {"chosen", "rejected"} <= set(known):
         return dataset.map(lambda row: {"prompt": shared_start(row["chosen"], row["rejected"])})
-    return dataset  # the trainer says what is missing
+    # The trainer raises an error that names the missing column.
+    return dataset
 
 
 def before_reply(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -146,7 +151,7 @@ def before_reply(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def shared_start(chosen: Any, rejected: Any) -> Any:
-    """What two answers have in common at the start: messages, or text up to a word's end.
+    """The common start of two answers: messages, or text up to the end of a word.
 
     >>> shared_start("Say hi. Hello!", "Say hi. Help.")
     'Say hi. '

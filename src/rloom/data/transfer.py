@@ -1,4 +1,4 @@
-"""From the host to a device without waiting."""
+"""Copies data from the host to a device without waiting."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import Tensor
 
 
 def upload(tensor: Tensor, device: torch.device) -> Tensor:
-    """The tensor on `device`, copied from pinned memory: from any other the host would wait for all work before it.
+    """The tensor on `device`. It is copied from pinned memory, since otherwise the host would wait for the device.
 
     >>> upload(torch.ones(2), torch.device("cpu"))
     tensor([1., 1.])
@@ -22,7 +22,7 @@ def upload(tensor: Tensor, device: torch.device) -> Tensor:
 
 
 def flat_tokens(rows: Sequence[Iterable[int]]) -> Tensor:
-    """Lists of token ids as one tensor; several times as fast as `torch.tensor` of the joined list.
+    """Lists of token ids as one tensor. It is several times as fast as `torch.tensor` of the joined list.
 
     >>> flat_tokens([[1, 2], [], [3]])
     tensor([1, 2, 3])

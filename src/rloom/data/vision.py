@@ -1,4 +1,4 @@
-"""Prompts with images to token ids and image tensors, by the model's own processor."""
+"""Turns prompts with images into token ids and image tensors."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from rloom.types import Prompt
 
 
 def is_vision(processing_class: Any) -> bool:
-    """Whether this is a processor of text and images, not a tokenizer alone."""
+    """Whether this is a processor of text and images, and not a tokenizer."""
     return (
         isinstance(processing_class, ProcessorMixin) and getattr(processing_class, "image_processor", None) is not None
     )
@@ -67,7 +67,7 @@ class VisionEncoder:
         )
 
     def _call(self, count: int, function: Any, **arguments: Any) -> Any:
-        """Ask the processor. What it does not like is the data's matter: so many images, of such a size."""
+        """Call the processor. Its errors are errors of the data: the number of images, or their sizes."""
         try:
             return function(**arguments, return_tensors="pt")
         except (ValueError, TypeError, IndexError, KeyError) as error:
@@ -75,7 +75,7 @@ class VisionEncoder:
             raise DataError(f"{name} does not take a prompt with {count} image(s): {error}") from error
 
     def _check_marks(self, text: str, count: int) -> None:
-        """A text says by itself where its images stand."""
+        """Refuse a text that does not have one placeholder for each image."""
         named = sum(text.count(mark) for mark in self.marks)
         if self.marks and named != count:
             raise DataError(
@@ -93,6 +93,6 @@ class VisionEncoder:
 
 
 def _split(encoded: Any) -> tuple[list[int], dict[str, Tensor]]:
-    """Token ids, and what else the model is to be given."""
+    """The token ids, and the other inputs of the model."""
     rest = {name: value for name, value in encoded.items() if name not in ("input_ids", "attention_mask")}
     return encoded["input_ids"][0].tolist(), {n: value for n, value in rest.items() if isinstance(value, Tensor)}

@@ -1,1 +1,1 @@
-"""How good a model is: scores, pass@k, length, KL from a reference, win rate, each with an interval."""
+"""Measures a model: scores, pass@k, length, KL and win rate, each with an interval."""

@@ -1,4 +1,4 @@
-"""How far a model is from a reference, on completions that it wrote itself."""
+"""Measures the KL of a model from a reference, on completions of the model."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ ROWS_PER_FORWARD = 8
 def divergence(
     model: Any, reference: Any, prompts: Sequence[list[int]], completions: Sequence[list[int]], *, temperature: float
 ) -> list[float]:
-    """Σ_t log π(y_t) − log π_ref(y_t) of each completion: on average the KL of whole completions, in nats."""
+    """Σ_t log π(y_t) − log π_ref(y_t) of each completion. Its mean estimates the KL of whole completions, in nats."""
     ours = sums(model, prompts, completions, temperature)
     theirs = sums(reference, prompts, completions, temperature)
     return [a - b for a, b in zip(ours, theirs, strict=True)]
 
 
 def sums(model: Any, prompts: Sequence[list[int]], completions: Sequence[list[int]], temperature: float) -> list[float]:
-    """The log-probability of each completion, of softmax(logits / temperature)."""
+    """The log-probability of each completion under softmax(logits / temperature)."""
     result: list[float] = []
     for start in range(0, len(prompts), ROWS_PER_FORWARD):
         some = slice(start, start + ROWS_PER_FORWARD)
@@ -45,6 +45,6 @@ def _sums(
 
 
 def _padded(rows: Sequence[list[int]]) -> Tensor:
-    """On the right, with zeros: what is behind a row changes nothing in it."""
+    """Pad rows with zeros on the right, where padding does not change the tokens before it."""
     width = max(map(len, rows))
     return torch.tensor([row + [0] * (width - len(row)) for row in rows])

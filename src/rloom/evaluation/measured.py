@@ -1,4 +1,4 @@
-"""What one evaluation saw, prompt by prompt, and the numbers that it comes to."""
+"""Collects the values of one evaluation per prompt, and estimates its metrics."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ logger = get_logger(__name__)
 
 @dataclass(slots=True, kw_only=True)
 class WinRate:
-    """How often a judge prefers our completions: `replies` gives the opponent's, `compare` the share that ours win."""
+    """How often a judge prefers our completions. `replies` gives the opponent's, `compare` the share that ours win."""
 
     replies: Callable[[Sequence[Prompt]], list[Any]]
     compare: Callable[[list[Any], list[Any], list[Any]], list[float]]
 
     def measure(self, prompts: Sequence[Prompt], ours: list[Any]) -> Estimate:
-        """The win rate; over prompts that there is a reply to."""
+        """The win rate over the prompts that the opponent has a reply to."""
         pairs = zip(prompts, ours, self.replies(prompts), strict=True)
         compared = [(prompt.content, our, their) for prompt, our, their in pairs if their is not None]
         if len(compared) < len(prompts):
@@ -34,18 +34,18 @@ class WinRate:
 
 @dataclass(slots=True, kw_only=True)
 class Measured:
-    """Collects what evaluation batches show; names are those of the metrics."""
+    """The values of evaluation batches, by the names of the metrics."""
 
     reward_names: Sequence[str]
     win_rate_of: WinRate | None = None
     prompts: list[Prompt] = field(default_factory=list)
     firsts: list[Any] = field(default_factory=list)  # each prompt's first completion, as rewards see it
     values: dict[str, list[list[float]]] = field(default_factory=dict)  # by name, per prompt
-    kl: list[list[float]] = field(default_factory=list)  # of whole completions, per prompt
+    kl: list[list[float]] = field(default_factory=list)  # sums over whole completions, per prompt
     tokens: int = 0  # of the completions that have a KL
 
     def add(self, rollout: Rollout) -> None:
-        """A batch, of which nothing was written down yet; with its KL, where there is a reference."""
+        """Add a batch whose records have not been written yet. Its KL is added where there is a reference."""
         scores, records = rollout.scores, rollout.records
         named = {f"rewards/{name}/mean": scores[:, i].tolist() for i, name in enumerate(self.reward_names)}
         assert rollout.total is not None
@@ -75,7 +75,7 @@ class Measured:
         self.kl += per_group.values()
 
     def join(self, several: Sequence[Measured]) -> None:
-        """Take in what other processes have measured, or this one earlier."""
+        """Add what other processes, or earlier batches, have measured."""
         for one in several:
             self.prompts += one.prompts
             self.firsts += one.firsts
@@ -85,12 +85,12 @@ class Measured:
             self.tokens += one.tokens
 
     def sendable(self) -> Measured:
-        """As another process can be sent it: a judge may be anything, and so may columns."""
+        """A copy that can be sent to another process. The judge is left out, and columns are made sendable."""
         prompts = [replace(p, columns=sendable_values(p.columns), images=[]) for p in self.prompts]
         return replace(self, win_rate_of=None, prompts=prompts)
 
     def estimates(self) -> dict[str, Estimate]:
-        """All numbers by name, but the win rate."""
+        """The estimates of all metrics by name, except the win rate."""
         found = {name: over_prompts(groups) for name, groups in self.values.items()}
         for name in self.reward_names:
             for k, rate in pass_at(self.values.get(f"rewards/{name}/mean", [])).items():

@@ -1,4 +1,7 @@
-"""Who a model's completions are compared with, and who compares: for win rates, in `rloom eval` and in training."""
+"""Chooses the opponent and the judge of a win rate.
+
+The opponent is a column of the data set or another model. `rloom eval` and evaluation in training use both.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +25,7 @@ Compare = Callable[[list[Any], list[Any], list[Any]], list[float]]
 
 
 def texts_of_column(column: str) -> Callable[[Sequence[Prompt]], list[Any]]:
-    """The opponent is a column of the data set."""
+    """An opponent whose replies are a column of the data set."""
 
     def replies(prompts: Sequence[Prompt]) -> list[Any]:
         for prompt in prompts:
@@ -35,14 +38,14 @@ def texts_of_column(column: str) -> Callable[[Sequence[Prompt]], list[Any]]:
 
 
 class OtherModel:
-    """The opponent is another model. It is asked once for each prompt, and let go when it has answered."""
+    """An opponent that is another model. It completes each prompt once, and is unloaded afterwards."""
 
     def __init__(self, name: str, *, seed: int = 0, **options: Any) -> None:
         self.name, self.seed, self.options = name, seed, options
         self.known: dict[str, str] = {}
 
     def __call__(self, prompts: Sequence[Prompt]) -> list[Any]:
-        """Its completions of these prompts."""
+        """The model's completions of these prompts."""
         keys = [str(without_images(prompt.content)) for prompt in prompts]
         if any(prompt.inputs for prompt in prompts):
             raise DataError("another model's completions of prompts with images: put them into a column instead")
@@ -72,7 +75,7 @@ def judge_of(
     rubric: str | None = None,
     cache: str | None = None,
 ) -> Compare:
-    """A language model behind an address, asked in both orders, or a reward model, whose higher score wins."""
+    """A judge: a language model behind an address, asked in both orders, or a reward model, whose higher score wins."""
     from rloom.rewards.library.judging.judge import RUBRIC, judge
 
     if reward_model is not None:
@@ -83,7 +86,7 @@ def judge_of(
 
 
 def pairwise(function: Callable[..., list[float | None]]) -> Compare:
-    """A function that compares a group of two: a pairwise `rloom.rewards.judge`, or one of your own.
+    """A judge from a function that compares a group of two: a pairwise `rloom.rewards.judge`, or one of your own.
 
     >>> longer = lambda prompts, completions, **_: [float(len(completions[0]) > len(completions[1])), None]
     >>> pairwise(longer)(["q"], ["long"], ["no"])
@@ -96,7 +99,7 @@ def pairwise(function: Callable[..., list[float | None]]) -> Compare:
 
 
 def choose_win_rate(args: RLOOConfig, judge: Any) -> WinRate | None:
-    """Who evaluation compares completions with, and who compares; None where no win rate was asked for."""
+    """The opponent and the judge that the options name; None if no win rate was asked for."""
     judges = [judge, args.eval_judge_model, args.eval_judge_reward_model]
     opponents = [args.eval_reference_column, args.eval_against]
     if judge is not None and (args.eval_judge_model or args.eval_judge_reward_model):
@@ -126,7 +129,7 @@ def choose_win_rate(args: RLOOConfig, judge: Any) -> WinRate | None:
 
 
 def _check_there(args: RLOOConfig, option: str) -> None:
-    """Whether there is such a model is asked now, and not at the first evaluation."""
+    """Refuse a model that cannot be loaded now, and not at the first evaluation."""
     name = getattr(args, option)
     if not name or (Path(name) / "adapter_config.json").exists():
         return
@@ -137,7 +140,7 @@ def _check_there(args: RLOOConfig, option: str) -> None:
 
 
 def _other_model(args: RLOOConfig) -> OtherModel:
-    """Another model, sampled as ours is."""
+    """Another model with the sampling options of ours."""
     assert args.eval_against is not None
     return OtherModel(
         args.eval_against,

@@ -1,4 +1,7 @@
-"""Estimates with intervals. Prompts are what is drawn at random, so they are what is resampled."""
+"""Estimates with bootstrap intervals, and pass@k.
+
+Prompts are the random sample, so prompts are resampled.
+"""
 
 from __future__ import annotations
 
@@ -24,9 +27,9 @@ class Estimate:
 
 
 def estimate(values: Sequence[float], *, seed: int = 0) -> Estimate:
-    """The mean of one value per prompt; NaNs, prompts without one, are left out.
+    """The mean of one value per prompt. NaN marks a prompt without a value, and is left out.
 
-    The interval is the percentile bootstrap's: prompts are drawn with replacement, 1000 times.
+    The interval is a percentile bootstrap: prompts are drawn with replacement, 1000 times.
 
     >>> estimate([1.0, 1.0, 1.0])
     Estimate(value=1.0, low=1.0, high=1.0, count=3)
@@ -54,7 +57,7 @@ def pass_at_k(passed: int, count: int, k: int) -> float:
 
 
 def over_prompts(groups: Sequence[Sequence[float]]) -> Estimate:
-    """The mean over prompts of a group's mean; NaNs, completions without a value, are left out.
+    """The mean over prompts of each group's mean. NaN marks a completion without a value, and is left out.
 
     >>> over_prompts([[1.0, 0.0], [1.0, math.nan], []]).value
     0.75
@@ -66,7 +69,9 @@ def over_prompts(groups: Sequence[Sequence[float]]) -> Estimate:
 def pass_at(
     groups: Sequence[Sequence[float]], ks: Sequence[int] | None = None, threshold: float | None = None
 ) -> dict[int, Estimate]:
-    """pass@k by k, of scores that are 0 or 1, or with a threshold of any; otherwise nothing. Unset: 1 and the most.
+    """pass@k by k. Scores must be 0 or 1, or there must be a threshold; otherwise the result is empty.
+
+    `ks` unset: 1 and the largest possible k.
 
     >>> {k: found.value for k, found in pass_at([[1.0, 0.0], [0.0, 0.0]]).items()}
     {1: 0.25, 2: 0.5}
@@ -85,6 +90,6 @@ def pass_at(
 
 
 def per_token(whole: Estimate, length: float) -> Estimate:
-    """An estimate of whole completions, per token of a mean length."""
+    """An estimate of whole completions, divided by their mean length."""
     scaled = {name: getattr(whole, name) / max(length, 1e-9) for name in ("value", "low", "high")}
     return Estimate(**scaled, count=whole.count)

@@ -1,4 +1,4 @@
-"""How often a judge prefers a model's answers to others: of another model, or reference texts."""
+"""Compares a model's completions with others, by a judge or by scores."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ Judge = Callable[..., list[float | None]]
 def wins(
     judge: Judge, prompts: Sequence[Any], ours: Sequence[Any], theirs: Sequence[Any], threads: int = 8
 ) -> list[float]:
-    """For each pair 1 (ours is better), 0 (theirs is), 0.5 (a tie, or another verdict in the other order) and NaN (the
-    judge did not say). `judge` compares a group of two, in both orders: a pairwise `rloom.rewards.judge`."""
+    """For each pair: 1 if ours is better, 0 if theirs is, 0.5 for a tie or a verdict that changes with the order, NaN
+    if the judge gave no answer. `judge` compares a group of two in both orders: a pairwise `rloom.rewards.judge`."""
 
     def one(pair: tuple[Any, Any, Any]) -> float:
         prompt, our, their = pair
@@ -28,7 +28,7 @@ def wins(
 
 
 def wins_by_score(judge: Judge, prompts: Sequence[Any], ours: Sequence[Any], theirs: Sequence[Any]) -> list[float]:
-    """As `wins`, by a judge that scores each answer by itself, such as a reward model: the higher score wins."""
+    """As `wins`, with a judge that scores each completion by itself, such as a reward model. The higher score wins."""
     count = len(prompts)
     scores = judge([*prompts, *prompts], [*ours, *theirs])
     return [_compared(a, b) for a, b in zip(scores[:count], scores[count:], strict=True)]
@@ -41,7 +41,7 @@ def _compared(our: float | None, their: float | None) -> float:
 
 
 def as_percent(value: float) -> str:
-    """The line that older documents show.
+    """The line of older documents.
 
     >>> as_percent(0.512)
     'Model win rate: 51.20%'

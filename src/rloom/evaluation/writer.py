@@ -1,4 +1,7 @@
-"""A model by name or path that writes completions, as it would in training: for verbs that generate."""
+"""Loads a model and generates completions, as in training.
+
+The command line's verbs that generate use it, and so do opponents of a win rate.
+"""
 
 from __future__ import annotations
 
@@ -22,9 +25,9 @@ from rloom.types import Group
 
 
 class Writer:
-    """Loads a model, and has the fastest engine that fits it write completions.
+    """Loads a model by name or path, and generates with the fastest engine that supports it.
 
-    `stop_token_ids` end a completion beside the model's own end tokens.
+    `stop_token_ids` end a completion in addition to the model's own end tokens.
     """
 
     def __init__(
@@ -41,9 +44,11 @@ class Writer:
         images: ImageSources | None = None,
         **sampling: Any,
     ) -> None:
-        check_sampling({"max_completion_length": max_completion_length, **sampling})  # before a model is loaded
+        # Options are checked before a model is loaded.
+        check_sampling({"max_completion_length": max_completion_length, **sampling})
         device = "cuda" if torch.cuda.is_available() else "cpu"
-        init = {"dtype": dtype or ("auto" if device == "cuda" else "float32")}  # half precision is slow on most CPUs
+        # Half precision is slow on most CPUs.
+        init = {"dtype": dtype or ("auto" if device == "cuda" else "float32")}
         self.model = loading.load_for_inference(name, **init, trust_remote_code=trust_remote_code).to(device)
         self.processing = loading.load_processing_class(processing_class, self.model, None, trust_remote_code)
         self.tokenizer, self.trust_remote_code = loading.tokenizer_of(self.processing), trust_remote_code
@@ -80,7 +85,7 @@ class Writer:
         )
 
     def write(self, rows: Sequence[dict[str, Any]], count: int, *, seed: int) -> Iterator[tuple[int, Group]]:
-        """Groups with their texts as they finish, each with its row's number."""
+        """Generate `count` completions per row. Yields each row's number and group as it finishes."""
         prompts = self.encoder.encode(list(rows))
         if any(prompt.inputs for prompt in prompts) and not self.engine.takes_images:
             raise EngineError("this engine does not take images, and prompts have some: leave --engine unset")

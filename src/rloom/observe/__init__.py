@@ -1,4 +1,4 @@
-"""What a run shows and leaves behind: metrics, tables of completions, progress, the store of all completions."""
+"""What a run logs and stores: metrics, completions, progress, diagnosis."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ __all__ = ["read_store"]
 def __getattr__(name: str) -> Any:
     if name not in __all__:
         raise AttributeError(f"module 'rloom.observe' has no attribute '{name}'")
-    from rloom.observe import store  # not before it is used: numpy takes its time
+    # Importing numpy takes time, so the store is imported when it is first used.
+    from rloom.observe import store
 
     return getattr(store, name)

@@ -1,4 +1,4 @@
-"""A value of the table of completions as text that can be shown anywhere."""
+"""Formats a value of the table of completions as printable text."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from rloom.printable import printable
 
 
 def as_text(value: Any) -> str:
-    """Numbers short, messages with their roles, control characters spelt out.
+    """A value as text: numbers are short, messages have their roles, control characters are escaped.
 
     >>> as_text([1, 2])
     '[1, 2]'
@@ -17,6 +17,7 @@ def as_text(value: Any) -> str:
     """
     if isinstance(value, float):
         return "–" if value != value else f"{value:.2f}"
-    if isinstance(value, list) and all(isinstance(m, dict) for m in value):  # messages
+    # A list of dicts is a list of messages.
+    if isinstance(value, list) and all(isinstance(m, dict) for m in value):
         return printable("\n".join(f"{m.get('role')}: {m.get('content')}" for m in value))
     return "–" if value is None else printable(str(value))

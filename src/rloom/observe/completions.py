@@ -1,4 +1,4 @@
-"""The latest completions, as a table for people: printed with rich, sent to the trackers."""
+"""The table of the latest completions: printed with rich, sent to the trackers."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from rloom.config import RLOOConfig
 
 TABLE_COLUMNS = ("step", "prompt", "completion", "advantage", "images")
-"""Of the table, beside one for each reward; extra columns have other names."""
+"""The fixed columns of the table. Extra columns must have other names."""
 
 
 class CompletionLog:
@@ -31,36 +31,39 @@ class CompletionLog:
 
     def __init__(self, size: int) -> None:
         self.size = size
-        self.count = self.shown = self.sent = 0  # completions taken in, and how many when they were last shown and sent
+        # How many completions were added so far, and how many there were when the table was last shown and sent.
+        self.count = self.shown = self.sent = 0
         self.columns: dict[str, Any] = {
             "images": self._column(),
             "prompt": self._column(),
             "completion": self._column(),
             "rewards": defaultdict(self._column),
             "advantages": self._column(),
-            "extra": defaultdict(deque),  # longer while a user's own scoring adds to them
+            # These have no limit, since a user's own scoring adds to them before the rows are added.
+            "extra": defaultdict(deque),
         }
 
     def _column(self) -> deque[Any]:
         return deque(maxlen=self.size)
 
     def extend(self, rows: Sequence[dict[str, Any]]) -> None:
-        """Add completions: entries by the columns' names, those of `rewards` and `extra` by name once more."""
+        """Add completions. A row has one entry per column; those of `rewards` and `extra` are dicts by name."""
         for row in rows:
             self._append(row)
         self.count += len(rows)
         extra = self.columns["extra"]
         for name in [name for name, column in extra.items() if all(value is None for value in column)]:
-            del extra[name]  # its rows have left the table
+            # The rows with a value in this column have left the table.
+            del extra[name]
 
     def extra_lengths(self) -> dict[str, int]:
         """How many values each extra column has."""
         return {name: len(column) for name, column in self.columns["extra"].items()}
 
     def extra_added_since(self, before: dict[str, int], count: int) -> dict[str, list[Any]]:
-        """Take out what somebody added to extra columns since, a value for each of `count` completions.
+        """Remove and return what was added to extra columns since: a value for each of `count` completions.
 
-        TRL's trainer has its subclasses add to `_logs["extra"]` while they score.
+        Subclasses of TRL's trainer add to `_logs["extra"]` while they score.
         """
         columns = self.columns["extra"]
         grown = [name for name, column in columns.items() if len(column) == before.get(name, 0) + count > 0]
@@ -73,14 +76,15 @@ class CompletionLog:
             if not isinstance(column, dict):
                 column.append(value)
                 continue
-            for one in {**column, **value}:  # rows from before a column was there, and later ones without, have None
+            # Rows without a value in a column, earlier or later ones, have None.
+            for one in {**column, **value}:
                 column[one].extendleft([None] * (before - len(column[one])))
                 column[one].append(value.get(one))
                 if len(column[one]) > self.size:
                     column[one].popleft()
 
     def table(self, step: int) -> dict[str, list[Any]]:
-        """Equal-length columns by name."""
+        """The table as columns of equal length, by name."""
         logs = self.columns
         count = len(logs["prompt"])
         named = {**logs["rewards"], **logs["extra"], "advantage": logs["advantages"]}
@@ -101,7 +105,7 @@ class CompletionLog:
         console: Console | None = None,
         neighbours: bool = False,
     ) -> None:
-        """Print the table, or a sample of `limit` rows: spread over it, or neighbours, which are a prompt's group."""
+        """Print the table, or `limit` rows of it: spread over the table, or neighbours, which are of one group."""
         table = self.table(step)
         rows = list(range(len(table["prompt"])))
         if unique_prompts:
@@ -112,15 +116,16 @@ class CompletionLog:
             (console or Console()).print(render(table, rows, title=f"Step {step}"))
 
     def show(self, step: int, args: RLOOConfig, writer: Any = None) -> None:
-        """Print the table, and send it to the trackers, as the options say."""
-        if self.count == self.shown:  # nothing new: the summary at the end of a run logs once more
+        """Print the table and send it to the trackers, as the options say."""
+        # The summary at the end of a run logs once more, without new completions.
+        if self.count == self.shown:
             return
         self.shown = self.count
         self.print(step, args.num_completions_to_print, unique_prompts=args.log_unique_prompts)
         self.send(step, args, writer)
 
     def send(self, step: int, args: RLOOConfig, writer: Any = None) -> None:
-        """The table to the trackers, once for what is in it. `writer` is TensorBoard's."""
+        """Send the table to the trackers, unless it is unchanged. `writer` is TensorBoard's."""
         if self.count == self.sent:
             return
         self.sent = self.count
@@ -130,14 +135,15 @@ class CompletionLog:
             rows = _first_of_each(table["prompt"])
         images = None
         if args.log_multimodal and self.columns["images"]:
-            missing = len(table["prompt"]) - len(self.columns["images"])  # after a resume: checkpoints hold no images
+            # Checkpoints hold no images, so rows from before a resume have none.
+            missing = len(table["prompt"]) - len(self.columns["images"])
             shown = [*([] for _ in range(missing)), *self.columns["images"]]
             images = [shown[row] for row in rows]
         some = {name: [values[row] for row in rows] for name, values in table.items()}
         trackers.send(some, args.report_to, step=step, images=images, writer=writer)
 
     def state_dict(self) -> str:
-        """As JSON; values that JSON does not know become text."""
+        """The table as JSON, without images. Values that JSON does not know become text."""
         plain = {
             name: {k: list(v) for k, v in value.items()} if isinstance(value, dict) else list(value)
             for name, value in self.columns.items()
@@ -157,24 +163,25 @@ class CompletionLog:
 
 
 def sendable(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Rows of the table as another process can be sent them: what a reward function added may be anything."""
+    """Rows of the table in a form that can be sent to another process. Values of reward functions may be any object."""
     return [{**row, "extra": sendable_values(row["extra"])} for row in rows]
 
 
 def sendable_values(columns: dict[str, Any]) -> dict[str, Any]:
-    """Columns of a user's own as another process can be sent them."""
+    """A user's own columns in a form that can be sent to another process."""
     return {name: _sendable(value) for name, value in columns.items()}
 
 
 def _sendable(value: Any) -> Any:
-    """The value, not on a GPU, which is this process' own; as text where it cannot travel."""
+    """The value, moved off the GPU; as text if it cannot be pickled."""
     if value is None or isinstance(value, (str, int, float)):
         return value
     try:
         value = value.cpu() if isinstance(value, Tensor) else value
         pickle.dumps(value)
         return value
-    except Exception:  # of the user's own objects, which may not even have a text
+    except Exception:
+        # A user's own object may raise anything, also in `str`.
         try:
             return str(value)
         except Exception:
@@ -182,7 +189,7 @@ def _sendable(value: Any) -> Any:
 
 
 def _first_of_each(prompts: list[Any]) -> list[int]:
-    """The row in which each prompt stands first."""
+    """The first row of each prompt."""
     return list({str(prompts[row]): row for row in reversed(range(len(prompts)))}.values())[::-1]
 
 

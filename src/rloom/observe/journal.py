@@ -1,4 +1,4 @@
-"""Writing completions down, once an update or an evaluation has used them: in the table, and in the run's store."""
+"""Writes used completions to the table and to the run's store."""
 
 from __future__ import annotations
 
@@ -17,20 +17,20 @@ T = TypeVar("T")
 
 @dataclass(slots=True, kw_only=True)
 class Page:
-    """Rows for the table of completions, and rows for the store. With several processes, pages go to the main one."""
+    """Rows for the table and rows for the store. With several processes, pages are sent to the main one."""
 
     shown: list[dict[str, Any]] = field(default_factory=list)
     stored: list[dict[str, Any]] = field(default_factory=list)
 
 
 class Journal:
-    """Writes the records of rollouts to table and store. `images`: whether the table has those of prompts."""
+    """Writes the records of rollouts to table and store. `images`: whether the table shows the prompts' images."""
 
     def __init__(self, table: CompletionLog, store: RunStore, *, images: bool = False) -> None:
         self.table, self.store, self.images = table, store, images
 
     def page(self, rollouts: Sequence[Rollout]) -> Page:
-        """What is to be written down about rollouts whose advantages are known. Their records are let go."""
+        """What is to be written about rollouts whose advantages are known. Their records are removed."""
         page = Page()
         for rollout in rollouts:
             groups_before = 1 + max((row["group"] for row in page.stored), default=-1)
@@ -40,11 +40,11 @@ class Journal:
         return page
 
     def sendable(self, page: Page, *, table: bool) -> Page:
-        """A page as the main process can be sent it; rows of the table where it shows one."""
+        """A page in a form that can be sent to the main process. `table`: whether that process shows the table."""
         return Page(shown=sendable(page.shown) if table else [], stored=self.store.plain(page.stored))
 
     def write(self, page: Page, step: int, mode: str) -> None:
-        """Write a page, as of a step, of training or of an evaluation's name."""
+        """Write a page of a step. `mode` is "train", or the name of an evaluation."""
         self.table.extend(page.shown)
         self.store.write(page.stored, step, mode)
 
@@ -75,7 +75,7 @@ def _stored(record: Record, groups_before: int) -> dict[str, Any]:
 
 
 def in_turns(several: Sequence[Sequence[T]]) -> Iterator[T]:
-    """Everybody's first, then everybody's second, and so on: the order in which batches were given to processes.
+    """All first elements, then all second ones, and so on: the order in which batches were given to processes.
 
     >>> list(in_turns([["first", "third"], ["second"]]))
     ['first', 'second', 'third']

@@ -1,7 +1,7 @@
-"""The table of all metrics: name, what it is, how to read it, how values become one, and who logs it.
+"""The table of all metrics: names, meanings, reductions, and who logs them.
 
-Whoever adds a metric adds an entry here. docs/metrics.md shows these entries (a test compares them; `python -m
-rloom.observe.metric_table` prints the tables), and names that a reward function may not log follow from them.
+A new metric needs an entry here. docs/metrics.md shows these entries: a test compares them, and `python -m
+rloom.observe.metric_table` prints the tables. Reward functions may not log the names of the trainer's own metrics.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from typing import Literal
 class Metric:
     """One or more metrics that are explained together. In a name, NAME stands for a reward's and K for a number.
 
-    `reduction` says how values become one: `mean` over those since the last log, `last` for a count that goes on,
-    `total` for a running total of each process, of which the largest counts, summed over processes.
+    `reduction` says how values become one: `mean` over those since the last log; `last` for a running count; `total`
+    for a running total of each process, where the largest value of a process counts, summed over processes.
     """
 
     names: tuple[str, ...]
@@ -231,14 +231,14 @@ def is_own(name: str) -> bool:
 
 
 def is_total(name: str) -> bool:
-    """Whether values of a metric are running totals of a process."""
+    """Whether the values of a metric are running totals of a process."""
     found = find(name)
     return found is not None and found.reduction == "total"
 
 
 @functools.cache
 def find(name: str) -> Metric | None:
-    """The entry of a name, without `eval_`; None for a name that a reward function has given.
+    """The entry of a name, given without `eval_`. None for a name that a reward function has chosen.
 
     >>> find("rewards/my_reward/pass@4").what[:24]
     'where all scores of the '

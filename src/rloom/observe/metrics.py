@@ -1,4 +1,7 @@
-"""Numbers on their way to the log. Values stay where they were computed until they are logged."""
+"""Collects metric values between two logs.
+
+Values stay on the device that computed them until they are logged.
+"""
 
 from __future__ import annotations
 
@@ -15,9 +18,9 @@ from rloom.observe.metric_table import is_own, is_total
 
 
 class Metrics:
-    """Values per mode ("train", "eval") and name; a log takes their mean and starts anew.
+    """Values per mode ("train", "eval") and name. A log takes their means and starts anew.
 
-    NaN means that there was nothing to measure and is passed over; a name with nothing else logs None.
+    NaN means that there was nothing to measure, and is ignored. A name with only NaN logs None.
 
     >>> metrics = Metrics()
     >>> metrics.add("train", "reward", 1.0); metrics.add("train", "reward", torch.tensor(2.0))
@@ -32,11 +35,11 @@ class Metrics:
         }
 
     def add(self, mode: str, name: str, value: float | Tensor) -> None:
-        """One more value."""
+        """Add one value."""
         self.values[mode][name].append(value)
 
     def set(self, mode: str, name: str, value: float) -> None:
-        """A value that replaces earlier ones, such as a running total."""
+        """Set a value that replaces earlier ones, such as a running total."""
         self.values[mode][name] = [value]
 
     def flush(self, mode: str) -> dict[str, float | None]:
@@ -49,15 +52,14 @@ class Metrics:
         return result
 
     def join(self, mode: str, several: Sequence[dict[str, list[float]]]) -> None:
-        """Take the values of several processes, this one's among them, in place of one's own. Totals are those of a
-        process, and are summed."""
+        """Replace the values by those of several processes, this one included. Running totals are summed."""
         self.values[mode].clear()
         for name in dict.fromkeys(name for one in several for name in one):
             found = [value for one in several for value in one.get(name, [])]
             self.values[mode][name] = [sum(found)] if is_total(name) else found
 
     def state_dict(self) -> dict[str, dict[str, list[float]]]:
-        """What has not been logged yet."""
+        """The values that have not been logged yet."""
         return {
             mode: {name: [float(v) for v in values] for name, values in named.items()}
             for mode, named in self.values.items()
@@ -72,7 +74,7 @@ class Metrics:
 
 
 def scalar_mean(total: Tensor, count: Tensor | float) -> Tensor:
-    """total / count as a tensor, NaN when there is nothing to count."""
+    """total / count as a tensor, NaN if the count is 0."""
     count = torch.as_tensor(count, dtype=total.dtype, device=total.device)
     return torch.where(count > 0, total / count.clamp(min=1), torch.full_like(total, math.nan))
 

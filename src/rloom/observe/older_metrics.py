@@ -1,6 +1,7 @@
-"""The metrics of older documents (`objective/…`, `policy/…`, `val/…`), beside TRL's present ones when asked for.
+"""The metrics of older documents: `objective/…`, `policy/…`, `val/…`.
 
-Formulas are in docs/metrics.md. Nothing is run for them: they are sums over what the step has computed anyway.
+They are logged with `log_older_metrics=True`. Formulas are in docs/metrics.md. They cost no extra forward: they are
+sums over what the step has computed anyway.
 """
 
 from __future__ import annotations
@@ -16,17 +17,17 @@ from rloom.types import Rollout
 
 @dataclass(slots=True, kw_only=True)
 class RolloutFacts:
-    """What these metrics need to know of a rollout's completions."""
+    """What these metrics are computed from."""
 
     score: Tensor  # (N,)
     groups: Tensor  # (N,)
     ended: list[bool] | None
-    kl: list[float | None]  # of whole completions
-    logprobs: list[float | None]  # the policy's, of whole completions
+    kl: list[float | None]  # sums over whole completions
+    logprobs: list[float | None]  # the policy's, sums over whole completions
 
     @classmethod
     def of(cls, rollout: Rollout) -> RolloutFacts:
-        """Of one rollout."""
+        """The facts of one rollout."""
         return cls(
             score=rollout.score,
             groups=rollout.groups,
@@ -37,7 +38,7 @@ class RolloutFacts:
 
     @classmethod
     def joined(cls, several: Sequence[RolloutFacts]) -> RolloutFacts:
-        """Of the parts of a rollout that several processes have."""
+        """Join the parts of several processes. Group numbers stay distinct."""
         before = [sum(len(one.score) for one in several[:rank]) for rank in range(len(several))]
         ended = [one.ended for one in several]
         return cls(
@@ -50,12 +51,13 @@ class RolloutFacts:
 
 
 def rollout_metrics(rollout: RolloutFacts, beta: float) -> dict[str, float | Tensor]:
-    """What a rollout is measured by, at its own weights. Each mean is over the completions that have the value: those
-    without a score have none, and those that are not trained on have no KL."""
+    """The metrics of a rollout at its own weights. Each mean is over the completions that have the value: some have no
+    score, and completions that are not trained on have no KL."""
     score = rollout.score
     kl = torch.tensor([float("nan") if one is None else one for one in rollout.kl])
     charge = beta * kl.nanmean() if bool((~kl.isnan()).any()) else torch.zeros(())
-    reward = score - beta * kl.nan_to_num()  # of each: what is not trained on is not charged
+    # A completion that is not trained on is not charged for a KL.
+    reward = score - beta * kl.nan_to_num()
     known = ~score.isnan()
     result: dict[str, float | Tensor] = {
         "objective/scores": score.nanmean(),
@@ -82,7 +84,7 @@ def _mean(values: list[Tensor]) -> float:
 
 
 def ratio_metrics(log_ratios: Tensor) -> dict[str, Tensor]:
-    """Of the ratios that an update's loss used, by their logarithms, one per completion or per token. (N,)
+    """The metrics of an update's ratios, from their logarithms. There is one per completion or per token. (N,)
 
     >>> found = ratio_metrics(torch.tensor([0.0, 0.0]))
     >>> {name: float(value) for name, value in found.items()}

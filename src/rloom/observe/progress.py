@@ -1,4 +1,4 @@
-"""A live view of a run, in the terminal or in a notebook: progress, and the few numbers that tell how it goes."""
+"""A live view of a run in a terminal or a notebook: progress and key metrics."""
 
 from __future__ import annotations
 
@@ -24,6 +24,7 @@ SHOWN = {
     "completions/mean_length": "completion length",
 }
 REDRAW_SECONDS = 0.25
+"""The shortest time between two redraws."""
 BLOCKS = "▁▂▃▄▅▆▇█"
 
 
@@ -63,8 +64,8 @@ def plot(values: list[float], *, title: str, height: int = 10, width: int = 60) 
 
 
 class LiveProgress(TrainerCallback):
-    """Shows progress and the key metrics while training: in a terminal live, in a notebook as one display that is kept
-    up to date. Elsewhere it prints the last view alone. It takes the place of transformers' own progress bar."""
+    """Shows progress and key metrics while training: live in a terminal, as one updated display in a notebook.
+    Elsewhere it only prints the last view. It replaces transformers' own progress bar."""
 
     def __init__(self, console: Console | None = None) -> None:
         self.console = console or Console()
@@ -79,7 +80,8 @@ class LiveProgress(TrainerCallback):
             console=self.console,
         )
         self.drawn = 0.0
-        self.task: Any = None  # until training begins; an evaluation may come before
+        # There is no task until training begins. An evaluation may come before.
+        self.task: Any = None
         self.screen: InNotebook | InTerminal = InNotebook() if self.console.is_jupyter else InTerminal(self.console)
 
     def on_train_begin(self, args: RLOOConfig, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
@@ -88,7 +90,7 @@ class LiveProgress(TrainerCallback):
         self.screen.start(self)
 
     def on_step_end(self, args: RLOOConfig, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        """Move the bar, unless that was only just done."""
+        """Move the bar, and redraw it if the last time is long enough ago."""
         self._move(state)
         if time.monotonic() - self.drawn > REDRAW_SECONDS:
             self._draw()
@@ -101,7 +103,7 @@ class LiveProgress(TrainerCallback):
         logs: dict[str, Any] | None = None,
         **kwargs: Any,
     ) -> None:
-        """Take the numbers in and redraw."""
+        """Add the new values and redraw."""
         for name, values in self.history.items():
             value = (logs or {}).get(name)
             if value is not None and math.isfinite(float(value)):
@@ -130,7 +132,7 @@ class LiveProgress(TrainerCallback):
         return Panel(Group(self.progress, table), title="rloom", expand=False)
 
     def lines(self) -> list[tuple[str, str, str]]:
-        """What is shown beside the bar: a name, the latest value, its course."""
+        """The lines below the bar: a label, the latest value, a sparkline."""
         return [
             (label, f"{values[-1]:.3f}" if values else "–", sparkline(values))
             for label, values in ((label, self.history[name]) for name, label in SHOWN.items())
@@ -138,41 +140,42 @@ class LiveProgress(TrainerCallback):
 
 
 class InTerminal:
-    """The view is drawn anew in its place; where there is no terminal, once at the end."""
+    """Redraws the view in place. Without a terminal, the view is printed once at the end."""
 
     def __init__(self, console: Console) -> None:
         self.console = console
         self.live = Live(console=console, auto_refresh=False, transient=True)
 
     def start(self, progress: LiveProgress) -> None:
-        """Begin to draw."""
+        """Start the live display."""
         if self.console.is_terminal:
             self.live.start()
 
     def update(self, progress: LiveProgress) -> None:
-        """Draw anew."""
+        """Redraw the view."""
         if self.console.is_terminal:
             self.live.update(progress.view(), refresh=True)
 
     def stop(self, progress: LiveProgress) -> None:
-        """Leave the view behind."""
+        """Stop the live display, and print the last view."""
         self.live.stop()
         self.console.print(progress.view())
 
 
 class InNotebook:
-    """One output of the cell, replaced as the run goes on. rich's own live view would need ipywidgets there."""
+    """Shows the view as one output of the cell, and updates it. rich's own live view would need ipywidgets."""
 
     handle: Any = None
 
     def start(self, progress: LiveProgress) -> None:
-        """Make the output."""
-        from IPython.display import HTML, display  # comes with every notebook
+        """Create the output."""
+        # IPython is installed in every notebook.
+        from IPython.display import HTML, display
 
         self.handle = display(HTML(as_html(progress)), display_id=True)
 
     def update(self, progress: LiveProgress) -> None:
-        """Replace it."""
+        """Update the output."""
         from IPython.display import HTML
 
         if self.handle is not None:
@@ -182,7 +185,7 @@ class InNotebook:
 
 
 def as_html(progress: LiveProgress) -> str:
-    """Bar and numbers for a notebook."""
+    """The view as HTML for a notebook."""
     task = progress.progress.tasks[-1]
     done, total = int(task.completed), int(task.total or 0)
     times = [f"{seconds:.0f} s {what}" for seconds, what in ((task.elapsed, "so far"), (task.time_remaining, "left"))

@@ -1,8 +1,8 @@
-"""What a run leaves on disk: a line of JSON per completion, with every function's value as it came.
+"""Stores all completions of a run on disk, one line of JSON each.
 
-Lines are only ever added, in the order of the steps. A kill can cost the line that is being written and no other; a
-resumed run drops the lines of steps that its checkpoint does not know, and writes them again. Whatever is wrong with
-what is on disk is said, and never stops a run.
+Lines are only appended, in the order of the steps. A kill can cost only the line that is being written. A resumed run
+drops the lines of steps after its checkpoint, and writes them again. Problems with the files are logged, and never stop
+a run.
 """
 
 from __future__ import annotations
@@ -22,59 +22,64 @@ from rloom.printable import get_logger
 logger = get_logger(__name__)
 
 FOLDER = "_rollouts"
-"""With an underscore in front: transformers uploads what is in the output folder to the hub, but for such names."""
+"""The underscore keeps transformers from uploading the folder to the hub."""
 PART_BYTES = 64 * 2**20
 TEXTS = ("prompt", "completion", "extra")
+"""Fields that hold the user's or the model's texts."""
 
 
 class RunStore:
-    """Writes a run's completions. They wait in memory until the update that trains on them says their advantages.
+    """Writes a run's completions.
 
     Args:
         output_dir: the run's folder.
         texts: keep prompts, completions and the columns that reward functions add; scores are always kept.
-        part_bytes: a file that has grown beyond this is followed by another.
+        part_bytes: a new file begins when the last one is larger than this.
     """
 
     def __init__(self, output_dir: str | Path, *, texts: bool = True, part_bytes: int = PART_BYTES) -> None:
         self.folder, self.texts, self.part_bytes = Path(output_dir) / FOLDER, texts, part_bytes
-        self._step = -1  # the step whose groups are counted
-        self._groups: dict[str, int] = {}  # how many groups of it are written down already, by mode
-        self._off = False  # whether it could not be opened, so that nothing is written
-        self._own = False  # whether what is on disk is this run's
-        self._trained = False  # whether rows of training are among it
-        self._checked: Path | None = None  # the part whose end is known to be a whole line
+        # The current step, and how many groups of it are written already, by mode.
+        self._step = -1
+        self._groups: dict[str, int] = {}
+        # Whether nothing is written, because the rows of another run could not be moved away.
+        self._off = False
+        # Whether the rows on disk belong to this run, and whether rows of training are among them.
+        self._own = False
+        self._trained = False
+        # The file whose end is known to be a complete line.
+        self._checked: Path | None = None
 
-    # -- which run it is
+    # -- which run the rows belong to
 
     @property
     def is_own(self) -> bool:
-        """Whether what is on disk is this run's: an evaluation before the training is."""
+        """Whether the rows on disk belong to this run. Those of an evaluation before the training do."""
         return self._own
 
     def begin(self) -> None:
-        """A run starts from nothing: an earlier one's rows are set aside, under another name."""
+        """Start a new run. The rows of an earlier run are renamed."""
         self._off = False
         if self._trained or not self._own:
             self._set_aside()
         self._own, self._trained, self._checked = not self._off, False, None
 
     def resume(self, step: int) -> None:
-        """A run goes on after `step`: rows of later steps are dropped, since they will come again."""
+        """Resume a run after `step`. Rows of later steps are dropped, since they will be written again."""
         self._own, self._trained, self._checked, self._off = True, True, None, False
         try:
             dropped = self._drop_after(step)
             self._step, self._groups = step, _groups_of(self.folder, step)
         except (OSError, ValueError) as error:
-            # Beside rows that should be gone, new ones would be there twice.
-            logger.warning("the run cannot go on with the completions in %s, and begins anew: %s", self.folder, error)
+            # Rows that could not be dropped would be there twice.
+            logger.warning("the store in %s cannot be continued, and begins anew: %s", self.folder, error)
             self._set_aside()
             return
         if dropped:
             logger.info("%d completions of steps after %d are dropped from %s", dropped, step, self.folder)
 
     def _set_aside(self) -> None:
-        """What is there gets another name. Where that may not be, nothing is written: it would mix two runs."""
+        """Rename the folder of an earlier run. If that fails, nothing is written, since two runs would be mixed."""
         try:
             if not _parts(self.folder):
                 return
@@ -86,7 +91,7 @@ class RunStore:
             self._off = True
             logger.warning(
                 "the completions of an earlier run in %s cannot be set aside: those of this run are NOT written down. "
-                "Its training goes on. %s",
+                "Training continues. %s",
                 self.folder,
                 error,
             )
@@ -103,12 +108,12 @@ class RunStore:
     # -- rows
 
     def plain(self, rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-        """Rows as JSON has them, to be sent to another process."""
+        """Rows as plain JSON values, which can be sent to another process."""
         return [json.loads(_line(self._kept(row))) for row in rows]
 
     def write(self, rows: Sequence[dict[str, Any]], step: int, mode: str = "train") -> None:
-        """Write rows, as of a step, of training or of an evaluation's name. Their groups are counted on from those that
-        the step has already. A full disk costs these rows and not the run."""
+        """Write rows of a step. `mode` is "train", or the name of an evaluation. Group numbers continue those that the
+        step has already. A full disk costs these rows, not the run."""
         if not rows or self._off:
             return
         before = self._count_on(rows, step, mode)
@@ -125,7 +130,7 @@ class RunStore:
         return _line({"step": step, "mode": mode, **self._kept(_renumbered(row, before))})
 
     def _count_on(self, rows: Sequence[dict[str, Any]], step: int, mode: str) -> int:
-        """How many groups the step has before these: an evaluation is written batch by batch."""
+        """How many groups the step has before these rows: an evaluation is written batch by batch."""
         if step != self._step:
             self._step, self._groups = step, {}
         before = self._groups.get(mode, 0)
@@ -133,7 +138,7 @@ class RunStore:
         return before
 
     def _may_write(self) -> bool:
-        """Evaluating alone must not mix its rows into the store of a run that somebody else made."""
+        """Whether rows may be written. An evaluation without training must not add rows to another run's store."""
         if not self._own and _parts(self.folder):
             logger.warning("%s belongs to another run: these completions are not written down", self.folder)
             return False
@@ -157,18 +162,19 @@ class RunStore:
                 while rest:
                     rest = rest[file.write(rest) :]
             except OSError:
-                os.truncate(part, size)  # no half a line in the middle of the file
+                # Half a line must not stay in the middle of the file.
+                os.truncate(part, size)
                 raise
 
     def _part(self, step: int) -> Path:
-        """The newest file, or one that begins with this step where that is full."""
+        """The newest file, or a new one that begins with this step if the newest is full."""
         new = self.folder / f"{step:09d}.jsonl"
         newest = _parts(self.folder)[-1:]
         return newest[0] if newest and newest[0].stat().st_size < self.part_bytes else max([new, *newest])
 
 
 def _count_groups(rows: Iterable[dict[str, Any]]) -> int:
-    """As many as the largest number says; rows need not have one."""
+    """The number of groups, by the largest group number. Rows need not have one."""
     return max((row["group"] + 1 for row in rows if isinstance(row.get("group"), int)), default=0)
 
 
@@ -177,7 +183,7 @@ def _renumbered(row: dict[str, Any], before: int) -> dict[str, Any]:
 
 
 def _shortest(value: Any) -> Any:
-    """Numbers with as many digits as float32, in which scores are kept, has; what is no number there as null.
+    """Round numbers to the digits of float32, the dtype of scores. Values that are not finite become None.
 
     >>> import torch
     >>> _shortest({"a": torch.tensor(0.1).item(), "b": float("nan"), "c": "text"})
@@ -195,7 +201,7 @@ def _shortest(value: Any) -> Any:
 
 
 def _finite(value: Any) -> Any:
-    """Without infinities and NaN, which JSON does not have: null in their place.
+    """Replace infinities and NaN, which JSON does not have, by None.
 
     >>> _finite({"a": [1.0, float("inf")], "b": (float("nan"), "text")})
     {'a': [1.0, None], 'b': [None, 'text']}
@@ -208,9 +214,10 @@ def _finite(value: Any) -> Any:
 
 
 def _line(row: dict[str, Any]) -> str:
-    """A row as JSON. Prompts and further columns are the user's, and may hold anything: what is no number becomes null,
-    what JSON does not know text, and so does what contains itself."""
-    for plain in (lambda value: value, _finite, _text):  # most rows need nothing, and copying them takes time
+    """A row as JSON. Prompts and extra columns are the user's, and may hold any object. Values that are not finite
+    become null. Objects that JSON does not know, or that contain themselves, become text."""
+    # Most rows need no conversion, and copying them takes time: conversions are tried only after a failure.
+    for plain in (lambda value: value, _finite, _text):
         try:
             made = {name: plain(value) if name in TEXTS else value for name, value in row.items()}
             return json.dumps(made, default=_text, allow_nan=False)
@@ -222,7 +229,8 @@ def _line(row: dict[str, Any]) -> str:
 def _text(value: Any) -> str:
     try:
         return str(value)
-    except Exception:  # an object of the user's own
+    except Exception:
+        # A user's own object may raise anything.
         return f"a {type(value).__name__}"
 
 
@@ -230,7 +238,7 @@ def _text(value: Any) -> str:
 
 
 def _parts(folder: Path) -> list[Path]:
-    """The store's own files, in order; others that somebody put there are none of its business."""
+    """The store's own files, in order. Other files in the folder are ignored."""
     return sorted(folder.glob("[0-9]" * 9 + ".jsonl"))
 
 
@@ -239,8 +247,8 @@ def _first_step(part: Path) -> int:
 
 
 def _lines(part: Path, *, last: bool) -> Iterator[tuple[int, dict[str, Any] | None]]:
-    """Where each line begins, and its row: None where it is damaged. At the end of the last file half a line may stand,
-    which is passed over."""
+    """The start of each line, and its row or None if it is damaged. Half a line at the end of the last file is
+    skipped."""
     position = 0
     with part.open("rb") as file:
         for line in file:
@@ -251,7 +259,7 @@ def _lines(part: Path, *, last: bool) -> Iterator[tuple[int, dict[str, Any] | No
 
 
 def _row(line: bytes) -> dict[str, Any] | None:
-    """A line as it was written; None for anything else, such as the zeros that a crash of the machine leaves."""
+    """The row of a line. None for a damaged line, such as the zeros that a crash of the machine leaves."""
     try:
         row = json.loads(line)
     except (ValueError, RecursionError):
@@ -262,11 +270,11 @@ def _row(line: bytes) -> dict[str, Any] | None:
 def _warn_of_damage(count: int, where: Path) -> None:
     if count:
         lines = "1 line is" if count == 1 else f"{count} lines are"
-        logger.warning("%s damaged in %s, and passed over", lines, where)
+        logger.warning("%s damaged in %s, and skipped", lines, where)
 
 
 def _cut(part: Path, step: int) -> int:
-    """Cut a file before the first row of a later step; returns how many rows that costs."""
+    """Cut a file before the first row of a later step. Returns how many rows were dropped."""
     _drop_torn_line(part)
     later, damaged = [], 0
     for position, row in _lines(part, last=True):
@@ -281,7 +289,7 @@ def _cut(part: Path, step: int) -> int:
 
 
 def _groups_of(folder: Path, step: int) -> dict[str, int]:
-    """How many groups of the newest step are there, by mode. It may have begun in an earlier file than the last."""
+    """How many groups of the newest step are on disk, by mode. The step may begin in an earlier file."""
     counts: dict[str, int] = {}
     for part in reversed(_parts(folder)):
         for _, row in _lines(part, last=False):
@@ -294,7 +302,7 @@ def _groups_of(folder: Path, step: int) -> dict[str, int]:
 
 
 def _drop_torn_line(part: Path) -> None:
-    """Without what stands after the last end of line: a kill, or a full disk, came in between."""
+    """Drop an unfinished last line, which a kill or a full disk has left."""
     size = part.stat().st_size
     end = size
     with part.open("rb") as file:
@@ -312,9 +320,9 @@ def _drop_torn_line(part: Path) -> None:
 
 
 def read_store(output_dir: str | Path, *, first: int = 0, last: int | None = None) -> list[dict[str, Any]]:
-    """The completions that a run has written down, in order: one dict each, as docs/rewards.md describes them.
+    """The completions that a run has stored, in order: one dict each, as docs/rewards.md describes them.
 
-    `pandas.json_normalize(read_store("out"))` makes a table of them. Damaged lines are passed over, with a warning that
+    `pandas.json_normalize(read_store("out"))` makes a table of them. Damaged lines are skipped, with a warning that
     counts them.
 
     Args:

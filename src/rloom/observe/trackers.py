@@ -1,4 +1,4 @@
-"""The table of completions, sent to the trackers of a run: each in the form that it shows best."""
+"""Sends the table of completions to trackers: wandb, trackio, MLflow, TensorBoard."""
 
 from __future__ import annotations
 
@@ -11,8 +11,9 @@ from rloom.observe.cells import as_text
 Columns = dict[str, list[Any]]
 
 ROWS_IN_TENSORBOARD = 20
-"""TensorBoard shows text, not tables: a sample of the rows has to do."""
+"""TensorBoard shows text, not tables, so it gets only a sample of the rows."""
 MARKDOWN = str.maketrans({char: f"&#{ord(char)};" for char in "|*_`[]\\~"} | {"\n": "<br>"})
+"""Escapes characters with a meaning in Markdown."""
 
 
 def send(table: Columns, report_to: Any, *, step: int, images: Sequence[Sequence[Any]] | None, writer: Any) -> None:
@@ -37,7 +38,8 @@ def _to_trackio(table: Columns, step: int, images: Sequence[Sequence[Any]] | Non
 
 
 def _log_frame(tracker: Any, table: Columns, images: Sequence[Sequence[Any]] | None) -> None:
-    import pandas  # comes with the trackers
+    # The trackers install pandas.
+    import pandas
 
     frame = pandas.DataFrame(table)
     if images is not None:
@@ -46,10 +48,11 @@ def _log_frame(tracker: Any, table: Columns, images: Sequence[Sequence[Any]] | N
 
 
 def _to_mlflow(table: Columns, step: int, images: Sequence[Sequence[Any]] | None, writer: Any) -> None:
-    """One artifact that grows; the step is a column. Its cells are plain values, so messages become text."""
+    """Append to one artifact, with the step as a column. Its cells are plain values, so messages become text."""
     import mlflow
 
-    if mlflow.active_run() is not None:  # else it would begin a run of its own
+    # Without an active run, MLflow would begin one of its own.
+    if mlflow.active_run() is not None:
         plain = {name: [as_text(v) if isinstance(v, list) else v for v in values] for name, values in table.items()}
         mlflow.log_table(data=plain, artifact_file="completions.json")
 
@@ -68,7 +71,7 @@ SENDERS: dict[str, Callable[[Columns, int, Sequence[Sequence[Any]] | None, Any],
 
 
 def as_markdown(table: Columns, limit: int) -> str:
-    """At most `limit` rows, spread over the table. What a model wrote is shown as it is, not obeyed.
+    """At most `limit` rows as Markdown, spread over the table. Markup in a model's text is escaped.
 
     >>> print(as_markdown({"step": [1], "completion": ["a|b <i>"], "score": [0.5]}, limit=5))
     | completion | score |
@@ -86,5 +89,5 @@ def as_markdown(table: Columns, limit: int) -> str:
 
 
 def tensorboard_writer(callbacks: Sequence[Any]) -> Any:
-    """The writer that transformers' callback for TensorBoard opened; None where there is none."""
+    """The writer of transformers' TensorBoard callback; None if there is none."""
     return next((c.tb_writer for c in callbacks if getattr(c, "tb_writer", None) is not None), None)

@@ -1,1 +1,1 @@
-"""The trainer and its parts: collecting rollouts, learning from them, keeping checkpoints."""
+"""The trainer: collects rollouts, learns from them, and saves checkpoints."""

@@ -1,6 +1,7 @@
-"""Options outside the ranges that documents recommend: a line each at the start, never an error.
+"""Hints for options outside the recommended ranges.
 
-One rule is one function of the options; it returns a hint, or None. docs/seeds.md says where each range is from.
+A hint is one log line at the start of a run, never an error. One rule is one function of the options; it returns a
+hint, or None. docs/seeds.md says where each range is from.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ BATCH = (128, 512)
 
 
 def learning_rate(args: Any, adapter: bool) -> str | None:
-    """Lower than in supervised training; adapters bear more."""
+    """Learning rates are lower than in supervised training. Adapters tolerate higher ones."""
     low, high = ADAPTER_RATE if adapter else FULL_RATE
     what = "an adapter" if adapter else "all weights"
     if args.learning_rate > high:
@@ -60,7 +61,7 @@ def kl_weight(args: Any, adapter: bool) -> str | None:
 
 
 def gradient_clip(args: Any, adapter: bool) -> str | None:
-    """Without a value function gradients spike."""
+    """Without a value function, gradients spike, so clipping matters."""
     low, high = GRADIENT
     norm = args.max_grad_norm or 0.0
     if norm == 0.0:
@@ -71,7 +72,7 @@ def gradient_clip(args: Any, adapter: bool) -> str | None:
 
 
 def global_batch(args: Any, adapter: bool) -> str | None:
-    """Large batches average the variance of policy gradients out."""
+    """Large batches average out the variance of policy gradients."""
     low, high = BATCH
     size = args.per_device_train_batch_size * args.gradient_accumulation_steps * args.world_size
     if size < low:
@@ -82,7 +83,7 @@ def global_batch(args: Any, adapter: bool) -> str | None:
 
 
 def truncation(args: Any, adapter: bool) -> str | None:
-    """A completion that was cut off says little about the one that it would have become."""
+    """A truncated completion says little about the completion that it would have become."""
     if args.truncation.trained and not args.missing_eos_penalty and not args.length_regularization:
         return (
             "truncated completions are trained on as they are: mask_truncated_completions=True, or missing_eos_penalty"
@@ -96,12 +97,12 @@ RULES: tuple[Callable[[Any, bool], str | None], ...] = (
 
 
 def hints(args: Any, *, adapter: bool) -> list[str]:
-    """What the rules say to these options."""
+    """The hints that the rules give for these options."""
     return [hint for rule in RULES if (hint := rule(args, adapter))]
 
 
 def advise(args: Any, *, adapter: bool) -> None:
-    """Log the hints, where they are wanted."""
+    """Log the hints, unless `advice=False`."""
     if args.advice:
         for hint in hints(args, adapter=adapter):
             logger.warning("hint: %s", hint)

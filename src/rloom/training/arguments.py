@@ -1,4 +1,4 @@
-"""The constructor's arguments, checked before anything is loaded."""
+"""Checks the trainer's constructor arguments before anything is loaded."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ RENAMED_ARGUMENTS = {
 
 
 def refuse_arguments(args: Any, unknown: dict[str, Any]) -> None:
-    """Arguments that the constructor does not have, and options that are no RLOOConfig."""
+    """Refuse arguments that the constructor does not have, and options that are not an RLOOConfig."""
     for name in unknown:
         known = ("model", "reward_funcs", "args", "train_dataset", "eval_dataset", "processing_class", "callbacks",
                  "reward_processing_classes", "optimizers", "quantization_config", "peft_config", "engine",
@@ -47,20 +47,23 @@ def refuse_arguments(args: Any, unknown: dict[str, Any]) -> None:
 
 
 def choose_model(model: Any, args: RLOOConfig) -> tuple[Any, str | None]:
-    """The model, and the path of a reference that is not a copy of it."""
+    """The model, and the path of the reference where the reference is not a copy of the model."""
     if model is None:
         if args.sft_model_path is None:
             raise ConfigError("no model: pass `model` (a name, a path or an instance)")
         return args.sft_model_path, None
     if args.sft_model_path is not None and not args.beta:
-        raise ConfigError("`sft_model_path` beside a model names the reference, and with beta=0.0 there is none")
+        raise ConfigError("`sft_model_path` together with a model names the reference, and with beta=0.0 there is none")
     return model, args.sft_model_path
 
 
 def choose_rewards(
     reward_funcs: Any, reward_model: Any, processing_classes: Any, args: RLOOConfig
 ) -> tuple[list[Any], list[Term], list[Any]]:
-    """The rewards as given under any of their names, the part each has, and one processing class (or None) for each."""
+    """The reward functions, their terms (weight, gate, condition), and one processing class or None for each.
+
+    Rewards may be given as `reward_funcs`, as `reward_model` or as the option `reward_model_path`.
+    """
     given = {
         "reward_funcs": reward_funcs,
         "reward_model": reward_model,
@@ -82,7 +85,7 @@ def choose_rewards(
 
 
 def check_data(train: Any, evaluation: Any, args: RLOOConfig) -> tuple[Any, Any]:
-    """Both data sets, checked."""
+    """Check both data sets, and return them as the trainer uses them."""
     evaluations = evaluation.values() if isinstance(evaluation, dict) else [evaluation]
     if any(d is not None and datasets.is_iterable(d) for d in (train, *evaluations)):
         if args.accelerator_config.dispatch_batches:
@@ -102,13 +105,13 @@ def check_data(train: Any, evaluation: Any, args: RLOOConfig) -> tuple[Any, Any]
             logger.warning("an iterable data set is read by one process: dataloader_num_workers is set to 0")
             args.dataloader_num_workers = 0
     else:
-        # It refuses a data set that fills no rollout.
+        # The sampler refuses a data set that is too small for one rollout.
         PlanSampler(make_schedule(args), len(train), shuffle=False, seed=0)
     return train, evaluation
 
 
 def check_evaluation(evaluation: Any, args: RLOOConfig) -> None:
-    """Evaluation that was asked for has something to work on."""
+    """Refuse options that ask for an evaluation where there is no data for it."""
     if evaluation is not None:
         _check_reference_column(evaluation, args.eval_reference_column)
         return
@@ -124,7 +127,7 @@ def check_evaluation(evaluation: Any, args: RLOOConfig) -> None:
 
 
 def _check_reference_column(evaluation: Any, column: str | None) -> None:
-    """Known before a model is loaded; of a stream, when it has been generated for."""
+    """Refuse a missing column before a model is loaded. A stream is checked later, when it is evaluated."""
     for data in evaluation.values() if isinstance(evaluation, dict) else [evaluation]:
         if column and data is not None and not datasets.is_iterable(data) and column not in data[0]:
             raise DataError(

@@ -1,4 +1,4 @@
-"""Putting a trainer together: what is loaded, and what is built from it."""
+"""Builds a trainer's parts from its options: policy, rewards, reference, engine."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ class Policy:
 
 @dataclass(slots=True, kw_only=True)
 class Parts:
-    """What the step is made of."""
+    """The parts that a training step uses."""
 
     rewards: RewardSet
     reward_classes: list[Any]
@@ -84,7 +84,7 @@ class Parts:
 def load(
     model: Any, processing_class: Any, args: Any, quantization_config: Any, peft_config: Any, *, chat: bool
 ) -> Policy:
-    """The policy as it will be trained: loaded, with its tokens agreed on, under its adapter."""
+    """Load the policy as it will be trained: the model with its adapter, the tokenizer, and the end tokens."""
     revision = (args.model_init_kwargs or {}).get("revision") if isinstance(model, str) else None
     model = loading.load_policy(
         model,
@@ -118,7 +118,7 @@ def load(
 
 
 def check_images(policy: Policy, column: str | None, args: Any) -> None:
-    """Refuse a column of images where nothing could look at them."""
+    """Refuse a column of images where the model or the engine cannot process images."""
     if column is None:
         return
     if not policy.vision:
@@ -142,7 +142,7 @@ def build(
     reference_path: str | None,
     engine: Engine | None,
 ) -> Parts:
-    """Everything that the step uses, from the trainer's options and its model on its device."""
+    """Build everything that the step uses, from the trainer's options and from its model on its device."""
     args = trainer.args
     compile_kernels(trainer.model, args)
     rewards, classes, composition = _rewards(trainer, functions, terms, reward_classes, args)
@@ -178,7 +178,7 @@ def build(
         truncation=args.truncation,
         metrics=metrics,
         table=journal.table,
-        # Of groups that may be replaced, it would be work for nothing.
+        # With dynamic sampling, groups may be replaced. The reference pass for them would be wasted.
         meanwhile=assigner.begin if reference is not None and not args.dynamic_sampling else None,
         processes=processes,
     )
@@ -198,7 +198,7 @@ def build(
 
 
 def _passes(trainer: Any, policy: Policy, reference: Reference | None, encoder: PromptEncoder, args: Any) -> Passes:
-    """How models are run on micro-batches, of which the options that were left unset are decided here."""
+    """How models are run on micro-batches. Options of speed and memory that are unset are decided here."""
     model, device = trainer.model, args.device
     trained = args.num_generations * args.max_completion_length
     group = encoder.longest + trained
@@ -223,10 +223,11 @@ def _passes(trainer: Any, policy: Policy, reference: Reference | None, encoder: 
 
 
 def _batcher(trainer: Any, policy: Policy, args: Any) -> tuple[Batcher, bool]:
-    """Packed micro-batches where the model's attention allows it, else padded ones; and whether layers are run by
-    kernels."""
+    """The batcher, and whether our kernels run the layers. Rows are packed where the model's attention allows it, and
+    padded otherwise."""
     model, fused = trainer.model, False
-    with trainer.accelerator.autocast():  # as it will be trained
+    # The checks run under autocast, as training does.
+    with trainer.accelerator.autocast():
         check_head(model)
         if args.packing is not False and not args.compile_layers and runs_kernels(args.device):
             fused = proves_packing(model, FusedLayers([loading.base_of(model)]))
@@ -345,7 +346,8 @@ def _engine(trainer: Any, policy: Policy, encoder: PromptEncoder, args: Any) -> 
         return choose(args.engine)
     router = ImageRouter(lambda: choose(None), choose("transformers"))
     if datasets.image_column(trainer.train_dataset) is None:
-        _ = router.text  # data of text: what does not fit is known before training
+        # The data has no images. Choosing the text engine now reports a wrong choice before training begins.
+        _ = router.text
     return router
 
 

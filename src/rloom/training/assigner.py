@@ -1,11 +1,11 @@
-"""Credit assignment: the reference's and the old policy's log-probabilities of a rollout, token KLs, advantages.
+"""Credit assignment: log-probabilities, token KLs and advantages of a rollout.
 
-An update asks once for each share of a rollout (`assign`), and is told where its advantages come from:
+An update calls `assign` once for each share of a rollout. The answer says where the advantages come from:
 
-- *They are known*: the estimator looks at scores alone, or a pass before the update has computed the KL.
+- *They are known*: the estimator uses scores alone, or a pass before the update has computed the KL.
 - *From the training forward*: its own detached log-probabilities give the KL, the reward and the advantages
   (`take_in`), and the same graph is then run backward. This saves a forward. It needs each group whole in one
-  micro-batch, and an update that sees all of the rollout at the weights that it was drawn with.
+  micro-batch, and an update that trains on all of the rollout at the weights that sampled it.
 """
 
 from __future__ import annotations
@@ -48,24 +48,26 @@ class CreditAssigner:
     # -- before a forward
 
     def begin(self, rollout: Rollout) -> None:
-        """What needs no scores, while they are awaited: a GPU is given this work before the host waits for rewards."""
+        """Start the work that needs no scores: the GPU runs the reference while the host waits for rewards."""
         self.passes.batcher.settle(rollout)
         if self.passes.reference is not None and not self.estimator.needs_distributions:
             self._reference_pass(rollout)
 
     def assign(self, model: Any, rollout: Rollout, rows: Sequence[int], *, whole: bool, mode: str = "train") -> bool:
-        """Make sure of the advantages of the rows that an update trains on. Returns whether they come from its forward.
+        """Compute the advantages of the rows that an update trains on, or return True: its forward will give them.
 
-        `whole`: the update trains on all of the rollout. An update that is done again in smaller micro-batches asks
-        again: they may no longer hold whole groups.
+        `whole`: the update trains on all of the rollout. An update that is repeated in smaller micro-batches calls this
+        again, since they may no longer hold whole groups.
         """
         update = mode == "train"
-        if all(advantage is None for advantage in rollout.advantages):  # the rollout's first update
+        # This is the rollout's first update.
+        if all(advantage is None for advantage in rollout.advantages):
             if any(rollout.reference_logprobs[row] is None for row in trained_rows(rollout)):
                 self.begin(rollout)
             if not self.credit.needs_kl:
                 self._set_advantages(rollout, range(len(rollout)), update=update)
-            if not whole:  # later updates need log-probabilities at these weights, which this one changes
+            if not whole:
+                # Later updates need log-probabilities at the present weights, and this update changes them.
                 self._first_pass(model, rollout, keep_logprobs=True)
                 if self.credit.needs_kl:
                     self._set_advantages(rollout, range(len(rollout)), update=update)
@@ -78,7 +80,10 @@ class CreditAssigner:
         return False
 
     def _fits_one_forward(self, model: Any, rollout: Rollout) -> bool:
-        """Not with dropout: the KL is of the policy without it, whatever fits a micro-batch."""
+        """Whether the training forward can give the advantages: every group fits a micro-batch, without dropout.
+
+        The KL is that of the policy without dropout, and the training forward has it.
+        """
         if self.credit.needs_batch or (model.training and self._has_dropout):
             return False
         batcher, tokens = self.passes.batcher, self.passes.budget.tokens
@@ -86,9 +91,10 @@ class CreditAssigner:
         return all(batcher.size(rollout, rows) <= tokens for rows in plans)
 
     def _first_pass(self, model: Any, rollout: Rollout, *, keep_logprobs: bool) -> None:
-        """For a KL in the reward, token KLs; and if asked for the log-probabilities at the rollout's weights.
+        """A forward without gradient: token KLs where the reward needs them, and log-probabilities if asked for.
 
-        An update that trains on all of it at these weights takes those of its own forward: with dropout they differ.
+        An update on the whole rollout keeps the log-probabilities of its own forward instead. With dropout the two
+        differ.
         """
 
         def run(batch: MicroBatch) -> None:
@@ -102,7 +108,7 @@ class CreditAssigner:
         self.passes.without_gradient(rollout, run)
 
     def _reference_pass(self, rollout: Rollout) -> None:
-        """The reference's log-probabilities of all that will be trained on."""
+        """The reference's log-probabilities of all rows that will be trained on."""
 
         def run(batch: MicroBatch) -> None:
             keep(rollout.reference_logprobs, batch, self.passes.by_reference(batch).logprobs)
@@ -113,7 +119,7 @@ class CreditAssigner:
 
     @torch.no_grad()
     def take_in(self, batch: MicroBatch, stats: TokenStats) -> None:
-        """What a training forward at the rollout's weights says about it."""
+        """Keep what a training forward at the rollout's weights computed: log-probabilities, KLs, advantages."""
         rollout = batch.rollout
         if batch.first:
             keep(rollout.policy_logprobs, batch, stats.logprobs.detach())
@@ -122,7 +128,7 @@ class CreditAssigner:
             self._set_advantages(rollout, _whole_groups(rollout, batch.rows))
 
     def complete(self, rollout: Rollout, rows: Sequence[int]) -> None:
-        """Advantages of groups of which nothing is trained on: no forward has brought them along."""
+        """Compute advantages of groups in which no row is trained on, since no forward has computed them."""
         left = [row for row in rows if rollout.advantages[row] is None]
         if left:
             self._set_advantages(rollout, _whole_groups(rollout, left))
@@ -141,20 +147,22 @@ class CreditAssigner:
         assert reference is not None
         size = policy.get_output_embeddings().weight.shape[0]
         using = functools.partial(reference.use, policy, head_only=True)
-        with reference.staying():  # not for the backward, whose memory it would take; its head comes again there
+        # The reference leaves the device before the backward, which needs the memory. Its head is loaded again there.
+        with reference.staying():
             return batch.to_table(exact_kl_chunks(stats.head, self.passes.by_reference(batch).head, size, using))
 
     def advantages(self, batch: MicroBatch) -> Tensor:
-        """Those of a micro-batch: (B,), or (B, C) where each token has its own."""
+        """A micro-batch's advantages: (B,), or (B, C) where each token has its own."""
         values = [batch.rollout.advantages[row] for row in batch.rows]
         if values[0].dim() == 0:  # type: ignore[union-attr]
             return upload(torch.stack(values), self.passes.device)  # type: ignore[arg-type]
         return gather(batch.rollout.advantages, batch)
 
     def _set_advantages(self, rollout: Rollout, rows: Sequence[int], *, update: bool = True) -> None:
-        """Advantages of whole groups, from scores and the token KLs that are known."""
+        """Set the advantages of whole groups, from their scores and token KLs."""
         index = torch.tensor(list(rows))
-        _, groups = rollout.groups[index].unique(return_inverse=True)  # numbered from 0
+        # Estimators expect group numbers that begin at 0.
+        _, groups = rollout.groups[index].unique(return_inverse=True)
         score, kl, mask = rollout.score[index], None, None
         if self.credit.needs_kl:
             kl, mask = _stack([rollout.kl[row] for row in rows])
@@ -167,7 +175,7 @@ class CreditAssigner:
     # -- after the first update
 
     def record(self, rollout: Rollout, mode: str) -> None:
-        """Metrics of a rollout, once all about it is known; in training, of all processes' parts of it."""
+        """Log a rollout's metrics after its first update. In training they cover all processes."""
         processes = self.processes if mode == "train" else ALONE
         known = [kl for kl in rollout.kl if kl is not None]
         if processes.any(bool(known)):
@@ -179,7 +187,10 @@ class CreditAssigner:
         self._record_mismatch(rollout, mode, processes)
 
     def _record_mismatch(self, rollout: Rollout, mode: str, processes: Processes) -> None:
-        """How far the engine's log-probabilities are from the trainer's, at equal weights: rounding, or a fault."""
+        """Log how far the engine's log-probabilities are from the trainer's at equal weights.
+
+        Small differences are rounding; large ones are a fault.
+        """
         sampled = rollout.sampling_logprobs
         rows = [row for row, policy in enumerate(rollout.policy_logprobs) if policy is not None]
         difference = torch.zeros(0)
@@ -193,7 +204,7 @@ class CreditAssigner:
 
 
 def _whole_groups(rollout: Rollout, rows: Sequence[int]) -> list[int]:
-    """All rows of the groups that `rows` belong to, those that are not trained on included."""
+    """All rows of the groups that `rows` belong to, including rows that are not trained on."""
     members = torch.isin(rollout.groups, rollout.groups[torch.tensor(list(rows))])
     return members.nonzero().flatten().tolist()
 

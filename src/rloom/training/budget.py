@@ -1,4 +1,4 @@
-"""How many tokens a micro-batch may have: asked for or decided at the start, and less where memory has run out."""
+"""The token budget of a micro-batch, which shrinks when memory runs out."""
 
 from __future__ import annotations
 
@@ -14,7 +14,10 @@ logger = get_logger(__name__)
 T = TypeVar("T")
 
 SMALLEST = 16
-NO_GRAD_FACTOR = 8  # how many times more tokens a forward may have when nothing is kept for a backward
+"""The budget shrinks no further. An update that still runs out of memory then ends the run."""
+
+NO_GRAD_FACTOR = 8
+"""How many times more tokens a forward may have when nothing is kept for a backward."""
 
 
 class TokenBudget:
@@ -22,8 +25,10 @@ class TokenBudget:
 
     def __init__(self, tokens: int) -> None:
         self.tokens = self.asked = tokens
-        self.tried = False  # whether the worst case has been run
-        self.factor = NO_GRAD_FACTOR  # shrinks by itself, where a pass without gradient runs out
+        # Whether the worst case has been run.
+        self.tried = False
+        # The factor shrinks by itself when a pass without gradient runs out of memory.
+        self.factor = NO_GRAD_FACTOR
 
     @property
     def without_gradient(self) -> int:
@@ -31,22 +36,22 @@ class TokenBudget:
         return self.tokens * self.factor
 
     def state_dict(self) -> dict[str, Any]:
-        """What was learnt, and on what machine: it holds for no other."""
+        """The budget that was found to fit, and the machine: it holds for no other."""
         learnt = {"tokens": self.tokens, "factor": self.factor, "tried": self.tried}
         return {**learnt, "asked": self.asked, "device": _device()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on with what was learnt, so that micro-batches are cut as before; on another machine, begin anew."""
+        """Restore the budget, so that micro-batches are cut as before. On another machine the budget begins anew."""
         if state.get("device") == _device() and state.get("asked") == self.asked:
             self.tokens, self.tried = state["tokens"], state["tried"]
             self.factor = state.get("factor", self.factor)
 
     def retrying(self, work: Callable[[], T], undo: Callable[[], None] | None = None, *, gradient: bool = True) -> T:
-        """Do some work; out of memory, `undo` what it has done and do it again in smaller pieces.
+        """Do some work. Out of memory, `undo` its effects and repeat it in smaller micro-batches.
 
-        With gradients taken back by `undo`, they are those of one clean run: nothing of the failed one is kept, also
-        when it failed in the middle of a backward. Random draws (dropout) are repeated. `gradient`: whether the work
-        has a backward, and so which of the two budgets it is cut by.
+        `undo` takes the gradients of the failed attempt back, also of one that failed in the middle of a backward: the
+        result is that of one clean run. Random draws (dropout) are repeated. `gradient`: whether the work has a
+        backward, which decides which of the two budgets applies.
         """
         while True:
             randomness = random_state()
@@ -58,7 +63,8 @@ class TokenBudget:
                     raise
                 self._shrink(gradient)
                 reason = str(error).splitlines()[0][:120]
-            if undo is not None:  # outside of `except`: the error holds on to the failed run's tensors
+            # This runs outside of `except`, since the error holds references to the failed attempt's tensors.
+            if undo is not None:
                 undo()
             if torch.cuda.is_available():
                 torch.cuda.empty_cache()
@@ -75,8 +81,8 @@ class TokenBudget:
         return self.tokens if gradient else self.without_gradient
 
     def _shrink(self, gradient: bool) -> None:
-        """Halve the budget. A pass without gradient first gives up what it may have more than an update: that it ran
-        out says nothing about updates until it has as few tokens as they."""
+        """Halve the budget. A pass without gradient first halves its own factor: as long as it has more tokens than an
+        update, its failure says nothing about updates."""
         if not gradient and self.factor > 1:
             self.factor //= 2
         else:
@@ -91,12 +97,12 @@ def _device() -> str:
 
 
 def random_state() -> tuple[Any, Any]:
-    """Of the host's and the GPU's generators."""
+    """The state of the host's and the GPU's random generators."""
     return torch.get_rng_state(), torch.cuda.get_rng_state() if torch.cuda.is_available() else None
 
 
 def restore_random_state(state: tuple[Any, Any]) -> None:
-    """As if nothing had been drawn since."""
+    """Set both generators back, as if nothing had been drawn since."""
     torch.set_rng_state(state[0])
     if state[1] is not None:
         torch.cuda.set_rng_state(state[1])

@@ -1,4 +1,4 @@
-"""The rollouts that updates still need."""
+"""Keeps the rollouts that later updates still train on."""
 
 from __future__ import annotations
 
@@ -13,14 +13,17 @@ FIELDS = {field.name for field in fields(Rollout)}
 
 
 class RolloutBuffer:
-    """The rollouts that the present and later updates train on. A checkpoint holds them."""
+    """The rollouts that this and later updates train on. Checkpoints include them.
+
+    `make(plan, number)` collects a rollout. `num_uses` is how many parts of updates use each rollout.
+    """
 
     def __init__(self, make: Callable[[UpdatePlan, int], Rollout], num_uses: int) -> None:
         self.make, self.num_uses = make, num_uses
         self.rollouts: dict[tuple[int, int], tuple[Rollout, int]] = {}
 
     def take(self, plan: UpdatePlan) -> list[Share]:
-        """The shares of an update; rollouts that are not there yet are made, those used up are let go."""
+        """The shares of an update. Missing rollouts are made; rollouts that no later update needs are dropped."""
         shares: list[Share] = []
         for ref in plan.parts:
             key = plan.key(ref.rollout)
@@ -33,8 +36,7 @@ class RolloutBuffer:
         return shares
 
     def state_dict(self) -> list[dict[str, Any]]:
-        """The rollouts that later updates need, as plain data. What is written down about them was, at their first
-        use."""
+        """The rollouts that later updates need, as plain data. Their records were written at the first use."""
         names = FIELDS - {"records", "drawn", "total"}
         return [
             {"key": list(key), "left": left, "rollout": {name: getattr(rollout, name) for name in names}}
@@ -42,7 +44,7 @@ class RolloutBuffer:
         ]
 
     def load_state_dict(self, state: list[dict[str, Any]]) -> None:
-        """Go on where a checkpoint stopped; older ones have fields that are no more."""
+        """Restore the rollouts of a checkpoint. Fields of older versions that no longer exist are ignored."""
         self.rollouts = {}
         for entry in state:
             known = {name: value for name, value in entry["rollout"].items() if name in FIELDS - {"records"}}

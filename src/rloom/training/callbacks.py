@@ -1,4 +1,4 @@
-"""Callbacks that the trainer adds by itself."""
+"""Callbacks that the trainer adds by itself: budget, reference, samples, diagnosis."""
 
 from __future__ import annotations
 
@@ -34,16 +34,16 @@ class SyncReference(TrainerCallback):
 
 
 class FitBudget(TrainerCallback):
-    """After the first update, when gradients and optimizer state have their memory, tries the worst case.
+    """Runs the worst case once after the first update, when gradients and optimizer state have their memory.
 
-    A run that does not fit fails in its first minute, or not at all: the budget shrinks until the worst case fits.
+    The budget shrinks until the worst case fits. A run that cannot fit thus fails in its first minute.
     """
 
     def __init__(self, learner: Learner, encoder: PromptEncoder) -> None:
         self.learner, self.encoder = learner, encoder
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Once, on a GPU, where gradients can be taken back."""
+        """Run the worst case once, on a GPU, where gradients can be undone."""
         if (
             self.learner.budget.tried
             or self.learner.processes.external_optimizer
@@ -53,7 +53,8 @@ class FitBudget(TrainerCallback):
             return
         budget, model = self.learner.budget, kwargs["model"]
         budget.tried = True
-        randomness = random_state()  # of dropout: a resumed run does not try again, and must draw the same
+        # The trial draws dropout. A resumed run does not repeat it, so the random state is restored.
+        randomness = random_state()
         shape = (self.encoder.longest, args.max_completion_length, args.num_generations)
         model.zero_grad(set_to_none=True)
         self.learner.try_worst_case(model, *shape, pictured=self.encoder.pictured)
@@ -66,14 +67,17 @@ class SampleTable(TrainerCallback):
 
     def __init__(self, log: CompletionLog, times: int, callbacks: list[Any]) -> None:
         self.log, self.times, self.callbacks = log, times, callbacks
-        self.shown = -1  # completions that there were at the last table
+        # How many completions there were at the last table.
+        self.shown = -1
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Print and send when the step is due."""
         step, total = state.global_step, state.max_steps
-        due = step * self.times // total > (step - 1) * self.times // total  # so often, whatever divides what
+        # This is true `times` times in a run, whether or not `total` is a multiple of it.
+        due = step * self.times // total > (step - 1) * self.times // total
+        # Several updates on one rollout would print the same table again.
         if due and self.log.count == self.shown:
-            return  # several updates on one rollout: the table would be the same under another number
+            return
         if due and state.is_world_process_zero:
             self.shown = self.log.count
             self.log.print(state.global_step, args.num_completions_to_print or 5)
@@ -81,23 +85,26 @@ class SampleTable(TrainerCallback):
 
 
 class Diagnose(TrainerCallback):
-    """Says in the log what is going wrong, and what to change."""
+    """Logs what is going wrong in a run, and what to change."""
 
     def __init__(self) -> None:
         self.doctor = Doctor()
 
     def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **kwargs: Any) -> None:
-        """After each log of training."""
+        """Look for problems after each log of training."""
         if state.is_world_process_zero and "loss" in (logs or {}):
             for line in self.doctor.look(state.log_history, args, state.global_step):
                 logger.warning("diagnosis at step %d: %s", state.global_step, line)
 
 
 def one_progress(trainer: Any) -> None:
-    """A single view of the run. A [`LiveProgress`] takes the place of transformers' bar and of its printed logs; in a
-    notebook there always is one, since transformers shows nothing but the loss there, which says nothing in RLOO."""
+    """Leave one view of the run: a [`LiveProgress`] replaces transformers' bar and its printed logs.
+
+    A notebook always gets one. transformers shows only the loss there, which says nothing in RLOO.
+    """
     present = trainer.callback_handler.callbacks
-    if not trainer.is_world_process_zero():  # of several processes, the main one alone shows something
+    # Of several processes, only the main one shows progress.
+    if not trainer.is_world_process_zero():
         for callback in [callback for callback in present if isinstance(callback, LiveProgress)]:
             trainer.remove_callback(callback)
         return

@@ -67,11 +67,13 @@ SHOWN = (
 PLAIN = re.compile(r"(?!(?:true|false|null|yes|no|on|off|y|n)$)[A-Za-z][\w./-]*", re.ASCII | re.IGNORECASE)
 """Texts that YAML reads as themselves."""
 NOT_IN_YAML = re.compile("[\x7f-\x9f\u2028\u2029\ufeff\ufffe\uffff]")
+"""Characters that YAML does not allow unescaped in quotes."""
 SPECIAL = re.compile(r"([\\`*_{}\[\]()#!|~$])")
+"""Characters with a meaning in Markdown."""
 
 
 def as_yaml(value: Any) -> str:
-    """A text, or a list of texts, in front matter: in quotes where it could be read as something else.
+    """A text, or a list of texts, for front matter. It is quoted where YAML would read it as something else.
 
     >>> print(as_yaml("org/model-1.5"), as_yaml("x\\ntags: [evil]"), as_yaml("no"))
     org/model-1.5 "x\\ntags: [evil]" "no"
@@ -83,7 +85,7 @@ def as_yaml(value: Any) -> str:
 
 
 def as_markdown(value: Any) -> str:
-    """A text in one line that means nothing to Markdown or HTML. Names' underscores within words are left.
+    """A text as one line with Markdown and HTML escaped. Underscores within words stay as they are.
 
     >>> print(as_markdown("a_b [x](y) <b>\\n# c"))
     a_b \\[x\\]\\(y\\) &lt;b&gt; \\# c
@@ -103,7 +105,7 @@ def model_card(
     tags: set[str],
     front_matter: dict[str, str | None] | None = None,
 ) -> str:
-    """The card as markdown with front matter."""
+    """The card as Markdown with front matter."""
     base = model_id if model_id and not os.path.isdir(model_id) else None
     front = ["library_name: transformers", f"model_name: {as_yaml(name)}"]
     if base:

@@ -1,10 +1,10 @@
-"""What rloom adds to a transformers checkpoint, and which checkpoints are whole.
+"""Writes and reads rloom's part of a checkpoint, and detects damaged checkpoints.
 
 `rloom_state.pt` holds what the next update depends on and transformers does not keep: rollouts in use, running
-normalisers, metrics that were not logged yet, the running loss. Each is a component with a `state_dict`; whoever adds
-one names it in the trainer's `_components`. Of several processes, each but the first has a file of its own, with its
-number in the name. `reference.pt` holds a reference that has moved. `rloom_manifest.json`, which is written last, has
-the size and the checksum of every file: a checkpoint that was damaged since is passed over.
+normalisers, metrics that were not logged yet, the running loss. Each is a component with a `state_dict`; a new one is
+named in the trainer's `_components`. With several processes, each but the first writes a file of its own with its
+number in the name. `reference.pt` holds a reference that has moved. `rloom_manifest.json` is written last. It has the
+size and the checksum of every file, so that a checkpoint that was damaged since is skipped.
 """
 
 from __future__ import annotations
@@ -33,21 +33,23 @@ TRAINER_STATE_FILE = "trainer_state.json"
 MANIFEST_FILE = "rloom_manifest.json"
 OURS = re.compile(r"rloom_state(_\d+)?\.pt")
 NUMBERS = (".safetensors", ".bin", ".pt", ".pth")
+"""Suffixes of files that hold tensors."""
 CHUNK = 1 << 24
+"""Bytes that a checksum reads at a time."""
 
 FORMAT = 2
-"""Of `rloom_state.pt`. 1 had no number, and the states of components under other names."""
+"""Format version of `rloom_state.pt`. Version 1 had no number, and other names for the components."""
 
 
 class Component(Protocol):
-    """A part of a run that a checkpoint holds. What it returns is plain data and tensors."""
+    """A part of a run that checkpoints include. Its state is plain data and tensors."""
 
     def state_dict(self) -> Any:
-        """What the next update depends on."""
+        """The state that the next update depends on."""
         ...
 
     def load_state_dict(self, state: Any) -> None:
-        """Go on from there."""
+        """Restore that state."""
         ...
 
 
@@ -58,7 +60,7 @@ def state_of(components: Mapping[str, Component], plan: dict[str, int]) -> dict[
 
 
 def load_components(components: Mapping[str, Component], state: dict[str, Any]) -> None:
-    """Go on from a state. A component that it does not know, of an older version's run, begins anew."""
+    """Restore all components. One that the state of an older version does not have begins anew."""
     for name, component in components.items():
         if name in state["components"]:
             component.load_state_dict(state["components"][name])
@@ -83,8 +85,8 @@ def _upgraded(state: dict[str, Any]) -> dict[str, Any]:
 
 
 def save(folder: str | Path, state: dict[str, Any], reference: dict[str, Any] | None, *, rank: int = 0) -> None:
-    """Write our files. They come first: transformers writes `trainer_state.json` last, so that it marks the end. Each
-    process has rollouts of its own; the reference is the same for all."""
+    """Write our files. They come before transformers' own, which end with `trainer_state.json`: it marks a finished
+    checkpoint. Each process has rollouts of its own; the reference is the same for all."""
     path = Path(folder)
     path.mkdir(parents=True, exist_ok=True)
     torch.save(state, path / _state_file(rank))
@@ -97,8 +99,8 @@ def _state_file(rank: int) -> str:
 
 
 def load(folder: str | Path, *, rank: int = 0) -> tuple[dict[str, Any] | None, dict[str, Any] | None]:
-    """Our state and the reference's weights; None for what is not there (a checkpoint of TRL's, say). A process that
-    the checkpoint does not know gets the first one's state, whose running statistics are those of all."""
+    """Our state and the reference's weights; None for what is missing (in a checkpoint of TRL, say). A process that the
+    checkpoint has no file for gets the first process' state: its running statistics cover all processes."""
     path = Path(folder)
     found: list[dict[str, Any] | None] = []
     own = path / _state_file(rank)
@@ -108,37 +110,37 @@ def load(folder: str | Path, *, rank: int = 0) -> tuple[dict[str, Any] | None, d
     return None if state is None else _upgraded(state), reference
 
 
-OF_DISKS = {
+DISK_ERRORS = {
     errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EROFS, errno.EACCES, errno.EPERM,
 }  # fmt: skip
-NO_ROOM = re.compile(r"os error|inline_container|iostream|PytorchStreamWriter", re.IGNORECASE)
-"""What safetensors and torch say where the system does not take what they write."""
+WRITE_FAILED = re.compile(r"os error|inline_container|iostream|PytorchStreamWriter", re.IGNORECASE)
+"""Matches the messages of safetensors and torch when the system refuses a write."""
 
 
 @contextmanager
 def writing(folder: str | Path, what: str) -> Iterator[None]:
-    """Meanwhile what cannot be written, to a full disk say, is told in a sentence."""
+    """Turn a failed write inside the block, to a full disk say, into a [`DiskError`] that explains it."""
     try:
         yield
     except Exception as error:
-        # An upload's errors are OSErrors too: the disk's are known by their numbers.
-        by_the_disk = getattr(error, "errno", None) in OF_DISKS or NO_ROOM.search(str(error))
-        if not by_the_disk or isinstance(error, DiskError):
+        # Errors of an upload are OSErrors too. The error number tells those of the disk apart.
+        from_disk = getattr(error, "errno", None) in DISK_ERRORS or WRITE_FAILED.search(str(error))
+        if not from_disk or isinstance(error, DiskError):
             raise
         raise DiskError(f"{what} cannot be written to {folder}: {_reason(error, Path(folder))}") from error
 
 
 def _reason(error: Exception, folder: Path) -> str:
-    """torch does not say what the system said; mostly that nothing was left."""
+    """Why a write failed. torch hides the system's message, so the free space of the disk is named as well."""
     existing = next((path for path in (folder, *folder.parents) if path.exists()), None)
     free = f" ({shutil.disk_usage(existing).free / 2**30:.1f} GiB are free there)" if existing else ""
     if isinstance(error, OSError):
         return f"{error.strerror or error}{free}"
-    return f"the disk took a part of it only{free}: {str(error).splitlines()[0]}"
+    return f"only a part could be written{free}: {str(error).splitlines()[0]}"
 
 
 def seal(folder: str | Path) -> None:
-    """Write down what a checkpoint consists of, when all of it is there and on the disk."""
+    """Write the manifest of a checkpoint whose files are all complete and on the disk."""
     path = Path(folder)
     files = {str(file.relative_to(path)): _measured(file, sync=True) for file in _files(path)}
     new = path / f"{MANIFEST_FILE}.new"
@@ -150,13 +152,13 @@ def seal(folder: str | Path) -> None:
 
 
 def _files(folder: Path) -> list[Path]:
-    """Those that the next update depends on: others, a tokenizer's or a card, people may edit."""
+    """The files that the next update depends on. Others, such as the tokenizer's or the card, people may edit."""
     own = (file for file in folder.rglob("*") if file.suffix in NUMBERS or file.name == TRAINER_STATE_FILE)
     return sorted(file for file in own if file.is_file())
 
 
 def _measured(file: Path, *, sync: bool = False) -> list[int]:
-    """Size and checksum of a file: against damage, not against malice."""
+    """Size and checksum of a file. They detect damage, not malice."""
     checksum = 0
     with file.open("rb") as content:
         while part := content.read(CHUNK):
@@ -167,8 +169,8 @@ def _measured(file: Path, *, sync: bool = False) -> list[int]:
 
 
 def damage(folder: str | Path) -> str | None:
-    """What is wrong with a checkpoint, None if nothing is. One without a manifest (an older version's, TRL's) is taken
-    as it is, if it was written to its end."""
+    """What is wrong with a checkpoint, None if nothing is. A checkpoint without a manifest, of an older version or of
+    TRL, is accepted if it was written to its end."""
     path = Path(folder)
     if step_of(path) is None:
         return "is unfinished (the run was stopped while writing it)"
@@ -179,8 +181,9 @@ def damage(folder: str | Path) -> str | None:
     except (OSError, ValueError, KeyError, TypeError):
         return f"is damaged: {MANIFEST_FILE} cannot be read"
     for name, expected in files.items():
+        # A run can resume without our state. It then warns about what is sampled anew.
         if OURS.fullmatch(name) and not (path / name).exists():
-            continue  # a run goes on without it, and says what is sampled anew
+            continue
         try:
             if _measured(path / name) != expected:
                 return f"is damaged: {name} is not what was written"
@@ -190,7 +193,7 @@ def damage(folder: str | Path) -> str | None:
 
 
 def step_of(folder: Path) -> int | None:
-    """The number of updates that a checkpoint was written after; None for one that is not whole."""
+    """The number of updates that a checkpoint was written after; None for an unfinished one."""
     try:
         return int(json.loads((folder / TRAINER_STATE_FILE).read_text())["global_step"])
     except (OSError, ValueError, KeyError, TypeError):
@@ -198,8 +201,7 @@ def step_of(folder: Path) -> int | None:
 
 
 def newest_whole(output_dir: str | Path) -> Path | None:
-    """The newest checkpoint that is whole; one that is unfinished, left by a kill in mid-write, or damaged is named and
-    passed over."""
+    """The newest checkpoint that is whole. Unfinished and damaged ones are skipped with a warning."""
     pattern = re.compile(r"^checkpoint-(\d+)$")
     root = Path(output_dir)
     numbered = [(int(m[1]), p) for p in root.glob("checkpoint-*") if (m := pattern.match(p.name)) and p.is_dir()]
@@ -207,5 +209,5 @@ def newest_whole(output_dir: str | Path) -> Path | None:
         wrong = damage(folder)
         if wrong is None:
             return folder
-        logger.warning("%s %s and is passed over", folder, wrong)
+        logger.warning("%s %s and is skipped", folder, wrong)
     return None

@@ -1,4 +1,4 @@
-"""Collecting a rollout: prompts → completions → scores."""
+"""Collects a rollout: prompts → completions → scores."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Collector:
     """Runs the engine and the rewards for a batch of rows.
 
     `score` is TRL's override point, the trainer's `_calculate_rewards`; `state` gives the trainer's state, which reward
-    functions may ask for. `meanwhile` computes what needs no scores, while scores are awaited.
+    functions may ask for. `meanwhile` computes what needs no scores, while rewards are running.
     """
 
     def __init__(
@@ -56,7 +56,8 @@ class Collector:
         self.rewards, self.shaper, self.decode, self.truncation = rewards, shaper, decode, truncation
         self.metrics, self.table = metrics, table
         self.meanwhile, self.processes = meanwhile, processes
-        self._scoring: Scoring | None = None  # of the rollout under way: TRL's override point has no place for it
+        # The scoring of the current rollout. TRL's override point has no argument for it.
+        self._scoring: Scoring | None = None
 
     def collect(
         self,
@@ -69,8 +70,8 @@ class Collector:
     ) -> Rollout:
         """One rollout: K completions for each row's prompt, scored.
 
-        In training all processes collect together, each rows of its own, which stand at `places` among those of all. A
-        batch of an evaluation is one process' own.
+        In training all processes collect one rollout together. Each has its own rows; `places` are their positions
+        among the rows of all. In evaluation each process collects batches by itself.
         """
         prompts = self.encoder.encode(rows)
         if mode == "train":
@@ -91,12 +92,12 @@ class Collector:
         return rollout
 
     def score_rows(self, inputs: list[dict[str, Any]], prompts: list[Any], completions: list[Any], ids: Any) -> Tensor:
-        """Scores (N, F) by all rewards, NaN for None: what TRL's override point does where nobody overrides it."""
+        """Scores (N, F) by all rewards, NaN for None. This is what TRL's override point does by default."""
         scoring = self._scoring or self.rewards.begin()
         return scoring.score(self._batch(inputs, prompts, completions, ids)).scores
 
     def sit_out(self) -> None:
-        """Take part in what processes find out together about a rollout, with no completions of one's own."""
+        """Take part in the exchanges of a rollout in which this process has no completions. The others wait for it."""
         nothing = RolloutMetrics.nothing(len(self.rewards.names))
         self.shaper.together(self.processes, nothing.scores, nothing.lengths, nothing.ended)
         self._log(nothing, "train", self.processes)
@@ -111,8 +112,8 @@ class Collector:
             self._scoring = None
 
     def _share_noise(self, prompts: list[Prompt], seed: int, places: Sequence[int] | None) -> int:
-        """Say which prompts these are among those of all processes, so that each draws what it would in one process.
-        An engine that does not look at that gets a seed of this process' own instead."""
+        """Number the prompts among those of all processes, so that each gets the noise of a run in one process. An
+        engine that does not use these numbers gets a seed of this process' own instead. Returns the seed."""
         if self.processes.alone:
             return seed
         if not abilities_of(self.engine).keyed_by_prompt:
@@ -122,14 +123,14 @@ class Collector:
         return seed
 
     def _generate(self, prompts: list[Prompt], num_generations: int, seed: int, scoring: Scoring) -> list[Group]:
-        """All groups, in the order of the prompts. Rewards that are marked for it begin with each as it comes, while
-        the next is generated."""
+        """All groups, in the order of the prompts. Streaming rewards score each group as it comes, while the next ones
+        are generated."""
         position = {id(prompt): index for index, prompt in enumerate(prompts)}
         names = column_names([prompt.columns for prompt in prompts])
         if any(prompt.inputs for prompt in prompts) and not abilities_of(self.engine).takes_images:
             raise EngineError(
                 f"{type(self.engine).__name__} does not take images, and prompts have some: leave `engine` unset, or "
-                "give an engine that hands `prompt.inputs` to the model and says so with `takes_images = True`"
+                "give an engine that passes `prompt.inputs` to the model and sets `takes_images = True`"
             )
         groups = []
         for group in self.engine.generate(prompts, num_generations, seed=seed):
@@ -148,7 +149,7 @@ class Collector:
 
     @property
     def _decodes_early(self) -> bool:
-        """Whether texts are made group by group; else while the device is busy with what is done meanwhile."""
+        """Whether each group is decoded as it comes. Otherwise all are decoded while the device runs `meanwhile`."""
         return self.rewards.streaming or self.meanwhile is None
 
     def _decode(self, groups: list[Group]) -> None:
@@ -164,7 +165,7 @@ class Collector:
         completion_ids: Any,
         names: list[str] | None = None,
     ) -> RewardBatch:
-        """Completions as rewards see them. `names` are the columns, where the rows at hand may not have them all."""
+        """Completions as rewards see them. `names` are all columns, of which these rows may lack some."""
         if names is None:
             names = column_names(inputs)
         return RewardBatch(
@@ -176,12 +177,13 @@ class Collector:
         )
 
     def _score(self, groups: list[Group], scoring: Scoring) -> Scored:
-        """What the rewards say, or whoever overrides them."""
+        """Scores by the rewards, or by an override of `_calculate_rewards`."""
         inputs, contents, replies, ids = _flat(groups)
         before = self.table.extra_lengths()
         scores = self.score(inputs, contents, replies, ids).cpu().float()
         scored = scoring.scored
-        if scored is None or len(scored.scores) != len(ids):  # somebody else scored, or some of them only
+        # An override has scored without the rewards, or asked them about some of the completions.
+        if scored is None or len(scored.scores) != len(ids):
             logged = scored.logged if scored is not None else []
             scored = replace(Scored.nothing(*scores.shape), logged=logged)
         scored.scores = scores
@@ -200,14 +202,15 @@ class Collector:
         else:
             rollout.score = self.shaper(counted, lengths, ~truncated, scored.failed, update=False)
 
-    # -- what is written down
+    # -- metrics and records
 
     def _log(self, outcome: RolloutMetrics, mode: str, processes: Processes) -> None:
-        """Metrics of a rollout; in training, of all processes' parts of it."""
+        """Log a rollout's metrics. In training they cover all processes."""
         whole = RolloutMetrics.joined(processes.gather(outcome))
         for name, value in whole.logged:
             self.metrics.add(mode, name, value)
-        for name, value in whole.totals.items():  # calls come in the order of prompts, not of time: the largest counts
+        # Reports come in the order of prompts, not of time. The largest total is the latest.
+        for name, value in whole.totals.items():
             self.metrics.set(mode, name, max([value, *map(float, self.metrics.values[mode].get(name, []))]))
         state = self.state()
         if mode == "train":
@@ -216,7 +219,7 @@ class Collector:
         whole.record(self.rewards.names, lambda name, value: self.metrics.add(mode, name, value))
 
     def _records(self, groups: list[Group], rollout: Rollout, scored: Scored) -> list[Record]:
-        """What table and store will say about each completion."""
+        """One record per completion, for the table and the store."""
         flat = [(number, g.prompt, c) for number, g in enumerate(groups) for c in g.completions]
         scores, reward = rollout.scores.tolist(), rollout.score.tolist()
         extra = {name: values for name, values in scored.extra.items() if len(values) == len(flat)}
@@ -247,7 +250,7 @@ def _flat(groups: list[Group]) -> tuple[list[dict[str, Any]], list[Any], list[An
 
 
 def column_names(rows: Sequence[dict[str, Any]]) -> list[str]:
-    """The columns that any of the rows has, beside the prompt.
+    """The columns that any of the rows has, except the prompt.
 
     >>> column_names([{"prompt": "a", "x": 1}, {"prompt": "b", "y": 2}])
     ['x', 'y']

@@ -1,4 +1,7 @@
-"""From raw scores to advantages, with the options resolved once. The formulas live in `algo`."""
+"""Turns raw scores into advantages.
+
+The options are resolved once, in the constructors. The formulas are in `algo`.
+"""
 
 from __future__ import annotations
 
@@ -53,7 +56,7 @@ class Shaper:
     ) -> Tensor:
         """(N, F) → (N,), NaN where nothing could score. `update=False` leaves the moments alone (evaluation).
 
-        `failed` (N, F): where a reward's call failed, which shuts the gates that look at it.
+        `failed` (N, F): where a reward's call failed. Gates on that reward are closed there.
         """
         if self.composition is not None:
             scores = self.composition.scaled(self.composition.gated(scores, failed), update=update)
@@ -66,8 +69,8 @@ class Shaper:
     def together(
         self, processes: Processes, scores: Tensor, lengths: Tensor, ended: Tensor, failed: Tensor | None = None
     ) -> Tensor:
-        """The same for a rollout that several processes have parts of: normalisation statistics and running moments
-        cover all processes. Returns this process' part."""
+        """Shape a rollout of several processes. Normalisation statistics and running moments cover all processes.
+        Returns this process' part."""
         if processes.alone:
             return self(scores, lengths, ended, failed, update=True)
         own = torch.zeros_like(scores, dtype=torch.bool) if failed is None else failed
@@ -77,12 +80,12 @@ class Shaper:
         return shaped.split(counts)[processes.rank]
 
     def total(self, scores: Tensor, failed: Tensor | None = None) -> Tensor:
-        """The weighted sum of gated scores, as they came otherwise: what `reward` in the log is. (N, F) → (N,)"""
+        """The weighted sum of gated scores, without penalties or normalisation: `reward` in the log. (N, F) → (N,)"""
         gated = scores if self.composition is None else self.composition.gated(scores, failed)
         return weighted_sum(gated, self.weights)
 
     def state_dict(self) -> dict[str, Any]:
-        """The running moments, of the score and of terms."""
+        """The running moments of the score and of its terms."""
         moments = self.moments
         composed = self.composition.state_dict() if self.composition is not None else {}
         return {"moments": [moments.count, moments.mean, moments.squares], "composition": composed}
@@ -128,7 +131,7 @@ class Credit:
         return self._together(score, groups, kl, mask)
 
     def _together(self, score: Tensor, groups: Tensor, kl: Tensor | None, mask: Tensor | None) -> Tensor:
-        """Of a rollout that several processes have parts of: compared over all, and each has its own."""
+        """Advantages that compare the completions of all processes. Returns this process' part."""
         own = [None if x is None else x.cpu() for x in (score, groups, kl, mask)]
         scores, numbers, kls, masks = zip(*self.processes.gather(own), strict=True)
         counts = [len(one) for one in scores]
@@ -155,7 +158,7 @@ class Credit:
         return torch.where(usable, result, torch.zeros_like(result))
 
     def _per_token(self, result: Tensor, usable: Tensor, kl: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
-        """Token t answers for the KL from t on only: what came before it does not depend on it."""
+        """Charge token t only with the KL from t on: the KL of earlier tokens does not depend on it."""
         to_go = reward_to_go(kl, mask)  # (N, T)
         charged = self.beta * (kl * mask).sum(-1, keepdim=True) if self.placement.before_baseline else 0.0
         per_token = result.unsqueeze(-1) + charged - self.beta * to_go

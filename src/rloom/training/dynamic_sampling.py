@@ -1,4 +1,7 @@
-"""Dynamic sampling: groups whose scores are all equal teach nothing, and are replaced by groups of other prompts."""
+"""Dynamic sampling: replaces groups whose scores are all equal.
+
+Such groups teach nothing. Groups of other prompts take their place.
+"""
 
 from __future__ import annotations
 
@@ -14,10 +17,10 @@ from rloom.types import Record, Rollout
 def replace_degenerate(
     rollout: Rollout, draw: Callable[[int, int], Rollout], rounds: int, processes: Processes = ALONE
 ) -> tuple[Rollout, int]:
-    """Replace groups without signal by groups with some, drawn in at most `rounds` rounds; says how many were replaced.
+    """Replace groups without signal in at most `rounds` rounds. Returns the rollout and how many were replaced.
 
-    `draw(count, round)` collects `count` groups of other prompts. What still is without signal at the end stays, so
-    that the rollout keeps its size. All processes draw in a round, also one that lacks nothing: `draw` is told so.
+    `draw(count, round)` collects `count` groups of other prompts. Groups that are still without signal at the end stay,
+    so that the rollout keeps its size. All processes take part in each round: one that needs none calls `draw(0, …)`.
     """
     replaced = 0
     for number in range(rounds):
@@ -27,7 +30,8 @@ def replace_degenerate(
             break
         try:
             other = draw(len(missing), number)
-        except NoCompletionError:  # which is no reason to lose the groups that there are
+        except NoCompletionError:
+            # The present groups stay; the next round tries again.
             continue
         found = [group for group, without in enumerate(other.degenerate()) if not without]
         swaps = dict(zip(missing, found, strict=False))
@@ -39,7 +43,7 @@ def replace_degenerate(
 
 
 def _drawn_together(rollout: Rollout, other: Rollout) -> list[Record]:
-    """Records of both, with groups counted on."""
+    """The records of both rollouts. Group numbers of the second continue those of the first."""
     before = 1 + max(record.group for record in rollout.drawn)
     for record in other.drawn:
         record.group += before
@@ -47,7 +51,7 @@ def _drawn_together(rollout: Rollout, other: Rollout) -> list[Record]:
 
 
 def _assembled(sources: list[tuple[Rollout, int]]) -> Rollout:
-    """A rollout of groups taken from others; nothing of it has been used yet."""
+    """A rollout of groups taken from other rollouts, before its first use."""
     rows = [
         (source, row, new)
         for new, (source, old) in enumerate(sources)

@@ -1,10 +1,10 @@
-"""Updates whose gradient is not finite are not made.
+"""Skips updates whose gradient is not finite.
 
-One score of 3e38 overflows a sum, and NaN in one gradient is NaN in all weights, and in the checkpoint that the next
-run resumes from. Such an update is skipped, counted and said; several in a row end the run with the reason.
+One score of 3e38 overflows a sum. A NaN in one gradient makes all weights NaN, and so the checkpoint that the next run
+resumes from. Such an update is skipped, counted and logged. Several in a row end the run with an error.
 
-On a GPU the optimizer itself looks at a flag there: to wait for the norm would leave the GPU idle at every update. The
-host reads the flag when the next update begins.
+On a GPU the optimizer itself reads a flag on the device, since waiting for the norm would leave the GPU idle at every
+update. The host reads the flag when the next update begins.
 """
 
 from __future__ import annotations
@@ -24,20 +24,22 @@ from rloom.types import Share
 logger = get_logger(__name__)
 
 IN_A_ROW = 5
-"""Skipped updates after which a run ends."""
+"""A run ends after this many skipped updates in a row."""
 
 
 class FiniteUpdates:
-    """Decides of each update whether it is made."""
+    """Decides whether each update is made."""
 
     def __init__(self, metrics: Metrics) -> None:
         self.metrics = metrics
         self.in_a_row = 0
-        self._largest = 0.0  # score of the update in progress
-        self._flag: Tensor | None = None  # of the last update, where the device decided; 1: skipped
+        # The largest absolute score of the current update.
+        self._largest = 0.0
+        # The flag of the last update, where the device decided: 1 means that the update was skipped.
+        self._flag: Tensor | None = None
 
     def begin(self, shares: Sequence[Share], step: int) -> None:
-        """The update number `step` begins; whether the last one was made is known by now."""
+        """Begin update number `step`. By now it is known whether the last one was made."""
         self.settle(step - 1)
         scores = [share.rollout.score for share in shares]
         known = torch.cat([score[~score.isnan()].abs() for score in scores]) if scores else torch.zeros(0)
@@ -45,18 +47,20 @@ class FiniteUpdates:
 
     def decide(self, norm: Any, optimizer: Any, model: nn.Module, step: int) -> None:
         """Skip the update number `step` if the norm of its gradient is not finite."""
-        inner = getattr(optimizer, "optimizer", optimizer)  # accelerate wraps it
+        # accelerate wraps the optimizer.
+        inner = getattr(optimizer, "optimizer", optimizer)
         if isinstance(inner, SplitAdamW) and isinstance(norm, Tensor) and norm.is_cuda:
             self._flag = inner.skip = (~torch.isfinite(norm)).float().reshape(1)
             return
         if not torch.isfinite(torch.as_tensor(norm)):
-            model.zero_grad(set_to_none=True)  # an optimizer passes over what has no gradient
+            # An optimizer skips parameters without a gradient.
+            model.zero_grad(set_to_none=True)
             self._skipped(step)
         else:
             self.in_a_row = 0
 
     def settle(self, step: int) -> None:
-        """Find out what became of update number `step`, where the device has decided."""
+        """Find out whether update number `step` was made, where the device decided."""
         flag, self._flag = self._flag, None
         if flag is None:
             return
@@ -81,7 +85,7 @@ class FiniteUpdates:
 
 
 def check_finite(named: Iterable[tuple[str, Tensor]], where: str) -> None:
-    """Refuse to write weights that are no numbers: a run would resume from them."""
+    """Refuse to save weights that are not finite, since a run would resume from them."""
     floating = [(name, p) for name, p in named if p.is_floating_point()]
     if not floating:
         return

@@ -1,7 +1,8 @@
-"""One run, one folder: a lock while it trains, and what an earlier run left there is moved aside, never written over.
+"""Guards a run's output folder: one run at a time, earlier files moved aside.
 
-What a run has saved into its folder is written down (`_run.json`), so that the user's own files, whatever their names,
-are known from the run's and stay. Names begin with an underscore because transformers uploads all others to the hub.
+A lock keeps a second run out while one trains. Files of an earlier run are moved to `_previous`, never overwritten.
+`_run.json` records what a run has saved, so that the user's own files, whatever their names, are not touched. These
+names begin with an underscore because transformers uploads all others to the hub.
 """
 
 from __future__ import annotations
@@ -28,7 +29,8 @@ from rloom.training.checkpoint import step_of
 
 try:
     import fcntl
-except ImportError:  # not on Windows, where nothing is locked
+except ImportError:
+    # Windows has no fcntl. Nothing is locked there.
     fcntl = None  # type: ignore[assignment]
 
 logger = get_logger(__name__)
@@ -37,53 +39,59 @@ LOCK_FILE = "_lock"
 RECORD_FILE = "_run.json"
 PREVIOUS = "_previous"
 OF_RUNS = re.compile(rf"checkpoint-\d+|{STORE}(-\d+)?")
+"""Names that only runs use: checkpoints, and the store of completions."""
 OF_MODELS = (
     "*.safetensors", "*.safetensors.index.json", "pytorch_model*.bin*", "adapter_model.bin", "training_args.bin",
     "config.json", "*_config.json", "tokenizer.*", "special_tokens_map.json", "added_tokens.json", "vocab.*",
     "merges.txt", "spiece.model", "chat_template.*", "README.md", "trainer_state.json", "*_results.json", "merged",
 )  # fmt: skip
-"""What saving a model, a state or metrics may write; other files that change meanwhile, such as a log, are not ours."""
+"""Files that saving a model, a state or metrics may write. Other files that change meanwhile, such as a log, are not
+ours."""
 TRAINERS_OWN = "training_args.bin"
-"""Only trainers write it: where no record is, of an older version or of TRL, it says that a model is a run's."""
+"""Only trainers write this file. Without a record, in a folder of an older version or of TRL, it shows that a model
+belongs to a run."""
 
 
 _locks: set[int] = set()
-"""Open files that are locked. A forked process has them too, and would hold them when this one is gone."""
+"""Open lock files. A forked process inherits them, and would keep the lock after this process has ended."""
 
 
-def _let_go() -> None:
+def _close_inherited_locks() -> None:
     while _locks:
         os.close(_locks.pop())
 
 
 if fcntl is not None:
-    os.register_at_fork(after_in_child=_let_go)
+    os.register_at_fork(after_in_child=_close_inherited_locks)
 
 
 class OutputFolder:
     """A trainer's output folder. `hold` it while training; `begin` a new run there, or `go_on` with the one it has.
 
-    Of several processes the main one alone takes notes of what is written.
+    With several processes, only the main one (`main=True`) records what is written.
     """
 
     def __init__(self, path: str | Path, *, main: bool = True) -> None:
         self.path, self.main = Path(path), main
-        self.written: set[str] = set()  # names that this run has written, beside checkpoints and store
-        self.run = uuid.uuid4().hex  # by which the folder's record is known to be ours
+        # Names that this run has written, except checkpoints and the store.
+        self.written: set[str] = set()
+        # This id in the folder's record says that the record is ours.
+        self.run = uuid.uuid4().hex
         self._begun = False
 
     # -- one at a time
 
     @contextmanager
     def hold(self) -> Iterator[None]:
-        """Meanwhile no other run trains into it. The lock ends with the process, however that ends."""
+        """Keep other runs out of the folder inside the block. The lock ends with the process, however that ends."""
         lock = self._lock()
         try:
             yield
         finally:
             if lock is not None:
                 _locks.discard(lock)
-                fcntl.flock(lock, fcntl.LOCK_UN)  # closing it is not enough where a process was forked meanwhile
+                # Closing the file does not unlock it while a forked process still has it open.
+                fcntl.flock(lock, fcntl.LOCK_UN)
                 os.close(lock)
 
     def _lock(self) -> int | None:
@@ -94,7 +102,8 @@ class OutputFolder:
             try:
                 self.path.mkdir(parents=True, exist_ok=True)
                 fd = os.open(file, os.O_RDWR | os.O_CREAT, 0o666)
-            except OSError as error:  # a run that saves nothing may train where nothing can be written
+            except OSError as error:
+                # A run that saves nothing may train in a folder that it cannot write to.
                 logger.warning("%s cannot be locked against a second run: %s", self.path, error)
                 return None
             try:
@@ -108,17 +117,19 @@ class OutputFolder:
                     f"{self.path} is in use: {who} is training there. Give this run another output_dir, or let that "
                     "one end first"
                 ) from None
-            except OSError as error:  # some network file systems have no locks
+            except OSError as error:
+                # Some network file systems have no locks.
                 os.close(fd)
                 logger.warning("%s cannot be locked against a second run: %s", self.path, error)
                 return None
-            os.close(fd)  # somebody removed the file in between
+            # The file was removed between opening and locking it: try again.
+            os.close(fd)
 
-    # -- which run's it is
+    # -- which run the files belong to
 
     def begin(self, *, keep: Iterable[str | Path] = (), delete: bool = False) -> None:
-        """A run starts from nothing. What an earlier one left is moved, or deleted if that was asked for and it is sure
-        to be that run's; what is at the paths to `keep` stays: the run itself is made from it."""
+        """Start a new run. Files of an earlier run are moved. With `delete` they are deleted where they certainly
+        belong to that run. Paths in `keep` stay: this run is made from them."""
         if self._begun and self._is_ours():
             return
         self._check_made_from(keep)
@@ -143,8 +154,8 @@ class OutputFolder:
         return _record(self.path).get("run", self.run) == self.run
 
     def go_on(self, *, after: int) -> None:
-        """A run goes on with what it has here, after so many updates. Later checkpoints are of a branch that is left:
-        the next restart must not take one of them for the newest."""
+        """Resume the run of this folder after update `after`. Later checkpoints are moved, so that the next restart
+        does not take one of them for the newest."""
         self.written |= set(_recorded(self.path))
         self.run = _record(self.path).get("run", self.run)
         later = [item for item in self._checkpoints() if int(item.name.split("-")[1]) > after and step_of(item)]
@@ -157,7 +168,7 @@ class OutputFolder:
         return sorted(item for item in self.path.glob("checkpoint-*") if OF_RUNS.fullmatch(item.name))
 
     def _check_made_from(self, keep: Iterable[str | Path]) -> None:
-        """A checkpoint of this very folder that a run is made from would be rotated away, or written over, by it."""
+        """Refuse a run made from a checkpoint in its own folder: it would delete or overwrite that checkpoint."""
         for path in map(Path, keep):
             inside = path.resolve().parent == self.path.resolve()
             if inside and path.is_dir() and re.fullmatch(r"checkpoint-\d+", path.name):
@@ -167,7 +178,7 @@ class OutputFolder:
                 )
 
     def _left_by_others(self, keep: list[Path]) -> list[Path]:
-        """In the order of their names; nothing that this trainer wrote before its training began."""
+        """Files of earlier runs, sorted by name. Files that this trainer wrote before training are left out."""
         try:
             there = sorted(self.path.iterdir())
         except OSError:
@@ -195,11 +206,11 @@ class OutputFolder:
             ) from error
         return target
 
-    # -- what is written
+    # -- recording what is written
 
     @contextmanager
     def writing(self, where: str | Path | None = None) -> Iterator[None]:
-        """Note what is saved into it meanwhile."""
+        """Record what is saved into the folder inside the block."""
         elsewhere = where is not None and Path(where).resolve() != self.path.resolve()
         if elsewhere or not self.main:
             yield
@@ -215,7 +226,7 @@ class OutputFolder:
                 self._write_down()
 
     def _write_down(self) -> None:
-        """What this run has written, and what is still there of an earlier one's."""
+        """Record what this run has written, and which files of an earlier run are still there."""
         if not self.main:
             return
         names = self.written | {name for name in _recorded(self.path) if (self.path / name).exists()}
@@ -225,11 +236,13 @@ class OutputFolder:
             new.write_text(json.dumps({"run": self.run, "written": sorted(names)}, indent=1))
             new.replace(self.path / RECORD_FILE)
         except OSError as error:
-            logger.warning("what this run has saved could not be written down in %s: %s", self.path, error)
+            logger.warning(
+                "the names of the files that this run has saved could not be recorded in %s: %s", self.path, error
+            )
 
 
 def _taken(fd: int, file: Path) -> bool:
-    """Take the lock, and say whose it is; False where the file is no longer the one that others would open."""
+    """Take the lock, and write its holder into the file. Returns False if the file was replaced since it was opened."""
     fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
     try:
         if os.fstat(fd).st_ino != file.stat().st_ino:
@@ -237,7 +250,8 @@ def _taken(fd: int, file: Path) -> bool:
     except FileNotFoundError:
         return False
     holder = {"pid": os.getpid(), "host": socket.gethostname(), "since": time.strftime("%Y-%m-%d %H:%M:%S")}
-    with contextlib.suppress(OSError):  # a full disk: the lock holds all the same
+    # On a full disk the name of the holder is missing; the lock holds all the same.
+    with contextlib.suppress(OSError):
         os.truncate(fd, 0)
         os.pwrite(fd, json.dumps(holder).encode(), 0)
     return True
@@ -245,14 +259,14 @@ def _taken(fd: int, file: Path) -> bool:
 
 def _holder(fd: int) -> str:
     try:
-        told = json.loads(os.pread(fd, 1000, 0))
-        return f"process {told['pid']} on {told['host']}, since {told['since']},"
+        holder = json.loads(os.pread(fd, 1000, 0))
+        return f"process {holder['pid']} on {holder['host']}, since {holder['since']},"
     except (OSError, ValueError, KeyError, TypeError):
         return "another process"
 
 
 def _recorded(folder: Path) -> list[str]:
-    """What the last run has written there, where it wrote that down."""
+    """Names that the last run recorded in the folder."""
     names = _record(folder).get("written")
     return [name for name in names if isinstance(name, str)] if isinstance(names, list) else []
 
@@ -277,7 +291,8 @@ def _stamps(folder: Path) -> dict[str, Any]:
     found = {}
     with contextlib.suppress(OSError), os.scandir(folder) as entries:
         for entry in entries:
-            with contextlib.suppress(OSError):  # gone in between
+            # The file may have been removed since the folder was listed.
+            with contextlib.suppress(OSError):
                 stat = entry.stat(follow_symlinks=False)
                 found[entry.name] = (stat.st_mtime_ns, stat.st_ino)
     return found

@@ -1,6 +1,7 @@
-"""Which run a checkpoint belongs to: what may not change when a run goes on, and what may and is listed.
+"""Decides whether a checkpoint belongs to this run.
 
-`rloom_run.json` in each checkpoint has both. One without it, of an older version or of TRL, is taken as it is.
+`rloom_run.json` in each checkpoint holds what must not change when a run resumes (model, data, rewards, objective), and
+the options, whose changes are listed. A checkpoint without that file, of an older version or of TRL, is accepted.
 """
 
 from __future__ import annotations
@@ -24,16 +25,17 @@ logger = get_logger(__name__)
 
 RUN_FILE = "rloom_run.json"
 SOME_ROWS = 100
-"""Of a data set, so many rows are compared, evenly spread: reading all of a large one takes long."""
+"""How many rows of a data set are compared, evenly spread. Reading all of a large one takes long."""
 ABOUT_THIS_CALL = {
     "output_dir", "resume_from_checkpoint", "resume_changed_run", "overwrite_output_dir", "run_name", "logging_dir",
 }  # fmt: skip
-"""Options that say where and how often a script is started, and nothing of the run."""
+"""Options that describe this call of a script, and not the run."""
 SECRET = re.compile(r"token$|url$|key$|password", re.IGNORECASE)
+"""Names of options that may hold a secret."""
 
 
 def facts_of(trainer: Any) -> dict[str, Any]:
-    """What a run is known by, as JSON has it: `fixed` may not change, `options` may."""
+    """What identifies a run, as plain JSON: `fixed` must not change, `options` may."""
     args = trainer.args
     fixed = {
         "model": _model(trainer.model),
@@ -47,7 +49,7 @@ def facts_of(trainer: Any) -> dict[str, Any]:
 
 
 def _without_secrets(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Checkpoints are handed on: without tokens, and without addresses, which may have a password in them.
+    """Options without tokens and addresses, since checkpoints are shared. Addresses may contain a password.
 
     >>> _without_secrets({"hub_token": "a", "model_init_kwargs": {"token": "b", "revision": "main"}})
     {'model_init_kwargs': {'revision': 'main'}}
@@ -77,8 +79,8 @@ def _model(model: Any) -> dict[str, Any]:
 
 
 def _short_name(path: str) -> str:
-    """The last part, since folders move. A snapshot of the hub's is known by its repository; a checkpoint says nothing
-    of the model, and one that was made in memory has no name.
+    """The last part of a model's path, since folders move. A snapshot of the hub gets its repository's name. A
+    checkpoint gets no name, since its folder says nothing about the model.
 
     >>> _short_name("Qwen/Qwen3-4B"), _short_name("hub/models--Qwen--Qwen3-4B/snapshots/1a2b")
     ('Qwen3-4B', 'Qwen3-4B')
@@ -92,26 +94,27 @@ def _short_name(path: str) -> str:
 
 
 def _data(data: Any) -> dict[str, Any]:
-    """Its length and some of its rows; of a stream the first, where that can be read again."""
+    """A data set's length and a digest of some rows. Of a stream: its first row, where it can be read again."""
     if datasets.is_iterable(data):
         first = datasets.first_row(data)
         return {"first row": _digest(_row(first))} if first is not None else {}
     count = len(data)
     images = [name for name in IMAGE_COLUMNS if name in (getattr(data, "column_names", None) or ())]
     if images and hasattr(data, "remove_columns"):
-        data = data.remove_columns(images)  # decoding them takes time
+        # Decoding images takes time.
+        data = data.remove_columns(images)
     places = sorted({index * (count - 1) // max(1, SOME_ROWS - 1) for index in range(SOME_ROWS)})
     return {"rows": count, "content": _digest([_row(data[index]) for index in places])}
 
 
 def _row(row: Mapping[str, Any]) -> dict[str, Any]:
-    """Without images, in columns or in messages."""
+    """A row without images, in columns or in messages."""
     kept = {name: value for name, value in row.items() if name not in IMAGE_COLUMNS}
     return kept | {"prompt": without_images(kept["prompt"])}
 
 
 def _digest(value: Any) -> str:
-    """What JSON does not know counts by its type alone: objects are shown by addresses, which change."""
+    """A short hash of plain data. Objects that JSON does not know count by type: their texts may hold addresses."""
     text = json.dumps(value, skipkeys=True, default=lambda other: type(other).__name__)
     return hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()[:12]
 
@@ -120,12 +123,12 @@ def _digest(value: Any) -> str:
 
 
 def write(folder: str | Path, facts: dict[str, Any]) -> None:
-    """Beside a checkpoint's other files."""
+    """Write the facts into a checkpoint's folder."""
     (Path(folder) / RUN_FILE).write_text(json.dumps(facts, indent=1))
 
 
 def read(folder: str | Path) -> dict[str, Any] | None:
-    """None where there are none, or none that can be read."""
+    """The facts in a checkpoint's folder; None where they are missing or cannot be read."""
     try:
         facts = json.loads((Path(folder) / RUN_FILE).read_text())
         return facts if isinstance(facts["fixed"], dict) and isinstance(facts["options"], dict) else None
@@ -134,7 +137,7 @@ def read(folder: str | Path) -> dict[str, Any] | None:
 
 
 def check_same_run(folder: str | Path, now: dict[str, Any], *, anyway: bool = False) -> str:
-    """Refuse a checkpoint of another run; returns which options differ from its, in words, or nothing."""
+    """Refuse a checkpoint of another run. Returns a text that lists changed options; it may be empty."""
     then = read(folder)
     if then is None:
         return ""
@@ -145,12 +148,12 @@ def check_same_run(folder: str | Path, now: dict[str, Any], *, anyway: bool = Fa
             "the same with resume_changed_run=True"
         )
     if changed:
-        logger.warning("%s is of another run, which goes on as this one: %s", folder, "; ".join(changed))
+        logger.warning("%s is of another run, and is resumed as this one: %s", folder, "; ".join(changed))
     return ", ".join(_differences(then["options"], now["options"]))
 
 
 def _differences(then: Mapping[str, Any], now: Mapping[str, Any], where: str = "") -> Iterator[str]:
-    """What both know and have other values of.
+    """The names that both have with different values, as texts.
 
     >>> list(_differences({"a": 1, "b": {"c": 2}, "d": 3}, {"a": 4, "b": {"c": 5}}))
     ['a was 1 and is 4', "b's c was 2 and is 5"]

@@ -1,7 +1,7 @@
-"""Ctrl-C and SIGTERM (a node that is taken back) end a run without losing it.
+"""Saves a checkpoint and stops when Ctrl-C or SIGTERM arrives.
 
-The first signal lets the running update end, saves a checkpoint and leaves; the second stops at once, as Python would
-have it.
+After the first signal the running update is finished, a checkpoint is saved, and the run ends. A second signal stops at
+once, as Python does by default. Clusters send SIGTERM before they take a node back.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
 class Interrupts(TrainerCallback):
-    """Listens for signals while a run trains, and has it saved and stopped at the end of an update."""
+    """Handles signals while a run trains: it is saved and stopped at the end of the current update."""
 
     def __init__(self) -> None:
         self.received: signal.Signals | None = None
@@ -33,7 +33,7 @@ class Interrupts(TrainerCallback):
 
     @contextmanager
     def listening(self) -> Iterator[None]:
-        """Meanwhile the first signal is taken. Only the main thread can listen; elsewhere nothing changes."""
+        """Handle the first signal inside the block. Only the main thread can; in other threads nothing changes."""
         if threading.current_thread() is not threading.main_thread() or self._before:
             yield
             return
@@ -46,7 +46,8 @@ class Interrupts(TrainerCallback):
 
     def _take(self, number: int, frame: FrameType | None) -> None:
         self.received = signal.Signals(number)
-        self._stop_listening()  # the next one is not ours
+        # The next signal gets Python's own handling.
+        self._stop_listening()
         print(
             f"\nrloom: {self.received.name}: the running update is finished, then a checkpoint is saved; "
             "once more stops at once",
@@ -66,7 +67,7 @@ class Interrupts(TrainerCallback):
         return control
 
     def leave(self, output_dir: str, step: int) -> None:
-        """After the run: if a signal has ended it, say how it goes on, and end what comes after it too."""
+        """After a run that a signal has ended: print how to resume it, and end the script too."""
         if self.received is None:
             return
         received, self.received = self.received, None

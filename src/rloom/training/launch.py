@@ -1,5 +1,8 @@
-"""How a run was launched: ways of running that this version does not know, and processes that were told different
-things, are refused before anything is loaded on their behalf."""
+"""Refuses launches that rloom does not support.
+
+These are unsupported kinds of parallelism, processes that have not found each other, and processes with different
+options or data.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +20,7 @@ logger = get_logger(__name__)
 
 
 def check_launch(joined: int) -> None:
-    """Refuse processes that do not know of each other: `joined` is how many this one trains with, itself included."""
+    """Refuse processes that were launched together and have not found each other. `joined` counts those that have."""
     launched = int(os.environ.get("WORLD_SIZE", "1"))
     on_a_cpu = "On a CPU: RLOOConfig(use_cpu=True) and `torchrun --nproc_per_node 2 script.py`"
     if launched > 1 and joined == 1:
@@ -25,11 +28,11 @@ def check_launch(joined: int) -> None:
             f"{launched} processes were launched (WORLD_SIZE) and have not found each other, since torch sees no GPU "
             f"for them: each would train alone. {on_a_cpu}; on GPUs, launch one process for each"
         )
-    # With --cpu, accelerate's launcher says where several processes would meet, and starts one.
+    # With --cpu, accelerate's launcher sets the address for several processes, and starts only one.
     by_accelerate = os.environ.get("ACCELERATE_USE_CPU", "").lower() == "true" and "MASTER_ADDR" in os.environ
     if joined == 1 and by_accelerate and "WORLD_SIZE" not in os.environ:
         raise ConfigError(
-            "`accelerate launch` was told to start several processes, and has started one, as it does on a CPU. "
+            "`accelerate launch` was asked for several processes, and has started one, as it does on a CPU. "
             f"{on_a_cpu}. If one is what you want: --num_processes 1, and no MASTER_ADDR in the environment"
         )
 
@@ -40,22 +43,22 @@ SAME_EVERYWHERE = (
     "shuffle_dataset", "dynamic_sampling", "logging_strategy", "logging_steps", "eval_strategy", "eval_steps",
     "save_strategy", "save_steps", "per_device_eval_batch_size", "log_older_metrics", "output_dir",
 )  # fmt: skip
-"""Options by which processes find out, each by itself, what they do when."""
+"""Options that decide what happens when. Each process decides by itself, so they must be equal everywhere."""
 
 
 def check_same_everywhere(processes: Processes, args: Any, train: Any, evaluation: Any = None) -> None:
-    """Refuse processes of which each was told something else."""
+    """Refuse processes that were given different options or data."""
     if processes.alone:
         return
-    values = {name: str(getattr(args, name)) for name in SAME_EVERYWHERE} | _told_of("train_dataset", train)
+    values = {name: str(getattr(args, name)) for name in SAME_EVERYWHERE} | _summary("train_dataset", train)
     for name, data in evaluation.items() if isinstance(evaluation, Mapping) else [(None, evaluation)]:
         if data is not None:
-            values |= _told_of(f"eval_dataset[{name!r}]" if name else "eval_dataset", data)
+            values |= _summary(f"eval_dataset[{name!r}]" if name else "eval_dataset", data)
     processes.check_same(values)
 
 
-def _told_of(name: str, data: Any) -> dict[str, str]:
-    """What a data set is known by; of a stream its first prompt, where it can be read again."""
+def _summary(name: str, data: Any) -> dict[str, str]:
+    """A data set's length and some prompts. Of a stream: its first prompt, where it can be read again."""
     if datasets.is_iterable(data):
         return {f"{name} (its first prompt)": _beginning(datasets.first_row(data) or {})}
     some = [_beginning(data[index]) for index in (0, len(data) // 2, len(data) - 1)] if len(data) else []
@@ -67,13 +70,15 @@ def _beginning(row: dict[str, Any]) -> str:
 
 
 WITHOUT_EFFECT = ("ddp_find_unused_parameters", "ddp_broadcast_buffers", "ddp_static_graph")
+"""Options of DistributedDataParallel, which is not used here."""
 
 
 def check_parallelism(trainer: Any) -> None:
-    """Of the ways in which several processes can train, refuse those that shard a model: each has all of it here."""
+    """Refuse kinds of parallelism that shard a model: here each process holds all of it."""
     kind = str(trainer.accelerator.distributed_type).rsplit(".", 1)[-1]
     if not kind.startswith("MULTI_") or trainer.args.fsdp or trainer.is_deepspeed_enabled:
-        kind = "FSDP" if trainer.args.fsdp else kind  # on a CPU, accelerate would run without it and say nothing
+        # On a CPU, accelerate would silently run without FSDP, and not report it as the kind.
+        kind = "FSDP" if trainer.args.fsdp else kind
         raise ConfigError(
             f"{kind} with {trainer.accelerator.num_processes} processes is not supported: each process holds the whole "
             "model here, and gradients are added up (DDP). Leave `fsdp` and `deepspeed` out, and save memory with "
@@ -90,13 +95,13 @@ def check_parallelism(trainer: Any) -> None:
     for name in WITHOUT_EFFECT:
         if getattr(trainer.args, name, None) is not None and trainer.is_world_process_zero():
             logger.warning(
-                "%s has no effect: gradients are added up when an update's last backward is done, those that there are",
+                "%s has no effect: gradients are added up once, after an update's last backward",
                 name,
             )
 
 
 def check_devices(trainer: Any) -> None:
-    """Refuse the ways of running that this version does not know."""
+    """Refuse devices, launches and DeepSpeed stages that are not supported."""
     if trainer.args.n_gpu > 1:
         raise ConfigError(
             "several GPUs are visible to one process, which Trainer would use through nn.DataParallel: make one "
@@ -106,11 +111,9 @@ def check_devices(trainer: Any) -> None:
     if trainer.accelerator.num_processes > 1:
         check_parallelism(trainer)
     stage = getattr(getattr(trainer.accelerator.state, "deepspeed_plugin", None), "zero_stage", 2)
-    if stage != 2:  # 3 shards weights, which one process cannot; 1 counts some micro-batches twice
+    # Stage 3 shards weights, which one process cannot do. Stage 1 counts some micro-batches twice.
+    if stage != 2:
         raise ConfigError(
             f"with DeepSpeed, this version of rloom trains in one process and with ZeRO-2: zero_optimization.stage is "
             f"{stage}; set it to 2 (with offload_optimizer, if memory is short), or leave `deepspeed` out"
         )
-
-
-# -- building

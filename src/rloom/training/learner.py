@@ -1,6 +1,7 @@
-"""Learning from a rollout: its micro-batches forward, their loss, backward. Advantages are the credit assigner's.
+"""Learns from rollouts: forward, loss and backward over micro-batches.
 
-One denominator covers the update: micro-batches change speed and memory, never the gradient.
+The credit assigner computes the advantages. One denominator covers the whole update: micro-batches change speed and
+memory, never the gradient.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from rloom.errors import ConfigError
 from rloom.models.low_bits import added_as_they_come
 from rloom.observe.metrics import Metrics
 from rloom.training.assigner import CreditAssigner
-from rloom.training.passes import Passes, gather, keep, laid_out, trained_rows
+from rloom.training.passes import Passes, attention_for, gather, keep, trained_rows
 from rloom.training.processes import ALONE, Processes
 from rloom.training.update_metrics import UpdateMetrics
 from rloom.types import MicroBatch, Prompt, Rollout, Share
@@ -52,9 +53,11 @@ class Learner:
             "epsilon_high": config.epsilon if config.epsilon_high is None else config.epsilon_high,
             "dual_clip": choices.dual_clip,
         }
-        self.denominator = 1.0  # of the update in progress
+        # The denominator and the trained tokens of the current update.
+        self.denominator = 1.0
         self.tokens_in_update = 1
-        self.tokens_forward = 0  # prompts included
+        # Tokens that this process runs forward in the current update, prompts included.
+        self.tokens_forward = 0
         self.update_metrics = UpdateMetrics(older=self.config.log_older_metrics)
 
     # -- an update
@@ -68,30 +71,36 @@ class Learner:
         backward: Callable[[Tensor, bool], None],
         skip: bool = True,
     ) -> Tensor:
-        """Gradients of the update's loss, summed into the parameters; returns the loss. Of several processes each runs
-        its own micro-batches, as many as there are, and then all have the gradients and the loss of the whole.
+        """Add the gradients of the update's loss to the parameters, and return the loss.
+
+        With several processes, each runs its own micro-batches, however many there are. Then all have the gradients and
+        the loss of the whole update.
 
         `backward(loss, last)` runs one micro-batch backward; `last` marks the last one.
-        `skip`: leave rows out in which our loss has no gradient; where `compute_loss` adds to it, they may have one.
-        Out of memory, the update is redone from its start in smaller micro-batches, where gradients are ours to undo.
+        `skip`: leave out rows in which our loss has no gradient. Where `compute_loss` adds a term, they may have one.
+        Out of memory, the update is repeated from its start in smaller micro-batches, unless DeepSpeed keeps the
+        gradients.
         """
         shares = merge(shares)
-        for share in shares:  # of a checkpoint, it was not prepared here
+        # A rollout from a checkpoint has not been settled in this process.
+        for share in shares:
             self.batcher.settle(share.rollout)
         self._count(shares, self.processes)
-        self._assign(model, shares, "train")  # not to be done again where the update is
+        # These passes come before the part that is repeated when memory runs out.
+        self._assign(model, shares, "train")
         loss = self._in_pieces_that_fit(shares, lambda: self._accumulate(model, shares, compute_loss, backward, skip))
-        # Processes meet here, when nothing of the update can fail and be done again any more.
+        # Processes exchange results only here, where nothing of the update can fail and be repeated any more.
         self.update_metrics.record(self.metrics, "train", self.processes)
         return self.processes.add_up(self.policy.parameters(), loss)
 
     def _in_pieces_that_fit(self, shares: Sequence[Share], work: Callable[[], Tensor]) -> Tensor:
         if not self.processes.external_optimizer:
-            known = [columns for share in shares for columns in _known(share.rollout)]
+            saved = [columns for share in shares for columns in _saved_columns(share.rollout)]
 
             def undo() -> None:
                 self._undo()
-                _put_back(known)  # what the failed attempt has found out, with its own dropout
+                # The failed attempt has filled in values that belong to its own dropout.
+                _restore_columns(saved)
 
             return self.budget.retrying(work, undo=undo)
         try:
@@ -104,7 +113,7 @@ class Learner:
             raise
 
     def _undo(self) -> None:
-        """Take back what a failed update has added to the gradients."""
+        """Remove what a failed update has added to the gradients."""
         self.policy.zero_grad(set_to_none=True)
 
     def _accumulate(self, model: Any, shares: Sequence[Share], compute_loss: Any, backward: Any, skip: bool) -> Tensor:
@@ -116,16 +125,18 @@ class Learner:
                 backward(loss, last)
                 widen()
                 total += loss.detach()
-        if not last:  # nothing to learn from; optimizer and scaler still want to see a backward
+        # There was nothing to learn from. Optimizer and scaler still need a backward.
+        if not last:
             backward(sum((p.sum() * 0.0 for p in self.policy.parameters() if p.requires_grad), total), True)
-            if not self.processes.alone:  # whose gradients say which weights have one
+            # To the other processes, a gradient says that its weight was trained on. These zeros must not.
+            if not self.processes.alone:
                 self._undo()
         for share in shares:
             total += self._untrained_loss(share)
         return total
 
     def _assign(self, model: Any, shares: Sequence[Share], mode: str) -> list[bool]:
-        """Advantages for all shares; for each whether they come from the training forward."""
+        """Assign advantages to all shares. Returns for each share whether its training forward will give them."""
         whole = {id(share.rollout) for share in shares if len(share.rows) == len(share.rollout)}
         return [
             self.assigner.assign(model, share.rollout, share.rows, whole=id(share.rollout) in whole, mode=mode)
@@ -135,7 +146,8 @@ class Learner:
     def _micro_batches(
         self, model: Any, shares: Sequence[Share], rows_of: Callable[[Share], list[int]], mode: str
     ) -> Iterator[tuple[MicroBatch, bool]]:
-        """Micro-batches of the rows that `rows_of` names, and which is the last; attention fits each until the next."""
+        """Micro-batches of the rows that `rows_of` selects, each with whether it is the last. The model's attention is
+        set up for each one until the next."""
         from_forward = self._assign(model, shares, mode)
         plans = [
             (share.rollout, rows, awaited)
@@ -146,7 +158,7 @@ class Learner:
             batch = self.batcher.make(rollout, rows, self.passes.device)
             batch.first = any(rollout.policy_logprobs[row] is None for row in rows)
             batch.one_forward = awaited and any(rollout.advantages[row] is None for row in rows)
-            with laid_out(batch):
+            with attention_for(batch):
                 yield batch, number == len(plans)
 
     def loss(self, model: Any, batch: MicroBatch) -> Tensor:
@@ -176,14 +188,13 @@ class Learner:
     def evaluate(self, model: Any, rollout: Rollout) -> Tensor:
         """The loss of a rollout at its own weights (ratio 1), and the metrics that go with it.
 
-        Out of memory, it is done again in smaller micro-batches; they are as large as those of updates, so that those
-        are smaller from then on too.
+        Out of memory, it is repeated in smaller micro-batches. Updates share the budget, so theirs shrink too.
         """
         share = Share(rollout=rollout, rows=range(len(rollout)))
         self._count([share], ALONE)
         self._assign(model, [share], "eval")
-        known = _known(rollout)
-        total = self.budget.retrying(lambda: self._evaluated(model, share), undo=lambda: _put_back(known))
+        saved = _saved_columns(rollout)
+        total = self.budget.retrying(lambda: self._evaluated(model, share), undo=lambda: _restore_columns(saved))
         total += self._untrained_loss(share)
         self.update_metrics.record(self.metrics, "eval")
         return total
@@ -201,9 +212,9 @@ class Learner:
     ) -> int:
         """Run a micro-batch of the budget's size forward and backward, all prompts and completions at their limits.
 
-        With `pictured`, a prompt with images, all prompts are that one: such rows cost more.
+        `pictured`: a prompt with images that stands for all prompts, since such rows cost more.
 
-        Returns its tokens. The gradients are those of 0, and are taken back. Out of memory, the budget shrinks as ever.
+        Returns the number of its tokens. The gradients are zero, and are removed. Out of memory, the budget shrinks.
         """
         groups = max(1, self.budget.tokens // (prompt + k * completion)) + 1
         token = self.batcher.pad_token_id
@@ -220,7 +231,7 @@ class Learner:
         def attempt() -> int:
             rows = self.batcher.plan(rollout, range(len(rollout)), self.budget.tokens, whole_groups=False)[0]
             batch = self.batcher.make(rollout, rows, self.passes.device)
-            with self.passes.attention(), laid_out(batch):
+            with self.passes.attention(), attention_for(batch):
                 (self.passes.forward(model, batch).logprobs.sum() * 0.0).backward()
             return self.batcher.size(rollout, rows)
 
@@ -232,9 +243,8 @@ class Learner:
     # -- which rows
 
     def _rows(self, share: Share, skip: bool) -> list[int]:
-        """Rows to run; with `skip` those that can have a gradient. Decided on the host, from scores: a group whose
-        scores are all equal has advantages of exactly 0, and when nothing else is in the loss it costs neither forward
-        nor backward."""
+        """Rows to run; with `skip` only those that can have a gradient. A group whose scores are all equal has
+        advantages of exactly 0. Where nothing else is in the loss, it is run neither forward nor backward."""
         rollout = share.rollout
         rows = [row for row in share.rows if rollout.trained[row]]
         if not skip or self.assigner.credit.needs_kl or self.kl_in_loss or self.aux_loss_weight:
@@ -253,13 +263,14 @@ class Learner:
                 tokens += trained * len(rollout.drawn_ids(row))
                 forward += trained * (len(rollout.prompt_ids[row]) + len(rollout.completion_ids[row]))
                 completions += trained or self.config.truncation.counted
-        self.tokens_forward = forward  # of this process: transformers sums them itself
+        # transformers sums this count over processes itself.
+        self.tokens_forward = forward
         tokens, completions = processes.total(tokens, completions)
         self.tokens_in_update = tokens
         self.denominator = float(max(1, tokens if self.over_tokens else completions))
 
     def _untrained_loss(self, share: Share) -> Tensor | float:
-        """What rows without gradient add to the reported loss: their ratio is 1, so −A; of tokens they have none."""
+        """What untrained rows add to the reported loss: −A each, since their ratio is 1. They have no token losses."""
         self.assigner.complete(share.rollout, share.rows)
         if not self.untrained_rows_count:
             return 0.0
@@ -280,7 +291,7 @@ class Learner:
 
 
 def merge(shares: Sequence[Share]) -> list[Share]:
-    """Neighbouring shares of one rollout as one, so that groups that a part boundary cuts come together again."""
+    """Merge neighbouring shares of one rollout, so that a group that spans two parts is whole again."""
     merged: list[Share] = []
     for share in shares:
         last = merged[-1] if merged else None
@@ -291,12 +302,12 @@ def merge(shares: Sequence[Share]) -> list[Share]:
     return merged
 
 
-def _known(rollout: Rollout) -> list[tuple[list[Any], list[Any]]]:
-    """What an update may fill in, each with what it holds now."""
+def _saved_columns(rollout: Rollout) -> list[tuple[list[Any], list[Any]]]:
+    """The columns that an update fills in, each with a copy of its present values."""
     columns: list[list[Any]] = [rollout.policy_logprobs, rollout.kl, rollout.advantages]
     return [(column, list(column)) for column in columns]
 
 
-def _put_back(known: list[tuple[list[Any], list[Any]]]) -> None:
-    for column, values in known:
+def _restore_columns(saved: list[tuple[list[Any], list[Any]]]) -> None:
+    for column, values in saved:
         column[:] = values

@@ -1,4 +1,4 @@
-"""transformers' training loop, fitted to updates: a batch of the loader is a whole update."""
+"""Adapts transformers' training loop: one batch of the loader is one update."""
 
 from __future__ import annotations
 
@@ -16,18 +16,20 @@ from rloom.training.saving import CheckpointedTrainer
 
 
 class UpdateLoop(CheckpointedTrainer):
-    """What of transformers' Trainer has to be told that a batch is a whole update."""
+    """Overrides those methods of transformers' Trainer that assume a batch is a part of an update."""
 
     # -- one batch of the loader is one update
 
     @contextmanager
     def _one_batch_per_update(self) -> Iterator[None]:
-        """Hide the accumulation from the Trainer's loop, which would count batches for it: ours are whole updates."""
+        """Hide gradient accumulation from the Trainer's loop. It would wait for several batches, and ours are whole
+        updates."""
         steps, handler = self.schedule.parts_per_update, self.callback_handler
         call_event = handler.call_event
 
         def with_the_users_value(event: str, args: Any, *rest: Any, **kwargs: Any) -> Any:
-            args.gradient_accumulation_steps = steps  # callbacks and trackers see what the user set
+            # Callbacks and trackers see the value that the user set.
+            args.gradient_accumulation_steps = steps
             try:
                 return call_event(event, args, *rest, **kwargs)
             finally:
@@ -54,10 +56,11 @@ class UpdateLoop(CheckpointedTrainer):
             return super()._prepare_for_training(*args, **kwargs)
 
     def _maybe_log_save_evaluate(self, *args: Any, **kwargs: Any) -> None:
-        """What a callback asks for in one process, all do: they would wait for each other otherwise."""
+        """All processes do what a callback asks for in one of them. Otherwise they would wait for each other."""
         self._agree()
         super()._maybe_log_save_evaluate(*args, **kwargs)
-        self._agree()  # callbacks were called after the log, the evaluation and the checkpoint, too
+        # Callbacks also ran after the log, the evaluation and the checkpoint.
+        self._agree()
 
     def _agree(self) -> None:
         names = ("should_training_stop", "should_epoch_stop", "should_log", "should_evaluate", "should_save")
@@ -69,7 +72,7 @@ class UpdateLoop(CheckpointedTrainer):
         """Nothing to count: the learner divides by the update's own denominator."""
 
     def _track_num_input_tokens(self, inputs: UpdatePlan) -> None:
-        """Counted when a rollout is collected."""
+        """Nothing to do: tokens are counted when a rollout is collected."""
 
     def floating_point_ops(self, inputs: UpdatePlan) -> int:
         """6 per parameter and token run forward and backward; sampling and the reference are not counted."""
@@ -88,15 +91,15 @@ class UpdateLoop(CheckpointedTrainer):
         return optimizer_with_low_bits(cls, options, model, split.low_bits if split is not None else None)
 
     def _get_grad_norm(self, model: nn.Module, grad_norm: Any = None) -> Any:
-        """The norm of the gradient, by which it is decided whether the update is made. A loss scaler (fp16) and
-        DeepSpeed decide for themselves."""
+        """The norm of the gradient. If it is not finite, the update is skipped. A loss scaler (fp16) and DeepSpeed
+        decide that themselves."""
         norm = super()._get_grad_norm(model, grad_norm=grad_norm)
         if getattr(self.accelerator, "scaler", None) is None and not self.processes.external_optimizer:
             self.finite.decide(norm, self.optimizer, model, self.state.global_step + 1)
         return norm
 
     def _older_counts(self, logs: dict[str, Any]) -> dict[str, Any]:
-        """`episode`, which older documents plot over, `eps` and `lr`."""
+        """The older names `episode`, `eps` (episodes per second) and `lr`."""
         seconds = self._elapsed + time.time() - self._train_began
         rate = self._episodes / max(seconds, 1e-9)
         return {"episode": self._episodes, "eps": rate, "lr": logs.get("learning_rate")}

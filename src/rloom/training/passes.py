@@ -1,4 +1,7 @@
-"""Forwards over a rollout's micro-batches, by policy and reference; what they say is kept row by row."""
+"""Runs policy and reference over a rollout's micro-batches.
+
+Results are kept row by row in the rollout.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +25,7 @@ from rloom.types import MicroBatch, Rollout
 
 
 class Passes:
-    """How policy and reference are run on micro-batches."""
+    """Runs policy and reference on micro-batches, with the attention and the kernels that were chosen."""
 
     def __init__(
         self,
@@ -67,28 +70,28 @@ class Passes:
 
     @property
     def device(self) -> torch.device:
-        """Where the policy is."""
+        """The device of the policy."""
         return next(self.policy.parameters()).device
 
     def attention(self) -> Any:
-        """Attention over packed rows for policy and reference, until the last backward is done."""
+        """Give policy and reference an attention for packed rows, until the last backward is done."""
         if not self.batcher.packed:
             return nullcontext()
         return packed_attention(self._attending, self._layers)
 
     def reference_stays(self) -> Any:
-        """An offloaded reference that is used meanwhile stays on the device until the end, and travels once."""
+        """Keep an offloaded reference on the device inside the block, so that it is moved once."""
         return nullcontext() if self.reference is None else self.reference.staying()
 
     @torch.no_grad()
     def by_reference(self, batch: MicroBatch) -> TokenStats:
-        """What the reference says about a micro-batch."""
+        """The reference's log-probabilities and hidden states of a micro-batch."""
         assert self.reference is not None
         with self.reference.use(self.policy) as module, evaluating(module):
             return self._reference_forward(module, batch)
 
     def without_gradient(self, rollout: Rollout, run: Callable[[MicroBatch], None]) -> None:
-        """Run over all trained rows. Nothing is kept for a backward, so that many more tokens fit at a time."""
+        """Call `run` on micro-batches of all trained rows. Nothing is kept for a backward, so many more tokens fit."""
 
         @torch.no_grad()
         def passes() -> None:
@@ -96,7 +99,7 @@ class Passes:
             with self.attention(), self.reference_stays():
                 for rows in self.batcher.plan(rollout, trained_rows(rollout), budget, whole_groups=False):
                     batch = self.batcher.make(rollout, rows, self.device)
-                    with laid_out(batch):
+                    with attention_for(batch):
                         run(batch)
 
         self.budget.retrying(passes, gradient=False)
@@ -108,20 +111,20 @@ def trained_rows(rollout: Rollout) -> list[int]:
 
 
 def keep(column: list[Tensor | None], batch: MicroBatch, values: Tensor) -> None:
-    """Keep each row's values, (B, C) → (T_i,) each: views into one flat tensor."""
+    """Keep each row's values in a column of the rollout, (B, C) → (D_i,) each. They are views into one flat tensor."""
     flat = values.flatten()[batch.flat]
     for row, part in zip(batch.rows, flat.split(batch.lengths), strict=True):
         column[row] = part
 
 
 def gather(column: list[Tensor | None], batch: MicroBatch) -> Tensor:
-    """Rows' kept values as one padded table, (B, C)."""
+    """The kept values of a micro-batch's rows as one padded table, (B, C)."""
     flat = torch.cat([column[row] for row in batch.rows])  # type: ignore[misc]
     return batch.to_table(upload(flat, batch.flat.device))
 
 
 @contextmanager
-def laid_out(batch: MicroBatch) -> Iterator[None]:
-    """Attention as the layout of a micro-batch wants it, until its backward is done."""
+def attention_for(batch: MicroBatch) -> Iterator[None]:
+    """Set attention up for the layout of a micro-batch, until its backward is done: packed rows, or padded ones."""
     with own_attention() if batch.packed is None else running(batch.packed):
         yield

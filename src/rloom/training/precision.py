@@ -1,4 +1,7 @@
-"""In which precision a run holds its weights and computes, and why: decided once, when the trainer is made."""
+"""Decides in which precision a run holds its weights and computes.
+
+The decision is made once, when the trainer is built.
+"""
 
 from __future__ import annotations
 
@@ -24,16 +27,16 @@ logger = get_logger(__name__)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Precision:
-    """What was decided, and in words what that means."""
+    """The decision, and in `words` what it means."""
 
     split: SplitWeights | None
     words: str
-    in_float32: bool = False  # whether products are
-    asked_autocast: Any = None  # accelerate's handler, as it is for other models than the policy
+    in_float32: bool = False  # whether matrix products are in float32
+    asked_autocast: Any = None  # accelerate's handler for models other than the policy
 
     @contextmanager
     def for_other_models(self, accelerator: Any) -> Iterator[None]:
-        """Models that are prepared meanwhile, a reward's, run under autocast as the options say."""
+        """Models that are prepared inside the block, such as reward models, run under autocast as the options say."""
         own, accelerator.autocast_handler = accelerator.autocast_handler, self.asked_autocast
         try:
             yield
@@ -45,11 +48,10 @@ SPLIT = "float32 weights, held as bfloat16 and the 16 bits that it drops"
 
 
 def choose_precision(trainer: Any, *, loaded_with: Any, own_optimizer: bool) -> Precision:
-    """Float32 weights under `bf16=True` become bfloat16 weights with the bits that these drop, unless something asks
-    for float32 weights.
+    """Under `bf16=True`, split float32 weights into bfloat16 and the 16 dropped bits, unless something needs float32.
 
-    `loaded_with`: arguments of `from_pretrained`, of a model by name. `own_optimizer`: one was passed in, which knows
-    nothing of dropped bits.
+    `loaded_with`: arguments of `from_pretrained`, where the model was given by name. `own_optimizer`: the user passed
+    an optimizer, which does not know about the dropped bits.
     """
     args, model, asked = trainer.args, trainer.model, trainer.accelerator.autocast_handler
     asked_dtype = (loaded_with or {}).get("dtype") or (loaded_with or {}).get("torch_dtype")
@@ -106,9 +108,11 @@ def _why_not_split(trainer: Any, asked_dtype: Any, own_optimizer: bool) -> str |
 
 
 def _leave_dtypes_to(trainer: Any) -> None:
-    """A model all of whose weights are half precision computes in that by itself, as it does wherever else it is used.
-    Autocast would cast what is half precision already to float32 and back, for norms and sums. Some cannot do without:
-    float32 tables of positions make float32 of what they are added to."""
+    """Turn autocast off for a model whose weights are all bfloat16, if it runs without.
+
+    Such a model computes in bfloat16 by itself. Autocast would cast to float32 and back for norms and sums. Some models
+    need autocast: float32 position tables turn what they are added to into float32.
+    """
     model = trainer.model
     half = {p.dtype for p in model.parameters() if p.is_floating_point()} == {torch.bfloat16}
     if not (trainer.args.bf16 and half):
@@ -120,19 +124,20 @@ def _leave_dtypes_to(trainer: Any) -> None:
 
 @torch.no_grad()
 def _runs(trainer: Any) -> torch.dtype | None:
-    """In which dtype the model's logits come, as it is run now; None if it does not run."""
+    """The dtype of the model's logits with its present weights and autocast; None if it does not run."""
     model = trainer.model
     try:
         ids = torch.arange(4, device=next(model.parameters()).device).unsqueeze(0)
         with evaluating(model), trainer.accelerator.autocast():
             return model(input_ids=ids).logits.dtype
-    except Exception as error:  # of mixed dtypes; what else may be wrong is found where it matters
+    except Exception as error:
+        # Mixed dtypes raise errors of many kinds. Anything else that is wrong will be raised again in use.
         logger.debug("the model does not run with these dtypes: %s", error)
         return None
 
 
 def _why_not_half(device: torch.device) -> str:
-    """What would be faster on a GPU."""
+    """A note about the option that would be faster on this GPU."""
     if device.type != "cuda":
         return ""
     if torch.cuda.is_bf16_supported(including_emulation=False):
@@ -145,7 +150,7 @@ def _dtype_of(model: Any) -> torch.dtype:
 
 
 def _learns(model: Any) -> str:
-    """What becomes of updates that are smaller than a weight's spacing."""
+    """A note that bfloat16 weights keep the 16 dropped bits, so that small updates are not lost."""
     trained = any(p.requires_grad and p.dtype == torch.bfloat16 for p in model.parameters())
     return ", and the 16 bits that it drops beside them" if trained else ""
 

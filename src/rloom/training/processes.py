@@ -1,13 +1,14 @@
-"""Several processes that train one policy: what they tell each other, and how their gradients become one.
+"""Communication between the processes that train one policy together.
 
-`Processes` owns whatever depends on how the model is spread: who keeps gradients and master weights, how a backward is
-run, how gradients are summed, how weights are shared and compared. Here each process holds the whole model. A way to
-shard it is one more subclass, chosen in `Processes.of`; nobody else asks.
+`Processes` owns everything that depends on how the model is distributed: who keeps gradients and master weights, how a
+backward is run, how gradients are summed, how weights are shared and compared. Here each process holds the whole model.
+A way to shard it would be one more subclass, chosen in `Processes.of`; no other code depends on it.
 
-Each process samples, scores and learns from groups of its own. What they have to agree on is small (counts, scores,
-numbers for the log) and travels as plain objects over a group on the host, so that no GPU waits for it. Gradients are
-added up once, when the update's last backward is done. DistributedDataParallel, which would do so during it, wants as
-many backwards in every process and the same again after running out of memory; packed micro-batches give neither.
+Each process samples, scores and learns from groups of its own. What they must agree on is small (counts, scores,
+metrics). It is sent as plain objects over a process group on the host, so that no GPU waits for it. Gradients are added
+up once, after the update's last backward. DistributedDataParallel would add them up during it. It needs the same number
+of backwards in every process, also when one repeats an update after running out of memory; packed micro-batches do not
+give that.
 """
 
 from __future__ import annotations
@@ -31,13 +32,13 @@ from rloom.models.checksums import checksums_of
 from rloom.training.heartbeat import Heartbeat, begin
 
 BUCKET_MEGABYTES = 25
-"""Small gradients travel together, up to so much; DistributedDataParallel's own number."""
+"""Small gradients are summed together, up to this size. It is DistributedDataParallel's default."""
 
 
 class Processes:
-    """This process among those that train together. Made without arguments: one that is alone, and asks nobody.
+    """This process among those that train together. Without arguments: a process that trains alone.
 
-    Every method is for all processes to call, in the same order, but for the properties and `backward`.
+    All processes must call every method in the same order, except the properties and `backward`.
 
     >>> alone = Processes()
     >>> alone.gather("mine"), alone.total(3, 4), alone.any(False), alone.is_main
@@ -45,8 +46,8 @@ class Processes:
     """
 
     external_optimizer = False
-    """Whether somebody else keeps gradients and master weights, and steps by itself. Then an update cannot be undone,
-    and whether its gradient is finite is not ours to decide."""
+    """Whether another library keeps gradients and master weights, and takes the optimizer's steps. Then an update
+    cannot be undone, and that library decides whether its gradient is finite."""
 
     def __init__(
         self,
@@ -62,7 +63,7 @@ class Processes:
 
     @classmethod
     def of(cls, args: RLOOConfig, accelerator: Accelerator) -> Processes:
-        """Those that were launched, as the options know them."""
+        """The processes of this launch."""
         if accelerator.distributed_type == DistributedType.DEEPSPEED:
             return DeepSpeedProcess()
         if args.world_size == 1:
@@ -78,18 +79,18 @@ class Processes:
 
     @property
     def alone(self) -> bool:
-        """Whether there is only one."""
+        """Whether there is only one process."""
         return self.count == 1
 
     @property
     def is_main(self) -> bool:
-        """Whether this is the one that logs and writes."""
+        """Whether this is the process that logs and writes."""
         return self.rank == 0
 
     # -- plain objects
 
     def gather(self, value: Any) -> list[Any]:
-        """Everybody's value, in the order of the processes."""
+        """The values of all processes, in their order."""
         if self.alone:
             return [value]
         values: list[Any] = [None] * self.count
@@ -98,7 +99,7 @@ class Processes:
         return values
 
     def to_main(self, value: Any) -> list[Any]:
-        """Everybody's value, at the main process; nothing at the others."""
+        """The values of all processes, at the main one; an empty list at the others."""
         if self.alone:
             return [value]
         values: list[Any] | None = [None] * self.count if self.is_main else None
@@ -107,7 +108,7 @@ class Processes:
         return [value, *values[1:]] if values else []
 
     def from_main(self, value: Any) -> Any:
-        """The main process' value, at all."""
+        """The main process' value, at all processes."""
         if self.alone:
             return value
         values = [value if self.is_main else None]
@@ -116,22 +117,22 @@ class Processes:
         return values[0]
 
     def total(self, *numbers: float) -> list[Any]:
-        """The sums of everybody's numbers."""
+        """The sums of the numbers over all processes."""
         return [sum(column) for column in zip(*self.gather(numbers), strict=True)]
 
     def any(self, flag: bool) -> bool:
-        """Whether it is true anywhere."""
+        """Whether the flag is true in any process."""
         return any(self.gather(bool(flag)))
 
     def wait(self) -> None:
-        """Until all are here: before a file that another has written is read, or counts as there."""
+        """Wait until all processes are here, for example before one reads a file that another writes."""
         if not self.alone:
             with _together():
                 dist.barrier(group=self._group)
 
     def check_same(self, values: dict[str, Any]) -> None:
-        """Raise where processes were given different options or data: they would wait for each other for ever, or train
-        on the same prompts."""
+        """Raise an error where processes were given different options or data. They would wait for each other for ever,
+        or train on the same prompts."""
         several = self.gather(values)
         for name in dict.fromkeys(name for one in several for name in one):
             found = [one.get(name) for one in several]
@@ -145,14 +146,14 @@ class Processes:
     # -- numbers
 
     def mean(self, values: Tensor) -> Tensor:
-        """The mean over everybody's values, each counting once however many a process has."""
+        """The mean over the values of all processes. Each value has the same weight."""
         if self.alone:
             return values.mean()
         total, count = self.total(float(values.double().sum()), values.numel())
         return torch.tensor(total / count if count else torch.nan)
 
     def max(self, values: Tensor) -> Tensor:
-        """The largest of everybody's values."""
+        """The largest value of all processes."""
         if self.alone:
             return values.max()
         known = [value for value in self.gather(float(values.max()) if values.numel() else None) if value is not None]
@@ -162,11 +163,11 @@ class Processes:
 
     @contextmanager
     def preparing(self, accelerator: Accelerator) -> Iterator[None]:
-        """While accelerate prepares the model for training: without DistributedDataParallel around it."""
+        """Keep accelerate from wrapping the model in DistributedDataParallel inside the block."""
         if self.alone:
             yield
             return
-        # Models that are prepared for evaluation are not wrapped.
+        # accelerate does not wrap models that it prepares for evaluation.
         accelerator.prepare_model = functools.partial(accelerator.prepare_model, evaluation_mode=True)
         try:
             yield
@@ -174,16 +175,16 @@ class Processes:
             del accelerator.prepare_model
 
     def backward(self, accelerator: Accelerator, model: nn.Module, loss: Tensor, *, last: bool) -> None:
-        """Gradients of one micro-batch; `last` marks the update's last one. Each process has its own until `add_up`."""
+        """Run one micro-batch backward; `last` marks the update's last one. Gradients stay local until `add_up`."""
         with nullcontext() if last else accelerator.no_sync(model):
             accelerator.backward(loss)
 
     def add_up(self, parameters: Iterable[nn.Parameter], loss: Tensor) -> Tensor:
-        """Everybody's gradients summed in place, so that all hold those of the whole update; returns the whole loss.
+        """Sum the gradients of all processes in place, and return the summed loss.
 
-        Losses were divided by denominators that cover all processes: sums are what one process would have computed. A
-        parameter that has a gradient anywhere has one everywhere afterwards. Where none has, each has one of zeros: the
-        optimizer wants to see gradients.
+        Losses were divided by denominators that cover all processes, so the sums are what one process would have
+        computed. A parameter with a gradient in one process has one in all afterwards. If no parameter has one, all get
+        zeros, because the optimizer expects gradients.
         """
         if self.alone:
             return loss
@@ -202,18 +203,19 @@ class Processes:
         return loss
 
     def share_weights(self, model: nn.Module) -> None:
-        """The main process' weights, at all: a script that draws its own may have drawn others in each process."""
+        """Copy the main process' weights to all. A script may have initialised them differently in each process."""
         if self.alone:
             return
         with _together(), torch.no_grad():
             for value in (*model.parameters(), *model.buffers()):
                 if value.is_floating_point() and value.numel():
-                    sent = value.detach().to(self._device).contiguous()  # itself, mostly
+                    # Mostly this is the tensor itself, without a copy.
+                    sent = value.detach().to(self._device).contiguous()
                     dist.broadcast(sent, src=0)
                     value.copy_(sent)
 
     def check_same_weights(self, model: nn.Module) -> None:
-        """Raise where processes do not hold the same trained weights, bit by bit: then they train apart."""
+        """Raise an error where the trained weights of processes are not equal bit by bit."""
         if self.alone:
             return
         found = self.gather(fingerprint(p for p in model.parameters() if p.requires_grad))
@@ -231,17 +233,17 @@ class DeepSpeedProcess(Processes):
     external_optimizer = True
 
     def backward(self, accelerator: Accelerator, model: nn.Module, loss: Tensor, *, last: bool) -> None:
-        """DeepSpeed steps by itself, where it is told that the gradients are complete."""
+        """Run a micro-batch backward. DeepSpeed takes the optimizer's step itself after the last one."""
         accelerator.sync_gradients = last
         accelerator.backward(loss, scale_wrt_gas=False)
 
 
 ALONE = Processes()
-"""For what a process does by itself, such as its batches of an evaluation."""
+"""Used for what a process does by itself, such as its batches of an evaluation."""
 
 
 class _together:
-    """A broken connection means that another process has ended, and its message is the one to read."""
+    """Explains a broken connection: another process has ended, and its own messages say why."""
 
     def __enter__(self) -> None:
         pass
@@ -256,20 +258,20 @@ class _together:
 
 
 def _who() -> str:
-    """Whoever has not been heard of lately; of one that has just ended nobody knows yet."""
+    """The processes that are silent. One that has just ended is not known to be silent yet."""
     silent = _heart().silent() if _heart.cache_info().currsize else []
     return ", ".join(map(_heart().name, silent)) if silent else "another process"
 
 
 @functools.lru_cache
 def _heart() -> Heartbeat:
-    """One for all trainers of this process."""
+    """One heartbeat for all trainers of this process."""
     return begin(dist.distributed_c10d._get_default_store(), dist.get_rank(), dist.get_world_size())
 
 
 @functools.lru_cache
 def _host_group(timeout_seconds: int) -> Any:
-    """All processes once more, over the host's network: what is asked there waits for no GPU."""
+    """A second process group over the host's network, so that exchanges do not wait for a GPU."""
     return dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_seconds))
 
 
@@ -278,7 +280,7 @@ def _gradient_dtype(p: nn.Parameter) -> torch.dtype:
 
 
 def _buckets(tensors: list[Tensor], size: int) -> Iterator[list[Tensor]]:
-    """Neighbours of one type that together stay within `size` bytes; what is larger goes alone.
+    """Runs of neighbouring tensors of one dtype, of at most `size` bytes each. A larger tensor is a run of its own.
 
     >>> [len(bucket) for bucket in _buckets([torch.zeros(2), torch.zeros(2), torch.zeros(9), torch.zeros(1)], 16)]
     [2, 1, 1]
@@ -296,7 +298,7 @@ def _buckets(tensors: list[Tensor], size: int) -> Iterator[list[Tensor]]:
 
 
 def _sum(bucket: list[Tensor]) -> None:
-    """Sum over processes, in place."""
+    """Sum the tensors over all processes, in place."""
     if len(bucket) == 1 and bucket[0].is_contiguous():
         dist.all_reduce(bucket[0])
         return
@@ -308,7 +310,7 @@ def _sum(bucket: list[Tensor]) -> None:
 
 @torch.no_grad()
 def fingerprint(tensors: Iterable[Tensor]) -> str:
-    """A short text that changes with any bit of them, and with their order: sums over bits, hashed.
+    """A hash of the tensors' checksums. It changes with any bit and with their order.
 
     >>> weights = torch.ones(3)
     >>> fingerprint([weights]) == fingerprint([weights.clone()]) != fingerprint([weights * (1 + 1e-7)])

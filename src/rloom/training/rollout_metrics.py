@@ -1,4 +1,7 @@
-"""What a rollout came to, in numbers for the log. With several processes, what all of theirs came to together."""
+"""Metrics of a rollout: lengths, scores and costs of its completions.
+
+With several processes, they cover the completions of all.
+"""
 
 from __future__ import annotations
 
@@ -20,10 +23,10 @@ Report = list[tuple[str, float]]
 
 @dataclass(slots=True, kw_only=True)
 class RolloutMetrics:
-    """The facts about a rollout's completions that its metrics are made of."""
+    """What a rollout's metrics are computed from."""
 
     lengths: Tensor  # (N,) tokens that the policy drew
-    ended: Tensor  # (N,) whether by themselves
+    ended: Tensor  # (N,) whether they ended by themselves
     scores: Tensor  # (N, F)
     total: Tensor  # (N,)
     sizes: list[int]  # completions of each group
@@ -35,7 +38,7 @@ class RolloutMetrics:
 
     @classmethod
     def of(cls, groups: Sequence[Group], scored: Scored, total: Tensor, asked: int) -> RolloutMetrics:
-        """Of some groups; `asked` is for each."""
+        """The metrics of some groups. `asked`: completions that were asked for in each."""
         completions = [c for group in groups for c in group.completions]
         return cls(
             lengths=torch.tensor([float(c.num_drawn) for c in completions]),
@@ -52,14 +55,14 @@ class RolloutMetrics:
 
     @classmethod
     def nothing(cls, num_rewards: int) -> RolloutMetrics:
-        """Of no completions."""
+        """The metrics of no completions."""
         empty = torch.zeros(0)
         scores = torch.zeros(0, num_rewards)
         return cls(lengths=empty, ended=empty.bool(), scores=scores, total=empty, sizes=[], asked=0, num_tokens=0)
 
     @classmethod
     def joined(cls, several: Sequence[RolloutMetrics]) -> RolloutMetrics:
-        """Of several processes, as if one had had all of their completions."""
+        """Join the parts of several processes, as if one process had all completions."""
         return cls(
             lengths=torch.cat([one.lengths for one in several]),
             ended=torch.cat([one.ended for one in several]),
@@ -74,7 +77,7 @@ class RolloutMetrics:
         )
 
     def record(self, names: Sequence[str], add: Callable[[str, Any], None]) -> None:
-        """Hand over the metrics; `names` are those of the rewards."""
+        """Call `add(name, value)` for each metric. `names` are those of the rewards."""
         if not len(self.lengths):
             return
         add("completions/mean_length", self.lengths.mean())
@@ -119,8 +122,10 @@ def _summed(several: Sequence[dict[str, float]]) -> dict[str, float]:
 
 
 def joined_reports(several: Sequence[tuple[Report, int]]) -> Report:
-    """What rewards cost in several processes, each with the number of its completions: seconds and failures are summed,
-    shares of completions weighed by their number. What a process did not report did not happen there.
+    """Join the reports of several processes, each given with its number of completions.
+
+    Seconds and failures are summed. Ratios are weighted by the number of completions. A name that a process did not
+    report counts as 0 there.
 
     >>> joined_reports([([("time", 1.0), ("none_ratio", 0.5)], 4), ([("time", 2.0)], 12)])
     [('time', 3.0), ('none_ratio', 0.125)]

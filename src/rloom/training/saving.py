@@ -1,7 +1,7 @@
-"""A transformers Trainer whose checkpoints hold all of a run: a killed one goes on to the same bits.
+"""A transformers Trainer whose checkpoints hold the whole state of a run.
 
-What a checkpoint consists of is in `checkpoint.py`, which run it is of in `identity.py`, and the output folder, which
-belongs to one run at a time, in `folder.py`.
+A run that was killed and resumed ends with the same bits as one that was not. `checkpoint.py` defines the files of a
+checkpoint, `identity.py` which run it belongs to, and `folder.py` guards the output folder.
 """
 
 from __future__ import annotations
@@ -45,24 +45,24 @@ logger = get_logger(__name__)
 
 
 class LoopState:
-    """What transformers' loop does not put into a checkpoint: its running loss, and counts of ours."""
+    """The loop's state that transformers does not save: its running loss, and our counts."""
 
     def __init__(self, loop: CheckpointedTrainer) -> None:
         self.loop = loop
 
     def state_dict(self) -> dict[str, Any]:
-        """As plain numbers."""
+        """The state as plain numbers."""
         loop = self.loop
         return {
             "loss": [float(loop._tr_loss), loop._total_loss_scalar],
-            # a Trainer before 5.19 counts all steps, and has no first
+            # Trainers before transformers 5.19 have no `_initial_global_step`; they count all steps.
             "steps": [loop._globalstep_last_logged, getattr(loop, "_initial_global_step", 0)],
             "episodes": loop._episodes,
             "elapsed": loop._elapsed + time.time() - loop._train_began,
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """The running loss is put back when the first epoch begins, since the Trainer zeroes it until then."""
+        """Restore the counts. The running loss follows with the first epoch: the Trainer zeroes it before."""
         self.loop._episodes, self.loop._elapsed = state["episodes"], state["elapsed"]
         self.loop._resumed = state
 
@@ -89,9 +89,9 @@ class CheckpointedTrainer(Trainer):
     folder: OutputFolder
     reference: Reference | None
     _tag_names = ("rloom", "rloo")
-    _resumed: dict[str, Any] | None = None  # what a checkpoint said, until the first epoch begins
-    _facts: dict[str, Any] | None = None  # what this run is known by, from the start of its training
-    _using_rewards = 0  # how many of train, evaluate and predict are under way
+    _resumed: dict[str, Any] | None = None  # the loop's state from a checkpoint, until the first epoch begins
+    _facts: dict[str, Any] | None = None  # what identifies this run, from the start of its training
+    _using_rewards = 0  # how many of train, evaluate and predict are running
     _episodes = 0  # completions asked for so far, over all processes
     _elapsed = 0.0  # seconds of training before this call, when resumed
     _train_began = 0.0
@@ -101,9 +101,9 @@ class CheckpointedTrainer(Trainer):
     def train(
         self, resume_from_checkpoint: str | os.PathLike[str] | bool | None = None, *args: Any, **kwargs: Any
     ) -> Any:
-        """Train. `resume_from_checkpoint=True` goes on from the newest checkpoint that is whole; `"auto"` does too, and
+        """Train. `resume_from_checkpoint=True` resumes from the newest checkpoint that is whole. `"auto"` does too, and
         starts anew where there is none, so that one script serves the first run and every restart. A checkpoint of
-        another run is refused; what another run left in the output folder is moved to `_previous` in it."""
+        another run is refused. Files of another run in the output folder are moved to `_previous` in it."""
         with self._folder_held():
             folder = self._where_it_begins(resume_from_checkpoint)
             with self._rewards_open(), self.interrupts.listening():
@@ -113,13 +113,13 @@ class CheckpointedTrainer(Trainer):
 
     @contextmanager
     def _folder_held(self) -> Iterator[None]:
-        """The main process holds the output folder for all; where it cannot, all leave."""
+        """The main process locks the output folder for all. If it cannot, all processes raise its error."""
         with ExitStack() as held:
             self._on_main(lambda: held.enter_context(self.folder.hold()))
             yield
 
     def _on_main(self, do: Callable[[], Any]) -> Any:
-        """What the main process finds out, or raises, all do: its disk decides."""
+        """Run a function in the main process. All processes return its result, or raise its error."""
         found, wrong = None, None
         if self.processes.is_main:
             try:
@@ -132,7 +132,7 @@ class CheckpointedTrainer(Trainer):
         return found
 
     def _where_it_begins(self, asked: Any) -> Any:
-        """The checkpoint to go on from, or none; the output folder is made ready for either."""
+        """The checkpoint to resume from, if any. The output folder is prepared for the run."""
         if isinstance(asked, os.PathLike):
             asked = os.fspath(asked)
         self._facts = facts = facts_of(self)
@@ -143,14 +143,16 @@ class CheckpointedTrainer(Trainer):
         if not isinstance(folder, str):
             self._begin_here(delete=self.args.overwrite_output_dir and asked != "auto")
             return folder
+        # transformers raises the error for a folder that does not exist.
         if not Path(folder).is_dir():
-            return folder  # transformers says that it is not there
+            return folder
         self._check_checkpoint(Path(folder))
         changed = check_same_run(folder, facts, anyway=self.args.resume_changed_run)
         step = checkpoint.step_of(Path(folder))
         if Path(folder).resolve().parent != Path(self.args.output_dir).resolve():
             self._begin_here(folder, delete=self.args.overwrite_output_dir)
-        elif step is not None:  # else transformers says what is wrong with it
+        elif step is not None:
+            # Without a step the checkpoint is unfinished, and transformers raises the error.
             self.folder.go_on(after=step)
             self.store.resume(step)
         if step is not None:
@@ -159,7 +161,7 @@ class CheckpointedTrainer(Trainer):
         return folder
 
     def _begin_here(self, checkpoint: str | None = None, *, delete: bool = False) -> None:
-        """A run that is new in its folder: what an earlier one left there is moved, but for what this one needs."""
+        """Begin a new run in the output folder. Files of an earlier run are moved, except those that this run needs."""
         args, own = self.args, [self.store.folder] if self.store.is_own else []
         named = [
             getattr(base_of(self.model).config, "_name_or_path", None),
@@ -171,13 +173,13 @@ class CheckpointedTrainer(Trainer):
         self.store.begin()
 
     def _check_checkpoint(self, folder: Path) -> None:
-        """Refuse one that was damaged since. Of one without a manifest transformers says what is wrong with it."""
+        """Refuse a damaged checkpoint. For one without a manifest, transformers raises the error."""
         sealed = (folder / checkpoint.MANIFEST_FILE).exists()
         if sealed and (wrong := checkpoint.damage(folder)) is not None:
             raise ValueError(f'{folder} {wrong}: name another, or "auto" for the newest that is whole')
 
     def _newest_checkpoint(self, *, must_be: bool) -> str | bool:
-        """Its path; False where there is none."""
+        """The path of the newest checkpoint that is whole; False where there is none."""
         found = checkpoint.newest_whole(self.args.output_dir)
         if found is None and must_be:
             raise ValueError(
@@ -188,7 +190,7 @@ class CheckpointedTrainer(Trainer):
 
     @contextmanager
     def _rewards_open(self) -> Iterator[None]:
-        """When the outermost of these is over, however it ends, the rewards' processes and threads are let go."""
+        """Close the rewards' processes and threads when the outermost of these blocks ends, also with an error."""
         self._using_rewards += 1
         try:
             yield
@@ -211,12 +213,14 @@ class CheckpointedTrainer(Trainer):
                     self._save_own(folder)
                 self.processes.check_same_weights(self.model)
                 super()._save_checkpoint(model, trial)
-                self.processes.wait()  # nobody looks for it before it is there
+                # No process may look for the checkpoint before it is complete.
+                self.processes.wait()
                 if self.processes.is_main and folder.exists() and not self.args.save_only_model:
                     checkpoint.seal(folder)
         except DiskError as error:
             if not there:
-                shutil.rmtree(folder, ignore_errors=True)  # half a checkpoint only takes up room
+                # Half a checkpoint only takes up space.
+                shutil.rmtree(folder, ignore_errors=True)
             whole = checkpoint.newest_whole(folder.parent)
             last = f"The newest that is whole is {whole}" if whole else "There is no other"
             raise DiskError(f'{error}. {last}. Make room, and go on with resume_from_checkpoint="auto"') from error
@@ -230,10 +234,11 @@ class CheckpointedTrainer(Trainer):
 
     def _save_rng_state(self, output_dir: str) -> None:
         super()._save_rng_state(output_dir)
-        self.processes.wait()  # the file that marks a checkpoint as whole comes next, and all have written theirs
+        # The file that marks a checkpoint as finished comes next. All processes must have written theirs.
+        self.processes.wait()
 
     def _components(self) -> dict[str, checkpoint.Component]:
-        """What the next update depends on, and transformers does not keep."""
+        """The parts of the run that the next update depends on and transformers does not save."""
         return {
             "buffer": self.buffer,
             "metrics": self.metrics,
@@ -245,13 +250,13 @@ class CheckpointedTrainer(Trainer):
         }
 
     def _plan(self) -> dict[str, int]:
-        """What decides which prompts a rollout holds and which updates use it."""
+        """The numbers that decide which prompts a rollout holds and which updates use it."""
         plan = dataclasses.asdict(self.schedule)
         return {**plan, "num_generations": self.args.num_generations, "seed": self.args.seed}
 
     def _as_float32(self, *, loading: bool = False) -> Any:
-        """The model's weights with all their bits, for what is written to disk or read from there. Beside an adapter,
-        whose own are never split, that is what else is trained (biases), and embeddings."""
+        """Hold the split weights as float32 inside the block, for saving and loading. With an adapter, whose own
+        weights are never split, these are the embeddings and other trained weights (biases)."""
         split, only = self.precision.split, None
         if split is None:
             return nullcontext()
@@ -285,7 +290,7 @@ class CheckpointedTrainer(Trainer):
             return
         state, reference = checkpoint.load(folder, rank=self.processes.rank)
         self._note_other_processes(state)
-        # Of a rollout that one process has to sample anew the others sample their parts with it.
+        # If one process has to sample its part of a rollout anew, all processes do.
         all_have_theirs = not self.processes.any(state is None or state["plan"] != self._plan())
         if reference is not None and self.reference is not None:
             self.reference.load_state_dict(reference)
@@ -299,8 +304,8 @@ class CheckpointedTrainer(Trainer):
             del components["buffer"]
             if rollouts:
                 logger.warning(
-                    "%d rollouts of the checkpoint are let go and sampled anew: the options that shape a rollout have "
-                    "changed (%s, now %s), or the rloom_state of a process is not there",
+                    "%d rollouts of the checkpoint are dropped and sampled anew: the options that shape a rollout have "
+                    "changed (%s, now %s), or the rloom_state of a process is missing",
                     len(rollouts),
                     state["plan"],
                     self._plan(),
@@ -308,7 +313,7 @@ class CheckpointedTrainer(Trainer):
         checkpoint.load_components(components, state)
 
     def _note_other_processes(self, state: dict[str, Any] | None) -> None:
-        """A checkpoint of more or fewer processes has rollouts and random states that these cannot share out."""
+        """Warn if the number of processes has changed: rollouts and random states of the checkpoint are dropped."""
         then = 1 if state is None else state["plan"].get("world_size", 1)
         if then != self.processes.count and state is not None and self.processes.is_main:
             logger.warning(
@@ -319,8 +324,8 @@ class CheckpointedTrainer(Trainer):
             )
 
     def _run_epoch(self, *args: Any, **kwargs: Any) -> None:
-        """The Trainer zeroes its running loss when it resumes: put back what the checkpoint had. A run that had reached
-        its end has nothing left to do, where the Trainer would make one update more."""
+        """Restore the running loss, which the Trainer zeroes when it resumes. A run that was complete stops here; the
+        Trainer would make one more update."""
         if self._resumed is not None:
             loss, total = self._resumed["loss"]
             self._tr_loss.fill_(loss)
@@ -335,7 +340,7 @@ class CheckpointedTrainer(Trainer):
     def _finalize_training(self, trial: Any, num_train_samples: int, start_time: float) -> Any:
         return super()._finalize_training(trial, num_train_samples, start_time - self._elapsed)
 
-    # -- what else is written
+    # -- models, cards and metrics
 
     def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
         """Save the options as the user gave them, not as the loop sees them."""
@@ -350,7 +355,8 @@ class CheckpointedTrainer(Trainer):
                     super()._save(output_dir, state_dict)
             finally:
                 self.args.gradient_accumulation_steps = seen
-            if self.args.should_save:  # peft leaves a card that says nothing
+            # peft has written an empty card, which ours replaces.
+            if self.args.should_save:
                 self._write_card(Path(where))
 
     def create_model_card(
@@ -402,5 +408,6 @@ class CheckpointedTrainer(Trainer):
             super().save_metrics(*args, **kwargs)
 
     def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
-        with self.folder.writing():  # transformers copies the checkpoint's model there
+        # transformers copies the checkpoint's model into the output folder.
+        with self.folder.writing():
             super()._push_from_checkpoint(checkpoint_folder)

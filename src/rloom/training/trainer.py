@@ -1,6 +1,6 @@
-"""RLOOTrainer: a transformers Trainer whose step samples, scores, compares and updates.
+"""RLOOTrainer: a transformers Trainer whose step samples, scores and updates.
 
-How its loop and its checkpoints are fitted to that is in `loop.py`, how it is put together in `assemble.py`.
+`assemble.py` builds its parts, `loop.py` adapts transformers' loop, and `saving.py` its checkpoints.
 """
 
 from __future__ import annotations
@@ -120,7 +120,8 @@ class RLOOTrainer(UpdateLoop):
         )
         self.win_rate = choose_win_rate(args, eval_judge)
         train_dataset, eval_dataset = arguments.check_data(train_dataset, eval_dataset, args)
-        # Everything above is checked before any model is loaded; adapters draw random weights, hence the seed here.
+        # All arguments have been checked; models are loaded from here on. The seed is set first, since new adapters
+        # have random weights.
         set_seed(args.seed)
         chat = is_chat(train_dataset)
         policy = assemble.load(model, processing_class, args, quantization_config, peft_config, chat=chat)
@@ -137,12 +138,13 @@ class RLOOTrainer(UpdateLoop):
             optimizers=optimizers,
         )
         if use_cache is not None and not args.use_cache:
-            # The Trainer turns it off for good, in what it saves too. The learner says so at each forward instead.
+            # The Trainer turns the cache off in the saved config too. Here each forward turns it off instead.
             self.model.config.use_cache = use_cache
         launch.check_devices(self)
         self.processes = Processes.of(args, self.accelerator)
         launch.check_same_everywhere(self.processes, args, train_dataset, eval_dataset)
-        self.processes.share_weights(self.model)  # before the reference is made of them
+        # The reference is a copy of these weights, so they are made equal before it.
+        self.processes.share_weights(self.model)
         asked = args.model_init_kwargs if isinstance(model, str) else None
         self.precision = choose_precision(self, loaded_with=asked, own_optimizer=optimizers[0] is not None)
         if optimizers[0] is not None:
@@ -157,21 +159,24 @@ class RLOOTrainer(UpdateLoop):
         self.folder = OutputFolder(args.output_dir, main=self.processes.is_main)
         self.schedule = make_schedule(args)
         self.buffer = RolloutBuffer(self._make_rollout, self.schedule.parts * self.schedule.passes)
-        self._eval_prefix: str | None = None  # while evaluating: what metric names begin with
-        self._batches: list[tuple[Page, Measured]] = []  # of an evaluation: what is to be written, and was measured
+        # The prefix of metric names while evaluating; None while training.
+        self._eval_prefix: str | None = None
+        # The batches of the current evaluation: what is to be written, and what was measured.
+        self._batches: list[tuple[Page, Measured]] = []
         self._publish(policy, functions, parts)
         if self.processes.is_main:
             print(f"rloom: {self.chosen()}", file=sys.stderr, flush=True)
-        # Each process draws its own dropout. (Its completions are drawn by the engine, from other seeds.)
+        # Each process draws its own dropout. The engine draws completions from other seeds.
         set_seed(args.seed, device_specific=True)
         self._add_own_callbacks(args)
 
     def _add_own_callbacks(self, args: RLOOConfig) -> None:
-        """What happens beside the updates, as the options say."""
+        """Add the callbacks that the options ask for."""
         self.add_callback(self.interrupts)
         self.add_callback(FitBudget(self.learner, self.collector.encoder))
         if args.sync_ref_model:
-            assert self.reference is not None  # the config refuses sync_ref_model without a KL
+            # The config refuses sync_ref_model without a KL.
+            assert self.reference is not None
             self.add_callback(SyncReference(self.reference))
         one_progress(self)
         if args.diagnosis:
@@ -184,12 +189,12 @@ class RLOOTrainer(UpdateLoop):
             )
 
     def chosen(self) -> str:
-        """In one line: in which precision, how updates are run, and what generates."""
+        """One line about what was chosen: the precision, how updates are run, and the engine."""
         engine = abilities_of(self.collector.engine)
         return f"{self.precision.words}; {self.learner.passes.words()}; {engine.words}"
 
     def _publish(self, policy: Any, functions: list[Any], parts: Any) -> None:
-        """The attributes that TRL's trainer has and scripts read."""
+        """Set the attributes of TRL's trainer that scripts read."""
         self.reward_funcs, self.reward_func_names = functions, parts.rewards.names
         self.reward_processing_classes = parts.reward_classes
         self.reward_weights = parts.rewards.weights
@@ -209,10 +214,13 @@ class RLOOTrainer(UpdateLoop):
         began = time.perf_counter()
         model.train()
         if hasattr(self.optimizer, "train") and callable(self.optimizer.train):
-            self.optimizer.train()  # schedule-free optimizers have modes
+            # Schedule-free optimizers have a training mode.
+            self.optimizer.train()
         shares = self.buffer.take(inputs)
-        self.finite.begin(shares, self.state.global_step + 1)  # after generation, which has waited for the device
-        own = getattr(self.compute_loss, "__func__", None) is not RLOOTrainer.compute_loss  # it may add to ours
+        # Generation has waited for the device, so reading the last update's flag costs nothing here.
+        self.finite.begin(shares, self.state.global_step + 1)
+        # An override of `compute_loss` may add a term of its own.
+        own = getattr(self.compute_loss, "__func__", None) is not RLOOTrainer.compute_loss
         loss = self.learner.accumulate(
             model, shares, compute_loss=self.compute_loss, backward=self._backward, skip=not own
         )
@@ -223,10 +231,12 @@ class RLOOTrainer(UpdateLoop):
         return loss
 
     def _make_rollout(self, plan: UpdatePlan, number: int) -> Rollout:
-        """Collect a rollout; with `dynamic_sampling`, one in which groups differ."""
-        seed = derive_seed(self.args.seed, "train", *plan.key(number), 0)  # of all processes
+        """Collect a rollout. With `dynamic_sampling`, groups without signal are replaced."""
+        # All processes have the same seed.
+        seed = derive_seed(self.args.seed, "train", *plan.key(number), 0)
         rows, places = plan.prompts[number], self.schedule.places()
-        self._episodes += self.args.generation_batch_size  # counted: an epoch's last update may have fewer parts
+        # Episodes are counted, not computed from the step, since an epoch's last update may have fewer parts.
+        self._episodes += self.args.generation_batch_size
         rollout = self.collector.collect(rows, self.args.num_generations, seed=seed, mode="train", places=places)
         if self.args.dynamic_sampling:
             draw = functools.partial(self._draw_others, seed)
@@ -235,7 +245,7 @@ class RLOOTrainer(UpdateLoop):
         return rollout
 
     def _draw_others(self, seed: int, count: int, number: int) -> Rollout:
-        """Groups of prompts drawn anew, in place of groups without signal; of those of all processes, our own."""
+        """Collect `count` groups of other prompts for this process. Prompts are drawn for all processes together."""
         seed = derive_seed(seed, "others", number)
         counts = self.processes.gather(count)
         before = sum(counts[: self.processes.rank])
@@ -257,8 +267,8 @@ class RLOOTrainer(UpdateLoop):
         return_outputs: bool = False,
         num_items_in_batch: Tensor | int | None = None,
     ) -> Tensor:
-        """A micro-batch's share of the update's loss; override it to add a term of your own. Groups without signal,
-        which are skipped otherwise, are run then: your term may have a gradient there."""
+        """A micro-batch's share of the update's loss. Override it to add a term of your own. Groups without signal are
+        then run too, since your term may have a gradient there."""
         if return_outputs:
             raise ValueError("The RLOOTrainer does not support returning outputs")
         with self.compute_loss_context_manager():
@@ -284,11 +294,11 @@ class RLOOTrainer(UpdateLoop):
     # -- data
 
     def get_train_dataloader(self) -> DataLoader:
-        """Batches are updates: the prompts of the rollouts that an update trains on, and which parts of them."""
+        """A loader whose batches are updates: an update's prompts, and the parts of rollouts that it trains on."""
         return train_loader(self.train_dataset, self.args, self.schedule)
 
     def get_eval_dataloader(self, eval_dataset: Any = None) -> DataLoader:
-        """Batches of prompts, so many that their completions fill `per_device_eval_batch_size`."""
+        """A loader of batches of prompts. Their completions fill `per_device_eval_batch_size`."""
         if eval_dataset is None and self.eval_dataset is None:
             raise ValueError("Trainer: evaluation requires an eval_dataset.")
         if isinstance(eval_dataset, str):
@@ -298,7 +308,7 @@ class RLOOTrainer(UpdateLoop):
         return eval_loader(check_dataset(eval_dataset, "eval_dataset"), self.args)
 
     def get_test_dataloader(self, test_dataset: Any) -> DataLoader:
-        """As for evaluation."""
+        """As `get_eval_dataloader`."""
         return eval_loader(check_dataset(test_dataset, "test_dataset"), self.args)
 
     # -- evaluation
@@ -321,7 +331,8 @@ class RLOOTrainer(UpdateLoop):
 
     @contextmanager
     def _evaluating(self, prefix: str) -> Iterator[None]:
-        """One of several sets may be evaluated inside of an evaluation of them all: what was before comes back."""
+        """Set the prefix of an evaluation inside the block. Blocks may be nested: an evaluation of several sets
+        evaluates each inside its own."""
         before = self._eval_prefix, self._batches
         self._eval_prefix, self._batches = prefix, []
         try:
@@ -331,9 +342,10 @@ class RLOOTrainer(UpdateLoop):
             self._eval_prefix, self._batches = before
 
     def evaluation_loop(self, *args: Any, **kwargs: Any) -> EvalLoopOutput:
-        """All batches, and then what they come to: means over prompts, with their intervals."""
+        """Run all batches, then report means over prompts with their intervals."""
         self._batches = []
-        if not self.processes.alone:  # which have batches of their own, some perhaps one less: each keeps its losses
+        # Processes may have different numbers of batches, so transformers must not gather their losses.
+        if not self.processes.alone:
             self.gather_function = as_is
         output = super().evaluation_loop(*args, **kwargs)
         batches, self._batches = self._batches, []
@@ -359,7 +371,7 @@ class RLOOTrainer(UpdateLoop):
     def _join_evaluation(
         self, output: EvalLoopOutput, batches: list[tuple[Page, Measured]]
     ) -> tuple[EvalLoopOutput, list[tuple[Page, Measured]]]:
-        """One evaluation of what several processes have evaluated: as if one had run all batches."""
+        """Join the evaluations of several processes, as if one process had run all batches."""
         self.metrics.join("eval", self.processes.gather(self.metrics.state_dict()["eval"]))
         pages = self._write_down([page for page, _ in batches])
         own = [one if self.processes.is_main else one.sendable() for _, one in batches]
@@ -375,10 +387,11 @@ class RLOOTrainer(UpdateLoop):
         return output._replace(num_samples=seen) if streamed else output, joined
 
     def _win_rate(self, measured: Measured) -> Estimate | None:
-        """A judge that cannot be reached costs a run its win rate, and ends it only where a failed reward would."""
+        """The win rate; None if the judge fails. The failure ends the run only with `on_reward_error="raise"`."""
         try:
             return measured.win_rate()
-        except Exception as error:  # a user's own judge may raise anything
+        except Exception as error:
+            # A user's own judge may raise anything.
             if self.args.on_reward_error == "raise":
                 raise
             logger.warning("no win rate this time: %s: %s", type(error).__name__, error)
@@ -399,7 +412,8 @@ class RLOOTrainer(UpdateLoop):
         if self._eval_prefix is None or self.processes.alone:
             self._write_down([page])
             page = Page()
-        self._batches.append((page, measured))  # several processes write when all are through with theirs
+        # With several processes, pages are written when all batches are done.
+        self._batches.append((page, measured))
         return loss.detach(), None, None
 
     # -- logs
@@ -416,7 +430,7 @@ class RLOOTrainer(UpdateLoop):
             self.completion_log.show(self.state.global_step, self.args, writer)
 
     def _first_used(self, rollouts: list[Rollout]) -> Page:
-        """KL and advantages are known with the first update of a rollout: it is logged and written down then."""
+        """Log rollouts at their first use, when KL and advantages are known. Returns what is to be written."""
         new = [rollout for rollout in {id(r): r for r in rollouts}.values() if rollout.records]
         for rollout in new:
             known = [torch.zeros(()) if a is None or not a.numel() else a.mean().float() for a in rollout.advantages]
@@ -428,14 +442,14 @@ class RLOOTrainer(UpdateLoop):
         return self.journal.page(new)
 
     def _write_down(self, pages: list[Page]) -> list[Page]:
-        """What all processes have to write down of an update, or of their batches of an evaluation: the main one does,
-        and is the one that it is returned to."""
+        """Write the pages of all processes at the main one, and return them there. Other processes return nothing."""
         if not self.processes.is_main:
             wanted = self.args.log_completions or self.args.num_sample_generations
             pages = [self.journal.sendable(page, table=bool(wanted)) for page in pages]
-        done = self.state.global_step  # the update under way is counted when it is over
+        # The current update is not counted in `global_step` yet.
+        done = self.state.global_step
         step = done + 1 if self._mode == "train" else done
-        everybodys = list(in_turns(self.processes.to_main(pages)))
-        for page in everybodys:
+        all_pages = list(in_turns(self.processes.to_main(pages)))
+        for page in all_pages:
             self.journal.write(page, step, self._eval_prefix or "train")
-        return everybodys
+        return all_pages

@@ -1,5 +1,8 @@
-"""What options of speed and memory are where they are left unset: functions of model, GPU and options, never of the
-clock or of the memory that happens to be free, so that two runs of one seed are cut alike and have the same bits."""
+"""Defaults for the options of speed and memory, from the model and the GPU.
+
+They never depend on the clock or on free memory, so that two runs of one seed have the same micro-batches, and so the
+same bits.
+"""
 
 from __future__ import annotations
 
@@ -13,36 +16,37 @@ LEAST_TOKENS = 8192
 MOST_TOKENS = 32_768
 
 HOST_SECONDS = 8e-3
-"""That a slow host takes to launch a layer forward, forward again and backward; hosts of an H200 took 7.6 to 11 ms."""
+"""Time that a slow host needs to launch a layer forward, forward again and backward. An H200's took 7.6 to 11 ms."""
 
 CLOCK = 1.7e9
+"""Cycles per second."""
 PER_PROCESSOR = {7: 512, 8: 1024, 9: 4096, 10: 8192, 12: 1024}
-"""Half-precision operations that a multiprocessor does in a cycle, by compute capability."""
+"""Half-precision operations per cycle of a multiprocessor, by compute capability."""
 
 IN_FLOAT32 = 256
-"""The same in float32, without tensor cores: of any GPU."""
+"""The same in float32 without tensor cores, for any GPU."""
 
 REACHED = 0.45
-"""Of those, in a whole update."""
+"""The share of these operations that a whole update reaches."""
 
 KEPT_LOGITS = 3 << 30
-"""Bytes that a micro-batch's logits may take where they are kept for the backward."""
+"""Bytes that a micro-batch's logits may take if they are kept for the backward."""
 
 
 def micro_batch_tokens(
     model: Any, device: torch.device, *, group: int, checkpointed: bool, in_float32: bool = False
 ) -> int:
-    """Tokens to a micro-batch: so many that the GPU takes longer to run a layer than the host to launch it; more would
-    take memory and gain next to nothing.
+    """Tokens per micro-batch: so many that the GPU takes longer to run a layer than the host takes to launch it. More
+    would take memory and gain next to nothing.
 
-    `group`: tokens of the largest group. Whole groups should fit, since a forward less is run then: what is left beside
-    them would be of no use. `checkpointed`: whether activations are made again in the backward. If not, they take
-    several times the memory for each token. `in_float32`: whether products are, which keeps a GPU busy for longer.
+    `group`: tokens of the largest group. The result is a multiple of it where possible, since whole groups save a
+    forward. `checkpointed`: whether activations are computed again in the backward; if not, they take several times the
+    memory per token. `in_float32`: whether products are in float32, which keeps a GPU busy for longer.
     """
     if device.type != "cuda":
         return TOKENS_ON_CPU
     layers = max(1, model.config.get_text_config().num_hidden_layers)
-    # Of a token in a layer, forward twice and backward.
+    # Operations per token and layer, for two forwards and a backward.
     operations = 8 * model.num_parameters(exclude_embeddings=True) / layers
     tokens = _power_above(HOST_SECONDS * _operations_per_second(device, in_float32) / operations)
     tokens = min(max(tokens, LEAST_TOKENS), MOST_TOKENS)
@@ -56,8 +60,8 @@ def micro_batch_tokens(
 def keeps_logits(
     model: Any, device: torch.device, *, tokens: int, trained_share: float, in_float32: bool = False
 ) -> bool:
-    """Whether logits are kept for the backward: where they take little memory, and no more than float32 weights.
-    `trained_share`: of a micro-batch's tokens, that have logits."""
+    """Whether logits are kept for the backward: if they take little memory, and no more than float32 weights.
+    `trained_share`: the share of a micro-batch's tokens that have logits."""
     vocabulary = model.config.get_text_config().vocab_size
     each = 4 if in_float32 else 2
     room = min(KEPT_LOGITS, 4 * model.num_parameters(exclude_embeddings=True))

@@ -1,4 +1,7 @@
-"""Sums over the micro-batches of one update, turned into metrics once at its end. All stay on the device."""
+"""Metrics of an update: sums over its micro-batches.
+
+The sums stay on the device, and become metrics once at the update's end.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +21,7 @@ from rloom.training.processes import ALONE, Processes
 
 @dataclass(slots=True)
 class UpdateMetrics:
-    """What an update's forwards said."""
+    """Sums over the forwards of one update."""
 
     entropy: Tensor | float = 0.0
     aux_loss: Tensor | float = 0.0
@@ -32,7 +35,7 @@ class UpdateMetrics:
 
     @torch.no_grad()
     def add(self, stats: TokenStats, terms: LossTerms, mask: Tensor) -> None:
-        """Take in one micro-batch."""
+        """Add one micro-batch."""
         self.entropy = self.entropy + (stats.entropy * mask).sum()
         self.tokens = self.tokens + mask.sum()
         self.low.append(_per_completion(terms.low_clipped, mask))
@@ -41,7 +44,7 @@ class UpdateMetrics:
             self.log_ratios.append(terms.log_ratio if terms.log_ratio.dim() == 1 else terms.log_ratio[mask > 0])
 
     def record(self, metrics: Metrics, mode: str, processes: Processes = ALONE) -> None:
-        """Hand the means over, of what all processes have seen."""
+        """Log the means over all processes."""
         if processes.alone:
             self._record(metrics, mode)
         else:
@@ -57,7 +60,7 @@ class UpdateMetrics:
 
     @staticmethod
     def joined(several: Sequence[UpdateMetrics]) -> UpdateMetrics:
-        """Of several processes, as if one had run all of their micro-batches: sums are summed, lists joined."""
+        """Join the sums of several processes, as if one process had run all micro-batches."""
         return UpdateMetrics(
             entropy=sum(one.entropy for one in several),
             aux_loss=sum(one.aux_loss for one in several),
@@ -73,7 +76,8 @@ class UpdateMetrics:
     def _record(self, metrics: Metrics, mode: str) -> None:
         if self.skipped:
             metrics.add(mode, "completions/skipped", float(self.skipped))
-        if not self.low:  # nothing was trained on
+        # Nothing was trained on in this update.
+        if not self.low:
             return
         metrics.add(mode, "entropy", scalar_mean(torch.as_tensor(self.entropy), self.tokens))
         if isinstance(self.aux_loss, Tensor):

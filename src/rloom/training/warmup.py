@@ -1,8 +1,8 @@
-"""Compiles the kernels that a run will need, side by side and at its start.
+"""Compiles the kernels that a run needs, in parallel at its start.
 
-Triton compiles a kernel when it is first launched, a second or two each; one after the other that was most of a first
-minute. Here each is launched once on a few numbers of the model's own shapes, in threads: the compiler lets go of
-Python's lock. Where they are compiled already (Triton keeps them on disk), they are only loaded.
+Triton compiles a kernel when it is first launched, which takes a second or two. One after the other, this took most of
+a run's first minute. Here threads launch each kernel once on small tensors of the model's own shapes; the compiler
+releases Python's lock. Kernels that Triton has on disk already are only loaded.
 """
 
 from __future__ import annotations
@@ -28,18 +28,18 @@ from rloom.types import Rollout
 logger = get_logger(__name__)
 
 ROWS = 16
-"""Of decode steps and logits that are tried."""
+"""Rows of the decode steps and logits that are run."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sizes:
-    """What kernels are compiled for."""
+    """The shapes that kernels are compiled for."""
 
     heads: int
     shared: int  # heads of keys and values
     width: int
     hidden: int
-    inner: int  # of a block
+    inner: int  # width of the MLP
     vocabulary: int
     group: int  # completions of a prompt
     dtype: torch.dtype
@@ -47,7 +47,7 @@ class Sizes:
 
     @classmethod
     def of(cls, model: Any, args: Any) -> Sizes:
-        """Read from the model's config: where the model does something else, kernels are compiled when it does."""
+        """Read the sizes from the model's config. A kernel for other sizes is compiled when it is first used."""
         config, head = base_of(model).config.get_text_config(), base_of(model).get_output_embeddings().weight
         heads, dtype = config.num_attention_heads, head.dtype
         if dtype == torch.float32 and (args.bf16 or args.fp16):
@@ -65,18 +65,19 @@ class Sizes:
         )
 
     def numbers(self, *shape: int) -> Tensor:
-        """Some, of the type that is computed with."""
+        """Zeros of this shape, in the dtype that the model computes in."""
         return torch.zeros(shape, dtype=self.dtype, device=self.device)
 
 
 def compile_kernels(model: Any, args: Any) -> None:
-    """Compile what updates and generation will need."""
+    """Compile the kernels of updates and generation. It changes no result: errors are only logged."""
     if not runs_kernels(args.device):
         return
     try:
         sizes = Sizes.of(model, args)
         tasks = [*_of_attention(sizes), *_of_head(sizes), *_of_layers(sizes), *_of_decoding(sizes)]
-    except Exception as error:  # an architecture that names its sizes otherwise, or that has no use for the kernels
+    except Exception as error:
+        # The architecture has other names for its sizes, or does not use the kernels.
         logger.debug("kernels are compiled when they are needed: %s", error)
         return
     trains_half = any(p.requires_grad and p.dtype == torch.bfloat16 for p in model.parameters())
@@ -86,7 +87,8 @@ def compile_kernels(model: Any, args: Any) -> None:
         try:
             with torch.no_grad(), torch.cuda.device(sizes.device):
                 task()
-        except Exception as error:  # what really fails will fail again where it is used, and is dealt with there
+        except Exception as error:
+            # A kernel that fails here will fail again in use, and is handled there.
             logger.debug("a kernel was not compiled at the start: %s", error)
 
     with ThreadPoolExecutor(min(len(tasks), os.cpu_count() or 1)) as threads:

@@ -1,8 +1,8 @@
-"""Weights of a checkpoint that bear other names, or another layout, than the model's own.
+"""Loads checkpoint weights whose names or layout differ from the model's own.
 
-`save_pretrained` writes many vision-language models and mixtures of experts as their publishers did, and
-`from_pretrained` knows the way back; the Trainer, when it resumes, does not: it warns of missing keys and goes on with
-the weights it began with.
+`save_pretrained` writes many vision-language models and mixtures of experts in their publishers' layout, and
+`from_pretrained` converts it back. The Trainer does not when it resumes: it warns about missing keys and keeps the
+weights that it began with.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ def are_renamed(folder: str | Path, model: Any) -> bool:
 
 
 def load_renamed(folder: str | Path, model: Any) -> None:
-    """Put the checkpoint's weights into the model, by way of `from_pretrained`."""
+    """Load the checkpoint's weights into the model by means of `from_pretrained`."""
     saved = type(model).from_pretrained(folder, dtype=model.dtype)
     model.load_state_dict(saved.state_dict())
 
 
 def _names(folder: Path) -> set[str]:
-    """Of whole models; a checkpoint of an adapter has none."""
+    """Names of the weights in a checkpoint of a whole model. A checkpoint of an adapter has none."""
     index, single = folder / SAFE_WEIGHTS_INDEX_NAME, folder / SAFE_WEIGHTS_NAME
     if index.exists():
         return set(json.loads(index.read_text())["weight_map"])
