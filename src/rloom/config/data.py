@@ -43,6 +43,12 @@ class DataTopic(Topic):
         else:
             self.pad_to_multiple_of = int(self.pad_to_multiple_of)
 
+    @property
+    def padding_multiple(self) -> int | None:
+        """`pad_to_multiple_of`, resolved."""
+        assert not isinstance(self.pad_to_multiple_of, str)
+        return self.pad_to_multiple_of
+
     def check_lengths(self) -> None:
         """Prompt and completion together have room for both."""
         self.require(

@@ -40,3 +40,9 @@ class Topic(Whole):
 def idle(name: str, without: str) -> ConfigError:
     """The error for an option that nothing reads: it is refused rather than ignored."""
     return ConfigError(f"`{name}` has no effect without {without}: leave it out, or set that too")
+
+
+def parsed(option: dict[str, Any] | str | None) -> dict[str, Any]:
+    """An option that may be given as JSON, which the config has read by now; nothing where it is unset."""
+    assert not isinstance(option, str)
+    return option or {}

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from rloom.config import RLOOConfig
 from rloom.printable import get_logger
 
 logger = get_logger(__name__)
@@ -21,7 +22,7 @@ GRADIENT = (0.5, 1.0)
 BATCH = (128, 512)
 
 
-def learning_rate(args: Any, adapter: bool) -> str | None:
+def learning_rate(args: RLOOConfig, adapter: bool) -> str | None:
     """Learning rates are lower than in supervised training. Adapters tolerate higher ones."""
     low, high = ADAPTER_RATE if adapter else FULL_RATE
     what = "an adapter" if adapter else "all weights"
@@ -37,7 +38,7 @@ def learning_rate(args: Any, adapter: bool) -> str | None:
     return None
 
 
-def group_size(args: Any, adapter: bool) -> str | None:
+def group_size(args: RLOOConfig, adapter: bool) -> str | None:
     """The baseline is the mean of K−1 samples."""
     k, (low, high) = args.num_generations, GROUP
     if k < low:
@@ -47,7 +48,7 @@ def group_size(args: Any, adapter: bool) -> str | None:
     return None
 
 
-def kl_weight(args: Any, adapter: bool) -> str | None:
+def kl_weight(args: RLOOConfig, adapter: bool) -> str | None:
     """Too little lets the policy drift, too much holds it in place."""
     low, high = BETA
     if args.beta < low:
@@ -60,7 +61,7 @@ def kl_weight(args: Any, adapter: bool) -> str | None:
     return None
 
 
-def gradient_clip(args: Any, adapter: bool) -> str | None:
+def gradient_clip(args: RLOOConfig, adapter: bool) -> str | None:
     """Without a value function, gradients spike, so clipping matters."""
     low, high = GRADIENT
     norm = args.max_grad_norm or 0.0
@@ -71,7 +72,7 @@ def gradient_clip(args: Any, adapter: bool) -> str | None:
     return None if low <= norm <= high else f"max_grad_norm={norm:g} is outside the usual {low:g} to {high:g}"
 
 
-def global_batch(args: Any, adapter: bool) -> str | None:
+def global_batch(args: RLOOConfig, adapter: bool) -> str | None:
     """Large batches average out the variance of policy gradients."""
     low, high = BATCH
     size = args.per_device_train_batch_size * args.gradient_accumulation_steps * args.world_size
@@ -82,7 +83,7 @@ def global_batch(args: Any, adapter: bool) -> str | None:
     return None if size <= high else f"{size} completions per update: more than the usual {low} to {high}"
 
 
-def truncation(args: Any, adapter: bool) -> str | None:
+def truncation(args: RLOOConfig, adapter: bool) -> str | None:
     """A truncated completion says little about the completion that it would have become."""
     if args.truncation.trained and not args.missing_eos_penalty and not args.length_regularization:
         return (
@@ -96,12 +97,12 @@ RULES: tuple[Callable[[Any, bool], str | None], ...] = (
 )  # fmt: skip
 
 
-def hints(args: Any, *, adapter: bool) -> list[str]:
+def hints(args: RLOOConfig, *, adapter: bool) -> list[str]:
     """The hints that the rules give for these options."""
     return [hint for rule in RULES if (hint := rule(args, adapter))]
 
 
-def advise(args: Any, *, adapter: bool) -> None:
+def advise(args: RLOOConfig, *, adapter: bool) -> None:
     """Log the hints, unless `advice=False`."""
     if args.advice:
         for hint in hints(args, adapter=adapter):

@@ -10,6 +10,8 @@ from transformers import ProcessorMixin
 from transformers.integrations import is_deepspeed_zero3_enabled
 
 from rloom import rewards as ready_made
+from rloom.config import RLOOConfig
+from rloom.config.topic import parsed
 from rloom.data import datasets
 from rloom.data.batching import Batcher
 from rloom.data.images import IMAGE_COLUMNS, ImageSources
@@ -82,13 +84,13 @@ class Parts:
 
 
 def load(
-    model: Any, processing_class: Any, args: Any, quantization_config: Any, peft_config: Any, *, chat: bool
+    model: Any, processing_class: Any, args: RLOOConfig, quantization_config: Any, peft_config: Any, *, chat: bool
 ) -> Policy:
     """Load the policy as it will be trained: the model with its adapter, the tokenizer, and the end tokens."""
-    revision = (args.model_init_kwargs or {}).get("revision") if isinstance(model, str) else None
+    revision = parsed(args.model_init_kwargs).get("revision") if isinstance(model, str) else None
     model = loading.load_policy(
         model,
-        args.model_init_kwargs,
+        parsed(args.model_init_kwargs) or None,
         trust_remote_code=args.trust_remote_code,
         quantization_config=quantization_config,
         device=None if is_deepspeed_zero3_enabled() else args.device,
@@ -117,7 +119,7 @@ def load(
     )
 
 
-def check_images(policy: Policy, column: str | None, args: Any) -> None:
+def check_images(policy: Policy, column: str | None, args: RLOOConfig) -> None:
     """Refuse a column of images where the model or the engine cannot process images."""
     if column is None:
         return
@@ -197,7 +199,9 @@ def build(
     )
 
 
-def _passes(trainer: Any, policy: Policy, reference: Reference | None, encoder: PromptEncoder, args: Any) -> Passes:
+def _passes(
+    trainer: Any, policy: Policy, reference: Reference | None, encoder: PromptEncoder, args: RLOOConfig
+) -> Passes:
     """How models are run on micro-batches. Options of speed and memory that are unset are decided here."""
     model, device = trainer.model, args.device
     trained = args.num_generations * args.max_completion_length
@@ -222,7 +226,7 @@ def _passes(trainer: Any, policy: Policy, reference: Reference | None, encoder: 
     )
 
 
-def _batcher(trainer: Any, policy: Policy, args: Any) -> tuple[Batcher, bool]:
+def _batcher(trainer: Any, policy: Policy, args: RLOOConfig) -> tuple[Batcher, bool]:
     """The batcher, and whether our kernels run the layers. Rows are packed where the model's attention allows it, and
     padded otherwise."""
     model, fused = trainer.model, False
@@ -244,16 +248,16 @@ def _batcher(trainer: Any, policy: Policy, args: Any) -> tuple[Batcher, bool]:
     batcher = Batcher(
         packed=packed,
         pad_token_id=policy.tokenizer.pad_token_id,
-        multiple=args.pad_to_multiple_of,
+        multiple=args.padding_multiple,
         packs_images=packs_images,
     )
     return batcher, fused
 
 
-def _reward_model(name: str, args: Any) -> nn.Module:
-    options = {"trust_remote_code": args.trust_remote_code, "init_kwargs": args.model_init_kwargs}
+def _reward_model(name: str, args: RLOOConfig) -> nn.Module:
+    init_kwargs = parsed(args.model_init_kwargs)
     try:
-        return load_reward_model(name, **options)
+        return load_reward_model(name, trust_remote_code=args.trust_remote_code, init_kwargs=init_kwargs)
     except OSError as error:
         known = (
             f". The ready-made reward of that name is the function rloom.rewards.{name}"
@@ -264,10 +268,10 @@ def _reward_model(name: str, args: Any) -> nn.Module:
 
 
 def _rewards(
-    trainer: Any, functions: list[Any], terms: list[Term], classes: list[Any], args: Any
+    trainer: Any, functions: list[Any], terms: list[Term], classes: list[Any], args: RLOOConfig
 ) -> tuple[RewardSet, list[Any], Composition]:
     classes = list(classes)
-    revision = (args.model_init_kwargs or {}).get("revision")
+    revision = parsed(args.model_init_kwargs).get("revision")
     for index, function in enumerate(functions):
         by_name = isinstance(function, str) and not is_url(function)
         if by_name:
@@ -285,7 +289,7 @@ def _rewards(
             return trainer.accelerator.prepare_model(model, evaluation_mode=True, device_placement=True)
 
     built = [
-        build_reward(function, tokenizer, place=place, template_kwargs=args.chat_template_kwargs or {})
+        build_reward(function, tokenizer, place=place, template_kwargs=parsed(args.chat_template_kwargs))
         for function, tokenizer in zip(functions, classes, strict=True)
     ]
     composition = Composition(terms, unique_names([reward.name for reward in built]))
@@ -303,7 +307,7 @@ def _rewards(
     return rewards, classes, composition
 
 
-def _reference(trainer: Any, policy: Policy, path: str | None, args: Any) -> Reference:
+def _reference(trainer: Any, policy: Policy, path: str | None, args: RLOOConfig) -> Reference:
     other = None
     if path is not None:
         dtype = getattr(trainer.model, "dtype", None)
@@ -325,7 +329,7 @@ def _reference(trainer: Any, policy: Policy, path: str | None, args: Any) -> Ref
     return reference
 
 
-def _engine(trainer: Any, policy: Policy, encoder: PromptEncoder, args: Any) -> Engine:
+def _engine(trainer: Any, policy: Policy, encoder: PromptEncoder, args: RLOOConfig) -> Engine:
     def choose(wanted: str | None) -> Engine:
         with trainer.accelerator.autocast():
             return choose_engine(
@@ -337,7 +341,7 @@ def _engine(trainer: Any, policy: Policy, encoder: PromptEncoder, args: Any) -> 
                 merged=args.merge_generation,
                 group_size=args.num_generations,
                 longest_prompt=encoder.longest,
-                pad_to_multiple_of=args.pad_to_multiple_of,
+                pad_to_multiple_of=args.padding_multiple,
                 never=placeholder_ids(trainer.model.config) if policy.vision else (),
                 vllm=VllmOptions.of(args) if wanted == "vllm" else None,
             )
@@ -351,8 +355,8 @@ def _engine(trainer: Any, policy: Policy, encoder: PromptEncoder, args: Any) -> 
     return router
 
 
-def _sampling(policy: Policy, args: Any) -> Sampling:
-    extra = dict(args.generation_kwargs or {})
+def _sampling(policy: Policy, args: RLOOConfig) -> Sampling:
+    extra = dict(parsed(args.generation_kwargs))
     if args.cache_implementation is not None:
         extra["cache_implementation"] = args.cache_implementation
     if policy.tokenizer.bos_token_id is not None:
@@ -370,12 +374,12 @@ def _sampling(policy: Policy, args: Any) -> Sampling:
     )
 
 
-def _encoder(policy: Policy, args: Any) -> PromptEncoder:
+def _encoder(policy: Policy, args: RLOOConfig) -> PromptEncoder:
     limit = args.max_seq_length or loading.max_seq_length(policy.model)
     own = loading.context_length(policy.model)
     return PromptEncoder(
         policy.processing_class,
-        template_kwargs=args.chat_template_kwargs or {},
+        template_kwargs=parsed(args.chat_template_kwargs),
         context_length=min(filter(None, (limit, own)), default=None),
         max_completion_length=args.max_completion_length,
         hard_limit=limit is not None or loading.has_position_table(policy.model),
@@ -398,7 +402,7 @@ def _aux_loss_weight(model: Any, wanted: float | None) -> float:
     return float(getattr(config, "router_aux_loss_coef", 0.0) if wanted is None else wanted)
 
 
-def _hint_dropout(model: nn.Module, args: Any) -> None:
+def _hint_dropout(model: nn.Module, args: RLOOConfig) -> None:
     several = args.num_iterations > 1 or args.steps_per_generation > args.gradient_accumulation_steps
     if several and not args.disable_dropout and loading.has_dropout(model):
         logger.warning(

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from rloom.algo import KL_ESTIMATORS
+from rloom.config import RLOOConfig
 from rloom.data.transfer import flat_numbers, upload
 from rloom.models.head import exact_kl_chunks
 from rloom.models.load import has_dropout
@@ -35,7 +36,7 @@ class CreditAssigner:
     """Fills a rollout's `policy_logprobs`, `reference_logprobs`, `kl` and `advantages`."""
 
     def __init__(
-        self, config: Any, *, passes: Passes, credit: Credit, metrics: Metrics, processes: Processes = ALONE
+        self, config: RLOOConfig, *, passes: Passes, credit: Credit, metrics: Metrics, processes: Processes = ALONE
     ) -> None:
         self.processes = processes
         self.config, self.passes, self.credit, self.metrics = config, passes, credit, metrics

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from transformers import PrinterCallback, ProgressCallback, TrainerCallback
 
+from rloom.config import RLOOConfig
 from rloom.data.prompts import PromptEncoder
 from rloom.models.optimizers import values_of
 from rloom.models.reference import Reference
@@ -27,7 +28,7 @@ class SyncReference(TrainerCallback):
     def __init__(self, reference: Reference) -> None:
         self.reference = reference
 
-    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+    def on_step_end(self, args: RLOOConfig, state: Any, control: Any, **kwargs: Any) -> None:
         """Mix the policy in, every `ref_model_sync_steps` updates."""
         if state.global_step % args.ref_model_sync_steps == 0:
             self.reference.sync(kwargs["model"], args.ref_model_mixup_alpha, values_of(kwargs["optimizer"]))
@@ -42,7 +43,7 @@ class FitBudget(TrainerCallback):
     def __init__(self, learner: Learner, encoder: PromptEncoder) -> None:
         self.learner, self.encoder = learner, encoder
 
-    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+    def on_step_end(self, args: RLOOConfig, state: Any, control: Any, **kwargs: Any) -> None:
         """Run the worst case once, on a GPU, where gradients can be undone."""
         if (
             self.learner.budget.tried
@@ -70,7 +71,7 @@ class SampleTable(TrainerCallback):
         # How many completions there were at the last table.
         self.shown = -1
 
-    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+    def on_step_end(self, args: RLOOConfig, state: Any, control: Any, **kwargs: Any) -> None:
         """Print and send when the step is due."""
         step, total = state.global_step, state.max_steps
         # This is true `times` times in a run, whether or not `total` is a multiple of it.
@@ -90,7 +91,9 @@ class Diagnose(TrainerCallback):
     def __init__(self) -> None:
         self.doctor = Doctor()
 
-    def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **kwargs: Any) -> None:
+    def on_log(
+        self, args: RLOOConfig, state: Any, control: Any, logs: dict[str, Any] | None = None, **kwargs: Any
+    ) -> None:
         """Look for problems after each log of training."""
         if state.is_world_process_zero and "loss" in (logs or {}):
             for line in self.doctor.look(state.log_history, args, state.global_step):

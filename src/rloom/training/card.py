@@ -10,6 +10,7 @@ import re
 from typing import Any
 from urllib.parse import quote
 
+from rloom.config import RLOOConfig
 from rloom.printable import printable
 from rloom.rewards.completion_text import without_surrogates
 from rloom.version import __version__
@@ -96,7 +97,7 @@ def as_markdown(value: Any) -> str:
 
 
 def model_card(
-    args: Any,
+    args: RLOOConfig,
     *,
     model_id: str | None,
     name: str,

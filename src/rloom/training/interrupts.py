@@ -17,6 +17,7 @@ from typing import Any
 
 from transformers import TrainerCallback
 
+from rloom.config import RLOOConfig
 from rloom.printable import get_logger
 
 logger = get_logger(__name__)
@@ -60,7 +61,7 @@ class Interrupts(TrainerCallback):
         for number, handler in before.items():
             signal.signal(number, signal.SIG_DFL if handler is None else handler)
 
-    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> Any:
+    def on_step_end(self, args: RLOOConfig, state: Any, control: Any, **kwargs: Any) -> Any:
         """Save and stop, if a signal has come."""
         if self.received is not None:
             control.should_save = control.should_training_stop = True

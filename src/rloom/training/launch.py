@@ -10,6 +10,7 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
+from rloom.config import RLOOConfig
 from rloom.data import datasets
 from rloom.data.images import without_images
 from rloom.errors import ConfigError
@@ -46,7 +47,7 @@ SAME_EVERYWHERE = (
 """Options that decide what happens when. Each process decides by itself, so they must be equal everywhere."""
 
 
-def check_same_everywhere(processes: Processes, args: Any, train: Any, evaluation: Any = None) -> None:
+def check_same_everywhere(processes: Processes, args: RLOOConfig, train: Any, evaluation: Any = None) -> None:
     """Refuse processes that were given different options or data."""
     if processes.alone:
         return

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from rloom.algo import AGGREGATIONS, KL_PLACEMENTS, RATIO_LEVELS, SURROGATES, aggregate, policy_loss
+from rloom.config import RLOOConfig
 from rloom.errors import ConfigError
 from rloom.models.low_bits import added_as_they_come
 from rloom.observe.metrics import Metrics
@@ -28,7 +29,7 @@ class Learner:
 
     def __init__(
         self,
-        config: Any,
+        config: RLOOConfig,
         *,
         passes: Passes,
         assigner: CreditAssigner,

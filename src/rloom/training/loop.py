@@ -10,6 +10,7 @@ from typing import Any
 from torch import nn
 from transformers import Trainer
 
+from rloom.config import RLOOConfig
 from rloom.data.plan import UpdatePlan
 from rloom.models.optimizers import optimizer_with_low_bits
 from rloom.training.saving import CheckpointedTrainer
@@ -78,7 +79,7 @@ class UpdateLoop(CheckpointedTrainer):
         """6 per parameter and token run forward and backward; sampling and the reference are not counted."""
         return 6 * self.model.num_parameters(exclude_embeddings=True) * self.learner.tokens_forward
 
-    def get_total_train_batch_size(self, args: Any) -> int:
+    def get_total_train_batch_size(self, args: RLOOConfig) -> int:
         """Completions per update, over all processes."""
         return self._train_batch_size * self.schedule.parts_per_update * args.world_size
 

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from rloom.config import RLOOConfig
 from rloom.data.packing import pack
 from rloom.models.head import LogitTransform
 from rloom.models.load import base_of
@@ -46,7 +47,7 @@ class Sizes:
     device: torch.device
 
     @classmethod
-    def of(cls, model: Any, args: Any) -> Sizes:
+    def of(cls, model: Any, args: RLOOConfig) -> Sizes:
         """Read the sizes from the model's config. A kernel for other sizes is compiled when it is first used."""
         config, head = base_of(model).config.get_text_config(), base_of(model).get_output_embeddings().weight
         heads, dtype = config.num_attention_heads, head.dtype
@@ -69,7 +70,7 @@ class Sizes:
         return torch.zeros(shape, dtype=self.dtype, device=self.device)
 
 
-def compile_kernels(model: Any, args: Any) -> None:
+def compile_kernels(model: Any, args: RLOOConfig) -> None:
     """Compile the kernels of updates and generation. It changes no result: errors are only logged."""
     if not runs_kernels(args.device):
         return
