@@ -48,6 +48,7 @@ from rloom.types import Rollout
 logger = get_logger(__name__)
 
 PROMPT_COLUMNS = ("prompt", *IMAGE_COLUMNS)
+"""Columns that reward functions see with `remove_unused_columns=True`."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -251,6 +252,7 @@ def _batcher(trainer: Any, policy: Policy, args: Any) -> tuple[Batcher, bool]:
 
 
 def _reward_model(name: str, args: Any) -> nn.Module:
+    """Load a reward model by name. The error names a ready-made reward function of that name."""
     options = {"trust_remote_code": args.trust_remote_code, "init_kwargs": args.model_init_kwargs}
     try:
         return load_reward_model(name, **options)
@@ -266,6 +268,7 @@ def _reward_model(name: str, args: Any) -> nn.Module:
 def _rewards(
     trainer: Any, functions: list[Any], terms: list[Term], classes: list[Any], args: Any
 ) -> tuple[RewardSet, list[Any], Composition]:
+    """Load reward models, and build the set of rewards, their tokenizers and their composition."""
     classes = list(classes)
     revision = (args.model_init_kwargs or {}).get("revision")
     for index, function in enumerate(functions):
@@ -304,6 +307,7 @@ def _rewards(
 
 
 def _reference(trainer: Any, policy: Policy, path: str | None, args: Any) -> Reference:
+    """Build the reference on the device, or offloaded: a copy of the policy, or the model at `path`."""
     other = None
     if path is not None:
         dtype = getattr(trainer.model, "dtype", None)
@@ -326,6 +330,8 @@ def _reference(trainer: Any, policy: Policy, path: str | None, args: Any) -> Ref
 
 
 def _engine(trainer: Any, policy: Policy, encoder: PromptEncoder, args: Any) -> Engine:
+    """Choose the engine. For a vision model, transformers generates for prompts with images."""
+
     def choose(wanted: str | None) -> Engine:
         with trainer.accelerator.autocast():
             return choose_engine(
@@ -352,6 +358,7 @@ def _engine(trainer: Any, policy: Policy, encoder: PromptEncoder, args: Any) -> 
 
 
 def _sampling(policy: Policy, args: Any) -> Sampling:
+    """The sampling options of the engine."""
     extra = dict(args.generation_kwargs or {})
     if args.cache_implementation is not None:
         extra["cache_implementation"] = args.cache_implementation
@@ -371,6 +378,7 @@ def _sampling(policy: Policy, args: Any) -> Sampling:
 
 
 def _encoder(policy: Policy, args: Any) -> PromptEncoder:
+    """The encoder of prompts, with the context length of the model or of the options."""
     limit = args.max_seq_length or loading.max_seq_length(policy.model)
     own = loading.context_length(policy.model)
     return PromptEncoder(
@@ -399,6 +407,7 @@ def _aux_loss_weight(model: Any, wanted: float | None) -> float:
 
 
 def _hint_dropout(model: nn.Module, args: Any) -> None:
+    """Warn about dropout where a rollout is used for several updates."""
     several = args.num_iterations > 1 or args.steps_per_generation > args.gradient_accumulation_steps
     if several and not args.disable_dropout and loading.has_dropout(model):
         logger.warning(
