@@ -47,7 +47,7 @@ class DataError(RloomError, ValueError):
 
 
 class RewardError(RloomError, ValueError):
-    """A reward function returned something that is not a score."""
+    """A reward function returned something that is not a score, or could not be called."""
 
 
 class SandboxError(RloomError, RuntimeError):

@@ -26,7 +26,7 @@ class Prompt:
     content: str | list[dict[str, Any]]
     token_ids: list[int]
     columns: dict[str, Any] = field(default_factory=dict)
-    inputs: dict[str, Tensor] = field(default_factory=dict)  # of its images, as the model's forward names them
+    inputs: dict[str, Tensor] = field(default_factory=dict)  # image tensors, by the names in the model's forward
     images: list[Any] = field(default_factory=list)
     number: int | None = None  # its place among the prompts of all processes; None: its place in the list
 
@@ -48,7 +48,7 @@ class Completion:
     token_ids: list[int]
     stop_reason: str
     text: str = ""
-    logprobs: list[float] | None = None  # of the plain distribution, over the temperature
+    logprobs: list[float] | None = None  # under softmax(logits / temperature), before any filter
     drawn_logprobs: list[float] | None = None  # of the filtered distribution that was sampled from, if it differs
     entropies: list[float] | None = None
     mask: list[bool] | None = None  # (T,)
@@ -80,12 +80,12 @@ class Group:
 class Record:
     """What the table and the store show about one completion, once its advantage is known."""
 
-    group: int  # counted in the order in which groups were drawn
+    group: int  # its number, in the order in which groups were sampled
     prompt: Prompt
     completion: Completion
     reply: Any  # the completion as rewards see it: a text or a message
     scores: dict[str, float]
-    failures: dict[str, str]  # why a reward has no value of its own, by its name
+    failures: dict[str, str]  # why a reward failed, by its name
     reward: float
     extra: dict[str, Any]  # what reward functions added, by column
     advantage: float | None = None
@@ -104,18 +104,18 @@ class Rollout:
     completion_ids: list[list[int]]
     groups: Tensor  # (N,) long
     scores: Tensor  # (N, F), NaN where a function did not apply
-    score: Tensor  # (N,) weighted, shaped, normalised, clipped; NaN: unscorable
+    score: Tensor  # (N,) weighted, shaped, normalised, clipped; NaN: no score
     trained: list[bool]  # False where the row is left out of the loss (masked, empty)
     sampling_logprobs: list[list[float]] | None = None
     num_groups: int = 0  # including groups without a completion, which have no row
-    ended: list[bool] | None = None  # by an end token, and not cut off
+    ended: list[bool] | None = None  # whether it ended with an end token
     masks: list[list[bool] | None] = field(default_factory=list)  # which tokens the policy drew; None: all
-    prompt_inputs: list[dict[str, Tensor]] = field(default_factory=list)  # of images; rows of a group share them
+    prompt_inputs: list[dict[str, Tensor]] = field(default_factory=list)  # image tensors; rows of a group share them
     policy_logprobs: list[Tensor | None] = field(default_factory=list)  # (D_i,) each, at the rollout's weights
     reference_logprobs: list[Tensor | None] = field(default_factory=list)  # (D_i,) each
     kl: list[Tensor | None] = field(default_factory=list)  # (D_i,) each
     advantages: list[Tensor | None] = field(default_factory=list)  # () or (D_i,) each
-    total: Tensor | None = None  # (N,) weighted sum of scores, as it is logged; until the first use
+    total: Tensor | None = None  # (N,) weighted sum of scores for the log, until the first use
     records: list[Record] = field(default_factory=list)  # one per row, until the first use
     drawn: list[Record] = field(default_factory=list)  # the same, and those of groups that were replaced
 
@@ -160,7 +160,7 @@ class Rollout:
         return [not bool((part != part[:1]).any()) for part in known]
 
     def rows(self, part: int, parts: int) -> range:
-        """The rows of one of `parts` equal contiguous shares."""
+        """The rows of part number `part`, of `parts` equal contiguous ones."""
         return range(part * len(self) // parts, (part + 1) * len(self) // parts)
 
 
@@ -214,17 +214,17 @@ class MicroBatch:
     rows: list[int]
     lengths: list[int]  # tokens of each completion that the policy drew
     completion_mask: Tensor  # (B, C) float
-    targets: Tensor  # (N,) these tokens, line by line
-    flat: Tensor  # (N,) where each stands in the flattened table
+    targets: Tensor  # (N,) the tokens that the policy drew, line by line
+    flat: Tensor  # (N,) the place of each target in the flattened table
     first: bool = False  # no update has used these rows: their log-probabilities here are the old policy's
-    one_forward: bool = False  # their advantages come from this very forward
+    one_forward: bool = False  # their advantages come from this forward
     packed: PackedRow | None = None
     input_ids: Tensor | None = None  # (B, P + C), prompts padded on the left, completions on the right
     attention_mask: Tensor | None = None
     position_ids: Tensor | None = None
-    width: int = 0  # padded: the longest completion
-    places: Tensor | None = None  # (N,) padded: where each target stands among the completions, (B, width) flattened
-    prompt_inputs: dict[str, Tensor] = field(default_factory=dict)  # of images, joined
+    width: int = 0  # padded: tokens of the longest completion
+    places: Tensor | None = None  # (N,) padded: the place of each target in the flattened (B, width)
+    prompt_inputs: dict[str, Tensor] = field(default_factory=dict)  # image tensors, joined
 
     @property
     def num_tokens(self) -> int:
@@ -238,6 +238,6 @@ class MicroBatch:
         return [self.rows[sum(sizes[:index])] for index in range(len(sizes))]
 
     def to_table(self, values: Tensor) -> Tensor:
-        """(N,) → (B, C), zero where a completion has ended; differentiable."""
+        """Values of the targets as a table, (N,) → (B, C), zero elsewhere. It is differentiable."""
         table = values.new_zeros(self.completion_mask.numel()).index_copy(0, self.flat, values)
         return table.view(self.completion_mask.shape)

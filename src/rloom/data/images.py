@@ -57,7 +57,7 @@ def with_images(messages: Messages, images: list[Any]) -> Messages:
     if images and plain:
         first = next((message for message in result if message["role"] == "user"), None)
         if first is None:
-            raise DataError("a prompt has images, and no user message to put them in")
+            raise DataError("a prompt has images, and no message of the user to put them in")
         first["content"] = [{"type": "image"} for _ in images] + first["content"]
     places = [part for part in _image_parts(result) if "image" not in part]
     if len(places) != len(images):
@@ -76,6 +76,7 @@ def images_in(messages: Messages) -> list[Any]:
 
 
 def _in_parts(message: Mapping[str, Any]) -> dict[str, Any]:
+    """A copy of a message whose content is a list of parts."""
     content = message.get("content")
     # A tool call has no content.
     if content is None:

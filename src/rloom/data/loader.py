@@ -147,7 +147,7 @@ def map_style_loader(rows: Sequence[dict[str, Any]], sampler: PlanSampler, **opt
 
 
 def stream_loader(rows: Iterable[dict[str, Any]], schedule: Schedule, **options: Any) -> PlanLoader:
-    """Loader over a stream; it is read by one process, since several would cut groups apart."""
+    """Loader over a stream. This process reads it: several workers would each read a stream of their own."""
     return PlanLoader(PlannedStream(rows, schedule), batch_size=None, collate_fn=as_is, **{**options, "num_workers": 0})
 
 

@@ -61,6 +61,7 @@ def join_packed(prompts: Sequence[Inputs], lengths: Sequence[int], total: int) -
 
 
 def _along_tokens(values: Sequence[Tensor | None], left: int, right: int) -> Tensor:
+    """Values per token as a table, aligned with prompts that end at column `left`."""
     table = torch.zeros(len(values), left + right, dtype=torch.long)
     for line, value in enumerate(values):
         if value is not None:
@@ -69,6 +70,7 @@ def _along_tokens(values: Sequence[Tensor | None], left: int, right: int) -> Ten
 
 
 def _one_after_another(values: Sequence[Tensor], fill: int) -> Tensor:
+    """Join tensors along the first dimension; the others are padded to the largest."""
     shape = [max(sizes) for sizes in zip(*(value.shape[1:] for value in values), strict=True)]
     return torch.cat([_grown(value, shape, fill) for value in values])
 

@@ -30,10 +30,10 @@ class Schedule:
     [[(0, 0), (0, 1), (0, 2)], [(0, 3), (0, 0), (0, 1)], [(0, 2), (0, 3)]]
     """
 
-    prompts: int  # of this process, per rollout
-    parts: int
-    passes: int
-    parts_per_update: int
+    prompts: int  # prompts of this process per rollout
+    parts: int  # S, parts of a rollout
+    passes: int  # μ, how often a rollout is trained on
+    parts_per_update: int  # A
     world_size: int = 1
     rank: int = 0
 
@@ -70,7 +70,7 @@ class Schedule:
         return [start + index for start in starts for index in range(share)]
 
     def local(self, indices: list[int], rollout: int) -> list[int]:
-        """This process' prompts of a rollout, from the epoch's order."""
+        """This process' prompts of a rollout. `indices` is the epoch's order."""
         start = rollout * self.world_size * self.prompts
         return [indices[start + place] for place in self.places()]
 
@@ -126,7 +126,7 @@ class PlanSampler:
 
     @property
     def num_left_out(self) -> int:
-        """Prompts that do not fill a rollout, and are left out of this epoch. With shuffling they change."""
+        """Prompts that do not fill a rollout, and are left out. With shuffling, they differ between epochs."""
         return self.num_prompts % (self.schedule.prompts * self.schedule.world_size)
 
     def set_epoch(self, epoch: int) -> None:

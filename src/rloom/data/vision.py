@@ -20,7 +20,7 @@ def is_vision(processing_class: Any) -> bool:
 
 
 class VisionEncoder:
-    """Makes [`Prompt`]s of rows, one at a time: each keeps the tensors of its own images."""
+    """Turns rows into [`Prompt`]s, one at a time. Each prompt keeps the tensors of its own images."""
 
     def __init__(self, processor: Any, template_kwargs: dict[str, Any], sources: ImageSources | None = None) -> None:
         self.processor, self.template_kwargs, self.sources = processor, template_kwargs, sources

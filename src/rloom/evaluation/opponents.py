@@ -58,6 +58,7 @@ class OtherModel:
         ]
 
     def _ask(self, missing: dict[str, Prompt]) -> None:
+        """Generate the missing completions, and remember them."""
         rows = [{"prompt": prompt.content} for prompt in missing.values()]
         writer = Writer(self.name, chat=not isinstance(rows[0]["prompt"], str), **self.options)
         keys = list(missing)

@@ -70,6 +70,7 @@ class CompletionLog:
         return {name: [columns[name].pop() for _ in range(count)][::-1] for name in grown}
 
     def _append(self, row: dict[str, Any]) -> None:
+        """Add one row to all columns."""
         before = len(self.columns["prompt"])
         for name, value in row.items():
             column = self.columns[name]
@@ -153,7 +154,7 @@ class CompletionLog:
         return json.dumps(plain, default=str)
 
     def load_state_dict(self, state: str) -> None:
-        """Go on where a checkpoint stopped."""
+        """Restore the state of a checkpoint."""
         for name, value in json.loads(state).items():
             if isinstance(value, dict):
                 for key, values in value.items():

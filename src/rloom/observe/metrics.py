@@ -66,7 +66,7 @@ class Metrics:
         }
 
     def load_state_dict(self, state: dict[str, dict[str, list[float]]]) -> None:
-        """Go on where a checkpoint stopped."""
+        """Restore the state of a checkpoint."""
         for mode, named in state.items():
             self.values[mode].clear()
             for name, values in named.items():

@@ -97,6 +97,7 @@ class RunStore:
             )
 
     def _drop_after(self, step: int) -> int:
+        """Drop the rows of later steps, file by file from the end. Returns how many there were."""
         dropped = 0
         for part in reversed(_parts(self.folder)):
             if _first_step(part) <= step:
@@ -150,6 +151,7 @@ class RunStore:
         return {name: value if name in TEXTS else _shortest(value) for name, value in kept.items()}
 
     def _append(self, data: bytes, step: int) -> None:
+        """Append data to the newest file: all of it, or nothing."""
         self.folder.mkdir(parents=True, exist_ok=True)
         part = self._part(step)
         with part.open("ab", buffering=0) as file:
@@ -227,6 +229,7 @@ def _line(row: dict[str, Any]) -> str:
 
 
 def _text(value: Any) -> str:
+    """The text of any object, also of one whose `str` raises an error."""
     try:
         return str(value)
     except Exception:
@@ -247,8 +250,7 @@ def _first_step(part: Path) -> int:
 
 
 def _lines(part: Path, *, last: bool) -> Iterator[tuple[int, dict[str, Any] | None]]:
-    """The start of each line, and its row or None if it is damaged. Half a line at the end of the last file is
-    skipped."""
+    """The start and the row of each line; None for a damaged row. Half a line at the last file's end is skipped."""
     position = 0
     with part.open("rb") as file:
         for line in file:

@@ -39,7 +39,7 @@ def learning_rate(args: RLOOConfig, adapter: bool) -> str | None:
 
 
 def group_size(args: RLOOConfig, adapter: bool) -> str | None:
-    """The baseline is the mean of K−1 samples."""
+    """The baseline is the mean of K−1 completions, so small groups make it noisy."""
     k, (low, high) = args.num_generations, GROUP
     if k < low:
         return f"num_generations={k}: the baseline is the mean of {k - 1}; {low} to 8 make a steadier one"
@@ -49,7 +49,7 @@ def group_size(args: RLOOConfig, adapter: bool) -> str | None:
 
 
 def kl_weight(args: RLOOConfig, adapter: bool) -> str | None:
-    """Too little lets the policy drift, too much holds it in place."""
+    """A small beta lets the policy drift; a large one holds it in place."""
     low, high = BETA
     if args.beta < low:
         return (

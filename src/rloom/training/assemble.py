@@ -50,6 +50,7 @@ from rloom.types import Rollout
 logger = get_logger(__name__)
 
 PROMPT_COLUMNS = ("prompt", *IMAGE_COLUMNS)
+"""Columns that reward functions see with `remove_unused_columns=True`."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -255,6 +256,7 @@ def _batcher(trainer: Any, policy: Policy, args: RLOOConfig) -> tuple[Batcher, b
 
 
 def _reward_model(name: str, args: RLOOConfig) -> nn.Module:
+    """Load a reward model by name. The error names a ready-made reward function of that name."""
     init_kwargs = parsed(args.model_init_kwargs)
     try:
         return load_reward_model(name, trust_remote_code=args.trust_remote_code, init_kwargs=init_kwargs)
@@ -270,6 +272,7 @@ def _reward_model(name: str, args: RLOOConfig) -> nn.Module:
 def _rewards(
     trainer: Any, functions: list[Any], terms: list[Term], classes: list[Any], args: RLOOConfig
 ) -> tuple[RewardSet, list[Any], Composition]:
+    """Load reward models, and build the set of rewards, their tokenizers and their composition."""
     classes = list(classes)
     revision = parsed(args.model_init_kwargs).get("revision")
     for index, function in enumerate(functions):
@@ -308,6 +311,7 @@ def _rewards(
 
 
 def _reference(trainer: Any, policy: Policy, path: str | None, args: RLOOConfig) -> Reference:
+    """Build the reference on the device, or offloaded: a copy of the policy, or the model at `path`."""
     other = None
     if path is not None:
         dtype = getattr(trainer.model, "dtype", None)
@@ -330,6 +334,8 @@ def _reference(trainer: Any, policy: Policy, path: str | None, args: RLOOConfig)
 
 
 def _engine(trainer: Any, policy: Policy, encoder: PromptEncoder, args: RLOOConfig) -> Engine:
+    """Choose the engine. For a vision model, transformers generates for prompts with images."""
+
     def choose(wanted: str | None) -> Engine:
         with trainer.accelerator.autocast():
             return choose_engine(
@@ -356,6 +362,7 @@ def _engine(trainer: Any, policy: Policy, encoder: PromptEncoder, args: RLOOConf
 
 
 def _sampling(policy: Policy, args: RLOOConfig) -> Sampling:
+    """The sampling options of the engine."""
     extra = dict(parsed(args.generation_kwargs))
     if args.cache_implementation is not None:
         extra["cache_implementation"] = args.cache_implementation
@@ -375,6 +382,7 @@ def _sampling(policy: Policy, args: RLOOConfig) -> Sampling:
 
 
 def _encoder(policy: Policy, args: RLOOConfig) -> PromptEncoder:
+    """The encoder of prompts, with the context length of the model or of the options."""
     limit = args.max_seq_length or loading.max_seq_length(policy.model)
     own = loading.context_length(policy.model)
     return PromptEncoder(
@@ -403,6 +411,7 @@ def _aux_loss_weight(model: Any, wanted: float | None) -> float:
 
 
 def _hint_dropout(model: nn.Module, args: RLOOConfig) -> None:
+    """Warn about dropout where a rollout is used for several updates."""
     several = args.num_iterations > 1 or args.steps_per_generation > args.gradient_accumulation_steps
     if several and not args.disable_dropout and loading.has_dropout(model):
         logger.warning(

@@ -83,7 +83,7 @@ class CreditAssigner:
     def _fits_one_forward(self, model: Any, rollout: Rollout) -> bool:
         """Whether the training forward can give the advantages: every group fits a micro-batch, without dropout.
 
-        The KL is that of the policy without dropout, and the training forward has it.
+        The KL is that of the policy without dropout. A forward with dropout cannot give it.
         """
         if self.credit.needs_batch or (model.training and self._has_dropout):
             return False
@@ -144,6 +144,7 @@ class CreditAssigner:
         return self.estimator.function(stats.logprobs, gather(known, batch))
 
     def _exact_kl(self, batch: MicroBatch, stats: TokenStats) -> Tensor:
+        """The exact KL over the vocabulary, computed from both models' heads in chunks."""
         policy, reference = self.passes.policy, self.passes.reference
         assert reference is not None
         size = policy.get_output_embeddings().weight.shape[0]
@@ -211,7 +212,7 @@ def _whole_groups(rollout: Rollout, rows: Sequence[int]) -> list[int]:
 
 
 def _stack(rows: list[Tensor | None]) -> tuple[Tensor, Tensor]:
-    """Ragged rows as a padded tensor and its mask; None is a row of no tokens. (N, T)"""
+    """Rows of different lengths as a padded tensor and its mask, (N, T). None is a row without tokens."""
     known = [row for row in rows if row is not None]
     device = known[0].device if known else torch.device("cpu")
     lengths = [0 if row is None else len(row) for row in rows]

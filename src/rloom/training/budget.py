@@ -90,6 +90,7 @@ class TokenBudget:
 
 
 def _device() -> str:
+    """The name and memory of the device, as a checkpoint records it."""
     if not torch.cuda.is_available():
         return "cpu"
     properties = torch.cuda.get_device_properties(torch.cuda.current_device())

@@ -29,7 +29,7 @@ class SyncReference(TrainerCallback):
         self.reference = reference
 
     def on_step_end(self, args: RLOOConfig, state: Any, control: Any, **kwargs: Any) -> None:
-        """Mix the policy in, every `ref_model_sync_steps` updates."""
+        """Mix the policy into the reference, every `ref_model_sync_steps` updates."""
         if state.global_step % args.ref_model_sync_steps == 0:
             self.reference.sync(kwargs["model"], args.ref_model_mixup_alpha, values_of(kwargs["optimizer"]))
 
@@ -72,7 +72,7 @@ class SampleTable(TrainerCallback):
         self.shown = -1
 
     def on_step_end(self, args: RLOOConfig, state: Any, control: Any, **kwargs: Any) -> None:
-        """Print and send when the step is due."""
+        """Print and send the table if it is due after this step."""
         step, total = state.global_step, state.max_steps
         # This is true `times` times in a run, whether or not `total` is a multiple of it.
         due = step * self.times // total > (step - 1) * self.times // total

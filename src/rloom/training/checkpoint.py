@@ -32,6 +32,7 @@ REFERENCE_FILE = "reference.pt"
 TRAINER_STATE_FILE = "trainer_state.json"
 MANIFEST_FILE = "rloom_manifest.json"
 OURS = re.compile(r"rloom_state(_\d+)?\.pt")
+"""State files of all processes."""
 NUMBERS = (".safetensors", ".bin", ".pt", ".pth")
 """Suffixes of files that hold tensors."""
 CHUNK = 1 << 24
@@ -67,7 +68,7 @@ def load_components(components: Mapping[str, Component], state: dict[str, Any]) 
 
 
 def _upgraded(state: dict[str, Any]) -> dict[str, Any]:
-    """The state of an older version's checkpoint in today's form."""
+    """A state in the present format. States of older versions are converted; newer formats are refused."""
     if state.get("format", 1) > FORMAT:
         raise ValueError(f"the checkpoint was written by a newer rloom (its format is {state['format']}): update rloom")
     if "format" in state:

@@ -104,6 +104,7 @@ class Collector:
 
     @contextmanager
     def _begun(self) -> Iterator[Scoring]:
+        """The scoring of one rollout. Calls that are still running at the end of the block are cancelled."""
         self._scoring = self.rewards.begin()
         try:
             yield self._scoring
@@ -191,6 +192,7 @@ class Collector:
         return scored
 
     def _set_scores(self, rollout: Rollout, groups: list[Group], scored: Scored, mode: str) -> None:
+        """Shape the scores. Truncated completions count as unscored where the options say so."""
         truncated = torch.tensor([c.truncated for group in groups for c in group.completions])
         lengths = torch.tensor([c.num_drawn for group in groups for c in group.completions])
         counted = scored.scores

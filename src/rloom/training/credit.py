@@ -33,7 +33,7 @@ from rloom.training.processes import ALONE, Processes
 class Shaper:
     """score_i = Σ_f w_f·f_i − penalties, then normalised, then clipped. Keeps the running moments.
 
-    `composition` says what happens to each column of scores before the sum.
+    `composition` gates and scales each column of scores before the sum.
     """
 
     def __init__(self, config: RLOOConfig, weights: Tensor, composition: Composition | None = None) -> None:
@@ -91,14 +91,14 @@ class Shaper:
         return {"moments": [moments.count, moments.mean, moments.squares], "composition": composed}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on where a checkpoint stopped."""
+        """Restore the state of a checkpoint."""
         self.moments.count, self.moments.mean, self.moments.squares = state["moments"]
         if self.composition is not None:
             self.composition.load_state_dict(state["composition"])
 
 
 class Credit:
-    """Rewards and advantages from shaped scores and, when the KL is part of the reward, token KLs."""
+    """Computes advantages from shaped scores and, where the KL is part of the reward, from token KLs."""
 
     def __init__(self, config: RLOOConfig, processes: Processes = ALONE) -> None:
         self.processes = processes
@@ -116,15 +116,15 @@ class Credit:
 
     @property
     def needs_batch(self) -> bool:
-        """Whether advantages compare across groups, so that all of a rollout must be known first."""
+        """Whether advantages depend on other groups, so that the whole rollout must be known first."""
         return self.normalize_advantages or self.estimator.needs_batch
 
     def advantages(
         self, score: Tensor, groups: Tensor, kl: Tensor | None, mask: Tensor | None, *, update: bool = True
     ) -> Tensor:
-        """(N,), or (N, T) when the KL is credited per token. `kl` and `mask` are (N, T), None when not needed.
+        """Advantages (N,), or (N, T) if the KL is credited per token. `kl` and `mask` are (N, T), None if not needed.
 
-        `update=False` leaves the moving average alone, and compares within this process (evaluation).
+        `update=False`, in evaluation, does not update the moving average, and compares within this process.
         """
         if self.processes.alone or not (self.needs_batch and update):
             return self._advantages(score, groups, kl, mask, update=update)
@@ -169,11 +169,11 @@ class Credit:
         return {"value": self.average.value}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on where a checkpoint stopped."""
+        """Restore the state of a checkpoint."""
         self.average.value = state["value"]
 
 
 def _padded(tables: Sequence[Tensor]) -> list[Tensor]:
-    """Tables (N, T) of different widths, all as wide as the widest."""
+    """Pad tables (N, T) to the width of the widest."""
     width = max(table.shape[1] for table in tables)
     return [torch.nn.functional.pad(table, (0, width - table.shape[1])) for table in tables]

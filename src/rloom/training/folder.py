@@ -95,6 +95,7 @@ class OutputFolder:
                 os.close(lock)
 
     def _lock(self) -> int | None:
+        """Lock the folder. None if it cannot be locked; an error if another run holds the lock."""
         if fcntl is None:
             return None
         file = self.path / LOCK_FILE
@@ -193,6 +194,7 @@ class OutputFolder:
         return [item for item in found if not any(path.is_relative_to(item.resolve()) for path in keep)]
 
     def _moved(self, items: Iterable[Path]) -> Path:
+        """Move items to a new folder in `_previous`, and return that folder."""
         numbers = [int(p.name) for p in (self.path / PREVIOUS).glob("*") if p.name.isdigit()]
         target = self.path / PREVIOUS / str(max(numbers, default=0) + 1)
         try:
@@ -258,6 +260,7 @@ def _taken(fd: int, file: Path) -> bool:
 
 
 def _holder(fd: int) -> str:
+    """Who holds the lock, for the error message."""
     try:
         holder = json.loads(os.pread(fd, 1000, 0))
         return f"process {holder['pid']} on {holder['host']}, since {holder['since']},"
@@ -272,6 +275,7 @@ def _recorded(folder: Path) -> list[str]:
 
 
 def _record(folder: Path) -> dict[str, Any]:
+    """The record of the folder's last run; empty if it is missing or unreadable."""
     try:
         found = json.loads((folder / RECORD_FILE).read_text())
     except (OSError, ValueError):
@@ -288,6 +292,7 @@ def _is_of_models(name: str) -> bool:
 
 
 def _stamps(folder: Path) -> dict[str, Any]:
+    """Modification time and inode of each file in a folder, to see what has changed."""
     found = {}
     with contextlib.suppress(OSError), os.scandir(folder) as entries:
         for entry in entries:

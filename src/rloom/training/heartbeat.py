@@ -76,6 +76,7 @@ class Heartbeat:
             self._over.wait(BEAT_SECONDS)
 
     def _send(self, what: str) -> bool:
+        """Write this process' heartbeat. False if the store is gone."""
         try:
             self._store.set(f"rloom-beat-{self.rank}", what)
             return True
@@ -84,6 +85,7 @@ class Heartbeat:
             return False
 
     def _receive(self) -> bool:
+        """Read the heartbeats of the others. False if the store is gone."""
         try:
             for other in self._heard:
                 key = f"rloom-beat-{other}"
@@ -110,6 +112,7 @@ class Heartbeat:
             self._name(self.silent())
 
     def _name(self, silent: list[int]) -> None:
+        """Report processes that have become silent, and those that are heard of again."""
         for other in sorted(set(silent) - self._named):
             self._say(other, silent, SILENCE.format(SILENT_SECONDS))
         for other in sorted(self._named - set(silent)):

@@ -70,6 +70,7 @@ def _cleaned(value: Any) -> Any:
 
 
 def _model(model: Any) -> dict[str, Any]:
+    """The architecture, the shapes of the trained weights, and the name of a model."""
     config = base_of(model).config
     name = _short_name(str(getattr(config, "_name_or_path", "") or ""))
     trained = {name: list(p.shape) for name, p in model.named_parameters() if p.requires_grad}

@@ -33,7 +33,7 @@ def check_launch(joined: int) -> None:
     by_accelerate = os.environ.get("ACCELERATE_USE_CPU", "").lower() == "true" and "MASTER_ADDR" in os.environ
     if joined == 1 and by_accelerate and "WORLD_SIZE" not in os.environ:
         raise ConfigError(
-            "`accelerate launch` was asked for several processes, and has started one, as it does on a CPU. "
+            "`accelerate launch` was told to start several processes, and has started one, as it does on a CPU. "
             f"{on_a_cpu}. If one is what you want: --num_processes 1, and no MASTER_ADDR in the environment"
         )
 

@@ -90,11 +90,12 @@ class Learner:
         # These passes come before the part that is repeated when memory runs out.
         self._assign(model, shares, "train")
         loss = self._in_pieces_that_fit(shares, lambda: self._accumulate(model, shares, compute_loss, backward, skip))
-        # Processes exchange results only here, where nothing of the update can fail and be repeated any more.
+        # Processes exchange metrics and gradients here, after the part that may fail and be repeated.
         self.update_metrics.record(self.metrics, "train", self.processes)
         return self.processes.add_up(self.policy.parameters(), loss)
 
     def _in_pieces_that_fit(self, shares: Sequence[Share], work: Callable[[], Tensor]) -> Tensor:
+        """Run the update. Out of memory, undo and repeat it; under DeepSpeed, explain the error."""
         if not self.processes.external_optimizer:
             saved = [columns for share in shares for columns in _saved_columns(share.rollout)]
 
@@ -118,6 +119,7 @@ class Learner:
         self.policy.zero_grad(set_to_none=True)
 
     def _accumulate(self, model: Any, shares: Sequence[Share], compute_loss: Any, backward: Any, skip: bool) -> Tensor:
+        """One attempt at the update's forwards and backwards. Returns this process' loss."""
         self.update_metrics = UpdateMetrics(older=self.config.log_older_metrics)
         total, last = torch.zeros((), device=self.passes.device), False
         with self.passes.attention(), added_as_they_come(self.policy) as widen:
@@ -201,6 +203,7 @@ class Learner:
         return total
 
     def _evaluated(self, model: Any, share: Share) -> Tensor:
+        """One attempt at an evaluation's forwards. Returns the loss."""
         self.update_metrics = UpdateMetrics(older=self.config.log_older_metrics)
         total = torch.zeros((), device=self.passes.device)
         with self.passes.attention(), self.passes.reference_stays():
@@ -255,7 +258,7 @@ class Learner:
         return kept
 
     def _count(self, shares: Sequence[Share], processes: Processes) -> None:
-        """The update's denominator, over all processes: completions (excluded ones aside), or trained tokens."""
+        """Set the update's denominator over all processes: completions without excluded ones, or trained tokens."""
         tokens = forward = completions = 0
         for share in shares:
             rollout = share.rollout

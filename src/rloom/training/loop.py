@@ -64,6 +64,7 @@ class UpdateLoop(CheckpointedTrainer):
         self._agree()
 
     def _agree(self) -> None:
+        """Make the flags of the Trainer's control equal in all processes."""
         names = ("should_training_stop", "should_epoch_stop", "should_log", "should_evaluate", "should_save")
         several = self.processes.gather([getattr(self.control, name) for name in names])
         for name, asked in zip(names, zip(*several, strict=True), strict=True):
@@ -76,7 +77,7 @@ class UpdateLoop(CheckpointedTrainer):
         """Nothing to do: tokens are counted when a rollout is collected."""
 
     def floating_point_ops(self, inputs: UpdatePlan) -> int:
-        """6 per parameter and token run forward and backward; sampling and the reference are not counted."""
+        """6 operations per parameter and token of an update. Sampling and the reference are not counted."""
         return 6 * self.model.num_parameters(exclude_embeddings=True) * self.learner.tokens_forward
 
     def get_total_train_batch_size(self, args: RLOOConfig) -> int:
@@ -84,7 +85,7 @@ class UpdateLoop(CheckpointedTrainer):
         return self._train_batch_size * self.schedule.parts_per_update * args.world_size
 
     def get_optimizer_cls_and_kwargs(self, args: Any, model: Any = None) -> tuple[Any, dict[str, Any]]:
-        """The optimizer that the options name; for bfloat16 weights one that keeps the bits they drop."""
+        """The optimizer that the options name. For bfloat16 weights it keeps the 16 bits that they drop."""
         cls, options = Trainer.get_optimizer_cls_and_kwargs(args, model)
         if model is None or self.processes.external_optimizer:
             return cls, options

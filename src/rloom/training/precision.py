@@ -89,6 +89,7 @@ def choose_precision(trainer: Any, *, loaded_with: Any, own_optimizer: bool) -> 
 
 
 def _why_not_split(trainer: Any, asked_dtype: Any, own_optimizer: bool) -> str | None:
+    """The reason for not splitting weights; None if they are to be split."""
     args = trainer.args
     if not args.bf16:
         return "fp16=True" if args.fp16 else "bf16 is off"

@@ -32,9 +32,9 @@ class RolloutMetrics:
     sizes: list[int]  # completions of each group
     asked: int  # completions that were asked for
     num_tokens: int  # of prompts and completions
-    report: Report = field(default_factory=list)  # what calling the rewards cost
-    logged: Report = field(default_factory=list)  # what they logged themselves
-    totals: dict[str, float] = field(default_factory=dict)  # of what they logged: totals of the run so far
+    report: Report = field(default_factory=list)  # seconds, failures and ratios of the rewards' calls
+    logged: Report = field(default_factory=list)  # metrics that the rewards logged
+    totals: dict[str, float] = field(default_factory=dict)  # running totals that the rewards logged
 
     @classmethod
     def of(cls, groups: Sequence[Group], scored: Scored, total: Tensor, asked: int) -> RolloutMetrics:

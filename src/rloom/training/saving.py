@@ -139,6 +139,7 @@ class CheckpointedTrainer(Trainer):
         return self._on_main(lambda: self._made_ready(asked, facts))
 
     def _made_ready(self, asked: Any, facts: dict[str, Any]) -> Any:
+        """In the main process: choose and check the checkpoint, and prepare the output folder."""
         folder = self._newest_checkpoint(must_be=asked is True) if asked is True or asked == "auto" else asked
         if not isinstance(folder, str):
             self._begin_here(delete=self.args.overwrite_output_dir and asked != "auto")
@@ -226,6 +227,7 @@ class CheckpointedTrainer(Trainer):
             raise DiskError(f'{error}. {last}. Make room, and go on with resume_from_checkpoint="auto"') from error
 
     def _save_own(self, folder: Path) -> None:
+        """Write rloom's part of a checkpoint."""
         moved = self.reference.state_dict() if self.reference and self.args.sync_ref_model else None
         state = checkpoint.state_of(self._components(), self._plan())
         checkpoint.save(folder, state, moved, rank=self.processes.rank)

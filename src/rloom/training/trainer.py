@@ -358,6 +358,7 @@ class RLOOTrainer(UpdateLoop):
         return output
 
     def _estimates(self, batches: list[tuple[Page, Measured]]) -> dict[str, Estimate]:
+        """The metrics of an evaluation, with the win rate."""
         measured = self._nothing_measured()
         measured.join([one for _, one in batches])
         found = measured.estimates()

@@ -14,6 +14,7 @@ import torch
 TOKENS_ON_CPU = 8192
 LEAST_TOKENS = 8192
 MOST_TOKENS = 32_768
+"""Limits of a micro-batch on a GPU, before it is rounded to whole groups."""
 
 HOST_SECONDS = 8e-3
 """Time that a slow host needs to launch a layer forward, forward again and backward. An H200's took 7.6 to 11 ms."""
@@ -69,7 +70,8 @@ def keeps_logits(
 
 
 def _power_above(count: float) -> int:
-    """
+    """The smallest power of two that is not below `count`.
+
     >>> _power_above(5000.0)
     8192
     """
@@ -78,6 +80,7 @@ def _power_above(count: float) -> int:
 
 @functools.cache
 def _operations_per_second(device: torch.device, in_float32: bool) -> float:
+    """The speed that an update reaches on this GPU."""
     major, minor = torch.cuda.get_device_capability(device)
     half = 2048 if (major, minor) == (8, 0) else PER_PROCESSOR.get(major, 4096)
     each = IN_FLOAT32 if in_float32 else half

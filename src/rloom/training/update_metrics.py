@@ -30,7 +30,7 @@ class UpdateMetrics:
     low: list[Tensor] = field(default_factory=list)  # share clipped per completion, (B,) each
     high: list[Tensor] = field(default_factory=list)
     older: bool = False  # whether older documents' metrics are wanted too
-    log_ratios: list[Tensor] = field(default_factory=list)  # at the level of the loss, flat
+    log_ratios: list[Tensor] = field(default_factory=list)  # per completion or per token, as in the loss
     policy_loss: Tensor | float = 0.0  # without KL and auxiliary losses
 
     @torch.no_grad()
@@ -51,6 +51,8 @@ class UpdateMetrics:
             UpdateMetrics.joined(processes.gather(self._on_host())).record(metrics, mode)
 
     def _on_host(self) -> UpdateMetrics:
+        """A copy on the host, with each list joined, to be sent to other processes."""
+
         def moved(value: Any) -> Any:
             if isinstance(value, list):
                 return [torch.cat(value).detach().cpu()] if value else []

@@ -16,7 +16,7 @@ from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
 
 def are_renamed(folder: str | Path, model: Any) -> bool:
-    """Whether the checkpoint in `folder` has weights that `model` does not know by name."""
+    """Whether the checkpoint in `folder` has weights with names that `model` does not have."""
     names = _names(Path(folder))
     return not names <= set(model.state_dict())
 
