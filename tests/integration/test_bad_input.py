@@ -190,7 +190,7 @@ def test_processes_that_do_not_know_of_each_other_are_refused(monkeypatch):
     monkeypatch.delenv("WORLD_SIZE")
     monkeypatch.setenv("ACCELERATE_USE_CPU", "True")
     monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
-    with pytest.raises(ConfigError, match="asked for several processes, and has started one"):
+    with pytest.raises(ConfigError, match="told to start several processes, and has started one"):
         check_devices(lone)
 
 
