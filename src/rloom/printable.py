@@ -1,4 +1,4 @@
-"""Text from outside (completions, exceptions, services, names) as terminals can show it, which obey some characters."""
+"""Text from outside (completions, exceptions, services, names) in a form that is harmless for terminals."""
 
 from __future__ import annotations
 

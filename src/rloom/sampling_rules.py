@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from numbers import Integral, Real
 from typing import Any
 
@@ -38,8 +39,22 @@ RULES: dict[str, Rule] = {
 }
 """Of each option whether a value will do, and what will, in words."""
 
-ENGINES = ("native", "forked", "transformers", "vllm")
-"""What generates: names of engines, which `generation/choose.py` makes."""
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineChoice:
+    """One value of the option `engine`, which `generation/choose.py` makes an engine of."""
+
+    note: str  # what the option's help says about it
+    takes_images: bool
+    own_options: bool = False  # whether it knows no further options of `model.generate`
+
+
+ENGINES = {
+    "native": EngineChoice(note="our engine, on the trained weights", takes_images=True, own_options=True),
+    "forked": EngineChoice(note="the library's cache, repeated for each group", takes_images=False, own_options=True),
+    "transformers": EngineChoice(note="`model.generate`", takes_images=True),
+    "vllm": EngineChoice(note="vLLM, in this process or behind a server", takes_images=False),
+}
 
 STOPS = ("stop_strings", "stop")
 """Entries of `extra` that are texts which end a completion; `stop` is vLLM's name."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from pathlib import Path
 
 import pytest
 
@@ -65,6 +66,8 @@ SYMPTOMS = {
 
 def test_every_rule_has_its_symptom():
     assert {rule.__name__ for rule in RULES} == set(SYMPTOMS)
+    page = (Path(__file__).parents[2] / "docs" / "metrics.md").read_text()
+    assert all(f"| {rule.__name__} |" in page for rule in RULES)
 
 
 @pytest.mark.parametrize("length", [0, 1, 2, 5, 6, 10, 30, 60])

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from rloom.config.topic import Topic, option
-from rloom.errors import ConfigError, check_choice
+from rloom.errors import ConfigError, check_choice, in_words
 from rloom.sampling_rules import ENGINES, RULES, check_sampling
 
 
@@ -23,9 +23,8 @@ class SamplingTopic(Topic):
     cache_implementation: str | None = option(None, "The cache that `model.generate` uses.")
     engine: str | None = option(
         None,
-        "What generates: native (our engine, on the trained weights), forked (the library's cache, repeated for each "
-        "group), transformers (`model.generate`) or vllm. Unset: the first of the first three that proves right on the "
-        "model.",
+        f"What generates: {in_words(f'{name} ({engine.note})' for name, engine in ENGINES.items())}. Unset: the first "
+        "of the first three that proves right on the model.",
     )
     compile_generation: bool | None = option(
         None,

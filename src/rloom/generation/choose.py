@@ -16,6 +16,7 @@ from rloom.generation.transformers import TransformersEngine
 from rloom.generation.vllm.options import VllmOptions
 from rloom.models.load import base_of
 from rloom.printable import get_logger
+from rloom.sampling_rules import ENGINES
 
 logger = get_logger(__name__)
 
@@ -62,7 +63,7 @@ def choose_engine(
         "vllm": lambda: _vllm(get_model, sampling, tokenizer, vllm or VllmOptions()),
     }
     foreign = sorted(set(sampling.extra) - OURS)
-    if wanted in ("native", "forked") and foreign:
+    if wanted is not None and ENGINES[wanted].own_options and foreign:
         raise ConfigError(
             f"engine='{wanted}' does not know the generation option(s) {', '.join(foreign)}: take them out, or set "
             "engine='transformers'"

@@ -1,4 +1,4 @@
-"""A scripted engine for tests: of ours, and of anybody's reward functions and callbacks."""
+"""A scripted engine, for tests of ours and of anybody's reward functions and callbacks."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 """The learner's attention, over a packed row ([`PackedRow`]): prompts are causal among themselves, completions see
-their prompt and themselves. (The native engine's attention, over its cache, is `generation/native/attention.py`.)
+their prompt and themselves. (The native engine's attention, over its cache, is `generation/native/cache/attention.py`.)
 
 It stands in for a model's own attention through transformers' attention interface, so that any architecture that goes
 through that interface can be trained on packed rows unchanged. Two forms, chosen per call:

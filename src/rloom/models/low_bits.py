@@ -1,4 +1,4 @@
-"""float32 numbers in two halves: a bfloat16 weight, and the 16 bits that bfloat16 drops, its low bits.
+"""float32 numbers as a bfloat16 weight and its low bits, the 16 bits that bfloat16 drops.
 
 A bfloat16 weight has 8 bits of precision: at a learning rate of 1e-6 most updates are smaller than the gap to the next
 bfloat16 number and would be rounded away. With the low bits beside them weights move as float32 ones do, while the

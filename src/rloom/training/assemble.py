@@ -18,7 +18,7 @@ from rloom.data.images import IMAGE_COLUMNS, ImageSources
 from rloom.data.model_inputs import placeholder_ids
 from rloom.data.prompts import PromptEncoder
 from rloom.data.vision import is_vision
-from rloom.errors import ConfigError, RewardError
+from rloom.errors import ConfigError, RewardError, in_words
 from rloom.generation.base import Engine, Sampling
 from rloom.generation.choose import choose_engine
 from rloom.generation.images import ImageRouter
@@ -37,6 +37,7 @@ from rloom.rewards.base import unique_names
 from rloom.rewards.build import build_reward, is_url, load_reward_model, reward_tokenizer
 from rloom.rewards.calling.reward_set import RewardSet
 from rloom.rewards.compose import Composition, Term
+from rloom.sampling_rules import ENGINES
 from rloom.training import tuning
 from rloom.training.assigner import CreditAssigner
 from rloom.training.budget import TokenBudget
@@ -129,10 +130,11 @@ def check_images(policy: Policy, column: str | None, args: RLOOConfig) -> None:
             f"the data has a column {column!r}, and {type(policy.processing_class).__name__} is a tokenizer: pass a "
             "vision-language model with its processor as `processing_class`, or remove the column"
         )
-    if args.engine in ("forked", "vllm"):
+    if args.engine is not None and not ENGINES[args.engine].takes_images:
+        others = in_words(f"engine={name!r}" for name, engine in ENGINES.items() if engine.takes_images)
         raise ConfigError(
             f"engine={args.engine!r} does not take images, and the data has a column {column!r}: leave `engine` "
-            "unset, or set engine='native' or 'transformers'"
+            f"unset, or set {others}"
         )
 
 
