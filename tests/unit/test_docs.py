@@ -31,6 +31,12 @@ def test_links_lead_somewhere(page):
             assert (page.parent / target).exists(), target
 
 
+@pytest.mark.parametrize("page", [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))])
+def test_lines_of_prose_end_at_120(page):
+    prose = re.sub(r"^ *```.*?^ *```", "", page.read_text(), flags=re.DOTALL | re.MULTILINE).splitlines()
+    assert not [line for line in prose if len(line) > 120 and not line.startswith(("|", "    "))]
+
+
 def test_site_builds_without_warnings_and_holds_the_api(tmp_path):
     pytest.importorskip("mkdocs")
     environment = {**os.environ, "NO_MKDOCS_2_WARNING": "1"}
