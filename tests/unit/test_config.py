@@ -12,6 +12,7 @@ from transformers import HfArgumentParser
 
 import rloom.config
 from rloom import RLOOConfig
+from rloom.config.topic import parsed
 from rloom.errors import ConfigError, UnknownOptionError
 
 
@@ -258,3 +259,13 @@ def test_the_config_imports_nothing_that_imports_it():
         for node in ast.walk(ast.parse(file.read_text())):
             if isinstance(node, ast.ImportFrom) and str(node.module).startswith("rloom"):
                 assert node.module.startswith(allowed), f"{file.name}: {node.module}"
+
+
+def test_an_older_name_beside_a_present_one_that_is_explicitly_unset():
+    config = RLOOConfig("out", use_cpu=True, token_level_kl=True, ratio_level=None)
+    assert (config.kl_placement, config.ratio_level) == ("reward_tokens", "token")
+
+
+def test_further_options_that_are_no_json_object_are_refused():
+    with pytest.raises(ConfigError, match="no JSON object"):
+        parsed("abc")

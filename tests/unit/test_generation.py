@@ -220,3 +220,6 @@ def test_engines_declare_their_abilities_and_others_have_defaults(model):
     assert not abilities_of(Own()).takes_images
     assert abilities_of(Inherits()).takes_images
     assert abilities_of(Inherits()).words == "generation by Inherits"
+    engine = Inherits()
+    engine.keyed_by_prompt = True
+    assert abilities_of(engine).keyed_by_prompt

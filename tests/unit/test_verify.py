@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
 
 import pytest
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
+from rloom.models.model_checks import why_not_packed
 from rloom.models.verify import (
     Tolerance,
     accepted,
+    accepted_by,
     agrees,
     difference,
     evaluating,
@@ -94,3 +98,19 @@ def test_a_kernel_that_fails_or_is_wrong_is_told(caplog):
     assert not agrees(lambda: (off * torch.ones(3), torch.ones(3)), "done in torch")
     assert "done in torch: the kernel is off by 4.0e-02" in caplog.text
     assert not agrees(lambda: (torch.full((3,), math.nan), torch.ones(3)), None)
+
+
+def test_a_forward_that_somebody_put_in_place_is_asked_what_it_takes():
+    model = llama()
+    assert "logits_to_keep" in accepted_by(model)
+    own = model.forward
+    model.forward = lambda input_ids, position_ids=None, **kwargs: own(input_ids=input_ids, **kwargs)
+    assert "logits_to_keep" not in accepted_by(model)
+
+
+def test_layers_that_are_checkpointed_in_evaluation_too_are_counted_once():
+    """Their backward runs them again: attention calls are counted before it."""
+    model = llama()
+    for layer in model.model.layers:
+        layer.forward = functools.partial(checkpoint, layer.forward, use_reentrant=False)
+    assert why_not_packed(model) is None

@@ -31,15 +31,15 @@ def one():
 def engine(one):
     """That engine, drawing as a test says."""
     made, _ = one
-    asking = made.asking, made.sampling, made.options
+    before = made.request_format, made.sampling, made.options
 
     def as_told(regex=None, **changes):
         made.sampling = sampling(**changes)
-        made.asking = type(made.asking)(made.sampling, regex)
+        made.request_format = type(made.request_format)(made.sampling, regex)
         return made
 
     yield as_told
-    made.asking, made.sampling, made.options = asking
+    made.request_format, made.sampling, made.options = before
 
 
 def test_log_probabilities_are_the_models(engine, one):

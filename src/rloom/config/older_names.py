@@ -105,7 +105,7 @@ class OlderNames(Topic):
     def _became(self, old: str, meaning: str, **values: Any) -> None:
         """Give the present options their values, unless they were given too, and say so."""
         for new, value in values.items():
-            if new in self._given:
+            if new in self._given and getattr(self, new) is not None:
                 raise ConfigError(f"`{old}` is an older name of `{new}`: give one of them, not both")
             setattr(self, new, value)
         if old not in INIT_ONLY_NAMES:

@@ -44,5 +44,6 @@ def idle(name: str, without: str) -> ConfigError:
 
 def parsed(option: dict[str, Any] | str | None) -> dict[str, Any]:
     """An option that may be given as JSON, which the config has read by now; nothing where it is unset."""
-    assert not isinstance(option, str)
+    if isinstance(option, str):
+        raise ConfigError(f"{option!r} is no JSON object: give a dictionary, or its JSON")
     return option or {}

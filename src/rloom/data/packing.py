@@ -59,7 +59,7 @@ def drawn_tokens(rollout: Rollout, rows: Sequence[int]) -> Tensor | None:
     if all(rollout.masks[row] is None for row in rows):
         return None
     masks = [rollout.masks[row] or [True] * len(rollout.completion_ids[row]) for row in rows]
-    return torch.tensor([drawn for mask in masks for drawn in mask])
+    return torch.tensor([drawn for mask in masks for drawn in mask], dtype=torch.bool)
 
 
 def _blocks(prompts: list[int], completions: list[list[int]]) -> tuple[Block, ...]:

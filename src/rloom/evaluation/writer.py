@@ -6,7 +6,7 @@ The command line's verbs that generate use it, and so do opponents of a win rate
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 
@@ -68,7 +68,7 @@ class Writer:
         )
         self.engine: Engine
         if engine is None and is_vision(self.processing):
-            self.engine = ImageRouter(lambda: self._choose(None), self._choose("transformers"))
+            self.engine = cast(Engine, ImageRouter(lambda: self._choose(None), self._choose("transformers")))
         else:
             self.engine = self._choose(engine)
 

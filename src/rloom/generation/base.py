@@ -57,16 +57,12 @@ class Engine(Protocol):
     A trainer also takes an object that has only `generate`: [`abilities_of`] fills in the rest.
     """
 
-    @property
-    def keyed_by_prompt(self) -> bool:
-        """Whether a completion's noise is drawn from `seed` and its prompt's `number`. Then all processes are given the
-        same seed, and draw what one process would; else each gets a seed of its own."""
-        return False
+    keyed_by_prompt: bool = False
+    """Whether a completion's noise is drawn from `seed` and its prompt's `number`. Then all processes are given the
+    same seed, and draw what one process would; else each gets a seed of its own."""
 
-    @property
-    def takes_images(self) -> bool:
-        """Whether `prompt.inputs`, the tensors of a prompt's images, are handed to the model."""
-        return False
+    takes_images: bool = False
+    """Whether `prompt.inputs`, the tensors of a prompt's images, are handed to the model."""
 
     def words(self) -> str:
         """What generates, in one line."""

@@ -155,7 +155,11 @@ def _run(model: Any, batch: MicroBatch, probe: Tensor | None) -> tuple[Tensor, T
     """Log-probabilities, and the gradient of their sum with respect to `probe`; a zero for that if there is none."""
     with torch.set_grad_enabled(probe is not None):
         logprobs = Forward(model, temperature=1.0)(model, batch).logprobs
-        return logprobs, torch.zeros(1) if probe is None else torch.autograd.grad(logprobs.sum(), probe)[0]
+        return logprobs, _gradient(logprobs, probe)
+
+
+def _gradient(logprobs: Tensor, probe: Tensor | None) -> Tensor:
+    return torch.zeros(1) if probe is None else torch.autograd.grad(logprobs.sum(), probe)[0]
 
 
 def _run_packed(
@@ -164,7 +168,10 @@ def _run_packed(
     """The same over a packed row, and how many attention calls were made."""
     assert batch.packed is not None
     with torch.set_grad_enabled(probe is not None), packed_attention([base_of(model)], layers), running(batch.packed):
-        return _run(model, batch, probe), num_calls()
+        logprobs = Forward(model, temperature=1.0)(model, batch).logprobs
+        # Counted before the backward, in which checkpointed layers run again.
+        calls = num_calls()
+        return (logprobs, _gradient(logprobs, probe)), calls
 
 
 def _batch(rollout: Rollout, device: torch.device, *, packed: bool) -> MicroBatch:

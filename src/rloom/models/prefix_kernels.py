@@ -3,7 +3,7 @@
 A row is cut into tiles of at most TILE tokens, none across the end of a prompt or completion. One table says of each
 tile (FIELDS numbers): its first token; the end and the start of its segment; the start and length of the segment's
 prompt (length 0 for a prompt itself); the first token and the end of the completions that follow it, for a prompt. A
-query tile so has two stretches of keys: the prompt (all of it) and its own segment (causal); a key tile two stretches
+query tile so has two ranges of keys: the prompt (all of it) and its own segment (causal); a key tile two ranges
 of queries: its own segment and the completions after it. Keys' gradients are summed over those in one program: no
 atomics, the same bits each time.
 
@@ -92,26 +92,29 @@ def forward(  # type: ignore[no-untyped-def]
     top = tl.full([TILE], -float("inf"), tl.float32)
     total = tl.zeros([TILE], tl.float32)
     acc = tl.zeros([TILE, BE], tl.float32)
-    for part in tl.static_range(2):
-        # First the prompt's keys, all of them; then those of the segment itself.
-        if part == 0:
-            origin, limit, last, before = prompt, prompt + length, length, 0
-        else:
-            origin, limit, last, before = own, end, tl.minimum(start + TILE, end) - own, length
-        first = 0
-        if BY_WINDOW:
-            first = tl.maximum(0, start - own + length - before - window + 1) // BN * BN
-        for n in range(first, last, BN):
-            at = origin + n + tl.arange(0, BN)
-            seen = at < limit
-            tile = _tile(keys, at, seen, k_t, D, BD)
-            keep = seen[None, :] & inside[:, None]
-            if part == 1:
-                keep = keep & (at[None, :] <= rows[:, None])
-            s = _scores(
-                queries, tile, position, at - origin + before, keep, scale, cap, window, BY_WINDOW, CAPPED, False
-            )
-            top, total, acc = fold(s, _tile(values, at, seen, v_t, E, BE), top, total, acc)
+    # First the prompt's keys, all of them.
+    first = 0
+    if BY_WINDOW:
+        first = tl.maximum(0, start - own + length - window + 1) // BN * BN
+    for n in range(first, length, BN):
+        at = n + tl.arange(0, BN)
+        seen = at < length
+        tile = _tile(keys, prompt + at, seen, k_t, D, BD)
+        keep = seen[None, :] & inside[:, None]
+        s = _scores(queries, tile, position, at, keep, scale, cap, window, BY_WINDOW, CAPPED, False)
+        top, total, acc = fold(s, _tile(values, prompt + at, seen, v_t, E, BE), top, total, acc)
+    # Then those of the segment itself. (One loop over both needs more registers, and spills in float32.)
+    first = 0
+    if BY_WINDOW:
+        first = tl.maximum(0, start - own - window + 1) // BN * BN
+    last = tl.minimum(start + TILE, end) - own
+    for n in range(first, last, BN):
+        at = own + n + tl.arange(0, BN)
+        seen = at < end
+        tile = _tile(keys, at, seen, k_t, D, BD)
+        keep = (at[None, :] <= rows[:, None]) & seen[None, :] & inside[:, None]
+        s = _scores(queries, tile, position, at - own + length, keep, scale, cap, window, BY_WINDOW, CAPPED, False)
+        top, total, acc = fold(s, _tile(values, at, seen, v_t, E, BE), top, total, acc)
     if SINKS:
         sink = tl.load(sinks + head).to(tl.float32)
         higher = tl.maximum(top, sink)
@@ -159,29 +162,35 @@ def backward_queries(  # type: ignore[no-untyped-def]
     tl.store(delta + head * count + rows, per_row, mask=inside)
     normalizer = tl.load(lse + head * count + rows, mask=inside, other=0.0)
     acc = tl.zeros([TILE, BD], tl.float32)
-    for part in tl.static_range(2):
-        # First the prompt's keys, all of them; then those of the segment itself.
-        if part == 0:
-            origin, limit, last, before = prompt, prompt + length, length, 0
-        else:
-            origin, limit, last, before = own, end, tl.minimum(start + TILE, end) - own, length
-        first = 0
-        if BY_WINDOW:
-            first = tl.maximum(0, start - own + length - before - window + 1) // BN * BN
-        for n in range(first, last, BN):
-            at = origin + n + tl.arange(0, BN)
-            seen = at < limit
-            tile = _tile(keys, at, seen, k_t, D, BD)
-            keep = seen[None, :] & inside[:, None]
-            if part == 1:
-                keep = keep & (at[None, :] <= rows[:, None])
-            s = _scores(
-                queries, tile, position, at - origin + before, keep, scale, cap, window, BY_WINDOW, CAPPED, False
-            )
-            p = tl.exp2((s - normalizer[:, None]) * LOG2E)
-            grad_p = tl.dot(grads, tl.trans(_tile(values, at, seen, v_t, E, BE)), input_precision="ieee")
-            ds = _slopes(p, s, grad_p, per_row[:, None], scale, cap, CAPPED)
-            acc += tl.dot(ds.to(tile.dtype), tile, input_precision="ieee")
+    # First the prompt's keys, all of them.
+    first = 0
+    if BY_WINDOW:
+        first = tl.maximum(0, start - own + length - window + 1) // BN * BN
+    for n in range(first, length, BN):
+        at = n + tl.arange(0, BN)
+        seen = at < length
+        tile = _tile(keys, prompt + at, seen, k_t, D, BD)
+        keep = seen[None, :] & inside[:, None]
+        s = _scores(queries, tile, position, at, keep, scale, cap, window, BY_WINDOW, CAPPED, False)
+        p = tl.exp2((s - normalizer[:, None]) * LOG2E)
+        grad_p = tl.dot(grads, tl.trans(_tile(values, prompt + at, seen, v_t, E, BE)), input_precision="ieee")
+        ds = _slopes(p, s, grad_p, per_row[:, None], scale, cap, CAPPED)
+        acc += tl.dot(ds.to(tile.dtype), tile, input_precision="ieee")
+    # Then those of the segment itself. (One loop over both needs more registers, and spills in float32.)
+    first = 0
+    if BY_WINDOW:
+        first = tl.maximum(0, start - own - window + 1) // BN * BN
+    last = tl.minimum(start + TILE, end) - own
+    for n in range(first, last, BN):
+        at = own + n + tl.arange(0, BN)
+        seen = at < end
+        tile = _tile(keys, at, seen, k_t, D, BD)
+        keep = (at[None, :] <= rows[:, None]) & seen[None, :] & inside[:, None]
+        s = _scores(queries, tile, position, at - own + length, keep, scale, cap, window, BY_WINDOW, CAPPED, False)
+        p = tl.exp2((s - normalizer[:, None]) * LOG2E)
+        grad_p = tl.dot(grads, tl.trans(_tile(values, at, seen, v_t, E, BE)), input_precision="ieee")
+        ds = _slopes(p, s, grad_p, per_row[:, None], scale, cap, CAPPED)
+        acc += tl.dot(ds.to(tile.dtype), tile, input_precision="ieee")
     d = tl.arange(0, BD)
     where = (rows[:, None].to(tl.int64) * HEADS + head) * D + d[None, :]
     tl.store(dq + where, acc.to(dq.dtype.element_ty), mask=inside[:, None] & (d[None, :] < D))

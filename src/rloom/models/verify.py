@@ -84,8 +84,9 @@ def _parameters_of(forward: Callable[..., Any]) -> frozenset[str]:
 
 
 def accepted_by(model: Any) -> frozenset[str]:
-    """The names of the arguments that a model's forward takes."""
-    return _parameters_of(type(base_of(model)).forward)
+    """The names of the arguments that a model's forward takes, also where somebody has put another in its place."""
+    forward = base_of(model).forward
+    return _parameters_of(getattr(forward, "__func__", forward))
 
 
 def accepted(model: Any, **arguments: Any) -> dict[str, Any]:

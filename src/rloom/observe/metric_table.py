@@ -231,9 +231,9 @@ def is_own(name: str) -> bool:
 
 
 def is_total(name: str) -> bool:
-    """Whether the values of a metric are running totals of a process."""
-    found = find(name)
-    return found is not None and found.reduction == "total"
+    """Whether values of a metric are running totals of a process: a judge's counts, and what is logged beside them."""
+    totals = {f"{one.split('/')[0]}/" for metric in METRICS if metric.reduction == "total" for one in metric.names}
+    return name.startswith(tuple(totals))
 
 
 @functools.cache

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 from torch import nn
 from transformers import ProcessorMixin
@@ -360,7 +360,7 @@ def _engine(trainer: Any, policy: Policy, encoder: PromptEncoder, args: RLOOConf
     if datasets.image_column(trainer.train_dataset) is None:
         # The data has no images. Choosing the text engine now reports a wrong choice before training begins.
         _ = router.text
-    return router
+    return cast(Engine, router)
 
 
 def _sampling(policy: Policy, args: RLOOConfig) -> Sampling:

@@ -120,7 +120,9 @@ class DecodeLoop:
             for line, prompt in enumerate(prompts):
                 seen[line, torch.tensor(prompt.token_ids, device=device)] = True
         drawn = []
-        which, keys = torch.tensor([lines, [s.key for s in sequences]], device=device)
+        # Two tensors, each aligned as kernels were compiled for.
+        which = torch.tensor(lines, device=device)
+        keys = torch.tensor([s.key for s in sequences], device=device)
         for rows, key in zip(which.split(FIRST_AT_ONCE), keys.split(FIRST_AT_ONCE), strict=True):
             drawn.append(sampler(logits[rows], key, torch.zeros_like(key), None if seen is None else seen[rows]))
         stats = torch.cat([x.stats() for x in drawn]).cpu().numpy()

@@ -79,7 +79,7 @@ class NativeEngine:
         with lock_of(base_of(model)):
             runner = self._new_runner(model)
             reason = why_not_native(model, runner)
-            self.paged, self.noise = runner.paged, runner.noise
+            self.paged, self.noise = bool(runner.geometry.layers) and runner.paged, runner.noise
             switches = _switches(runner) if reason is not None else {}
             # Frees the copies of weights that it holds, before the next runner makes some.
             del runner

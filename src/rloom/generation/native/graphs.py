@@ -118,9 +118,9 @@ class Graphs:
 
         Where that fails the bucket has no graph, and its steps run one by one.
         """
-        start = time.perf_counter()
         # One at a time, all of it: compiling and warming up wait for the device, too.
         with one_at_a_time, _state_restored(bucket.rows), _no_autocast_cache():
+            start = time.perf_counter()
             try:
                 with context:
                     _warm_up(step)

@@ -177,7 +177,7 @@ class _Calls:
 
     def _ask(self, content: Any) -> Any:
         with closing(self.client._connection(None)) as connection:
-            # What goes wrong here goes wrong again when request_format, which has words for it.
+            # What goes wrong here goes wrong again when the request is sent, which has words for it.
             with suppress(OSError):
                 connection.connect()
             self.connections.add(connection)
