@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any
@@ -17,24 +18,25 @@ from rloom.models.moving_average import MovingAverage
 REF_ADAPTER = "rloom_reference"
 
 
-class Reference:
+class Reference(ABC):
     """A model to compare the policy with, in evaluation mode. Those that follow the policy can be synced with it."""
 
     weights: MovingAverage
 
+    @abstractmethod
     def use(self, policy: Any, *, head_only: bool = False) -> AbstractContextManager[Any]:
         """A context manager that yields the module to call; with `head_only` its output layer alone may be called."""
-        raise NotImplementedError
 
     def staying(self) -> AbstractContextManager[None]:
         """A context manager: what comes to the device meanwhile stays until its end, however often it is used."""
         return nullcontext()
 
+    @abstractmethod
     def sync(self, policy: Any, alpha: float, value: Value = as_they_are) -> None:
         """reference ← α·policy + (1−α)·reference; `value` tells what the policy's parameters stand for."""
-        raise NotImplementedError
 
-    def begin_with(self, policy: Any, low_bits: Mapping[Tensor, Tensor]) -> None:
+    # Not abstract: a reference that is made of adapters does nothing here.
+    def begin_with(self, policy: Any, low_bits: Mapping[Tensor, Tensor]) -> None:  # noqa: B027
         """Begin with the low bits of the policy's weights. An adapter's weights have none."""
 
     def state_dict(self) -> dict[str, Tensor]:

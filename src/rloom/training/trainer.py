@@ -150,6 +150,16 @@ class RLOOTrainer(UpdateLoop):
         if optimizers[0] is not None:
             warn_of_lost_bits(self.model)
         parts = assemble.build(self, policy, functions, terms, reward_classes, reference_path, engine)
+        self._keep_parts(parts, args)
+        self._publish(policy, functions, parts)
+        if self.processes.is_main:
+            print(f"rloom: {self.chosen()}", file=sys.stderr, flush=True)
+        # Each process draws its own dropout. The engine draws completions from other seeds.
+        set_seed(args.seed, device_specific=True)
+        self._add_own_callbacks(args)
+
+    def _keep_parts(self, parts: assemble.Parts, args: RLOOConfig) -> None:
+        """What the step is made of, and the state of a run."""
         self.rewards, self.collector, self.learner = parts.rewards, parts.collector, parts.learner
         self.assigner, self.credit, self.shaper = parts.assigner, parts.credit, parts.shaper
         self.reference = parts.reference
@@ -163,12 +173,6 @@ class RLOOTrainer(UpdateLoop):
         self._eval_prefix: str | None = None
         # The batches of the current evaluation: what is to be written, and what was measured.
         self._batches: list[tuple[Page, Measured]] = []
-        self._publish(policy, functions, parts)
-        if self.processes.is_main:
-            print(f"rloom: {self.chosen()}", file=sys.stderr, flush=True)
-        # Each process draws its own dropout. The engine draws completions from other seeds.
-        set_seed(args.seed, device_specific=True)
-        self._add_own_callbacks(args)
 
     def _add_own_callbacks(self, args: RLOOConfig) -> None:
         """Add the callbacks that the options ask for."""
