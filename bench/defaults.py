@@ -9,7 +9,8 @@ for both), in the dtype that people load it in: float32 for models of up to 2 bi
 trainers do unasked, and bfloat16 for 8 billion. Each peer runs in a process of its own, with empty caches of Triton and
 of torch's compiler, on a data set of an epoch of many steps, and is stopped after `--steps`.
 
-A row: seconds until the trainer is built, and from then to the end of the first update; seconds of a step (median of
+A row: seconds until the trainer is built, from then to the end of the first update, and to that end from the moment at
+which the weights are on the GPU; seconds of a step (median of
 the steps after the third, or after `--settled`); the slowest step after the third; the peak of memory.
 """
 
@@ -22,6 +23,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -67,6 +69,9 @@ def model_and_arguments(shape: Any, folder: str, dtype: str) -> tuple[Any, dict[
         from engine import in_four_bits
 
         model = in_four_bits(model)
+        # The peak is the trainer's: nobody loads such a model by way of its bfloat16 weights on the GPU.
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
     return model, {}, arguments
 
 
@@ -93,6 +98,27 @@ def callback(limit: int) -> Any:
     return Clock(limit)
 
 
+class WeightsArrive(threading.Thread):
+    """Notes when about as much memory of the GPU is taken as the weights need in bfloat16."""
+
+    def __init__(self, shape: Any) -> None:
+        super().__init__(daemon=True)
+        import torch
+        from transformers import AutoModelForCausalLM
+
+        with torch.device("meta"):
+            count = sum(p.numel() for p in AutoModelForCausalLM.from_config(shape.config).parameters())
+        self.needed, self.at = 1.9 * count, float("nan")
+        self.start()
+
+    def run(self) -> None:
+        import torch
+
+        while torch.cuda.memory_allocated() < self.needed:
+            time.sleep(0.01)
+        self.at = time.time()
+
+
 def run_one(peer: str, name: str, folder: str, steps: int, per_device: int, dtype: str, settled: int) -> None:
     """In a process of its own: one peer, one shape; prints a row."""
     import torch
@@ -109,6 +135,7 @@ def run_one(peer: str, name: str, folder: str, steps: int, per_device: int, dtyp
         from rloom import RLOOConfig, RLOOTrainer
     model, more, arguments = model_and_arguments(shape, folder, dtype)
     clock, began = callback(steps), time.time()
+    weights = WeightsArrive(shape) if torch.cuda.is_available() else None
     if not torch.cuda.is_available():
         more |= {"use_cpu": True, "bf16": False}
     if os.environ.get("BENCH_FLOAT32"):
@@ -129,7 +156,8 @@ def run_one(peer: str, name: str, folder: str, steps: int, per_device: int, dtyp
         "step_s": round(statistics.median(late), 3), "slowest_s": round(max(gaps[3:] or gaps), 2),
         "steps": [round(gap, 2) for gap in gaps],
     }  # fmt: skip
-    if torch.cuda.is_available():
+    if weights is not None:
+        row["update_after_weights_s"] = round(clock.ends[0] - weights.at, 1)
         row["peak_gib"] = round(torch.cuda.max_memory_allocated() / 2**30, 2)
     if peer == "rloom":
         row["chosen"] = trainer.chosen()

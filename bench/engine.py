@@ -20,7 +20,6 @@ import itertools
 import json
 import subprocess
 import sys
-import tempfile
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -173,15 +172,13 @@ def compare(
 
 def in_four_bits(model: Any) -> Any:
     """Its linear layers in NF4, as bitsandbytes has them."""
-    from transformers import AutoModelForCausalLM, BitsAndBytesConfig
+    from transformers import BitsAndBytesConfig
 
     options = {"bnb_4bit_quant_type": "nf4", "bnb_4bit_compute_dtype": model.dtype}
-    with tempfile.TemporaryDirectory() as folder:
-        model.save_pretrained(folder)
-        return AutoModelForCausalLM.from_pretrained(
-            folder, quantization_config=BitsAndBytesConfig(load_in_4bit=True, **options), dtype=model.dtype,
-            device_map=model.device.type,
-        ).eval()  # fmt: skip
+    return type(model).from_pretrained(
+        None, config=model.config, state_dict=model.state_dict(), dtype=model.dtype, device_map=model.device.type,
+        quantization_config=BitsAndBytesConfig(load_in_4bit=True, **options),
+    ).eval()  # fmt: skip
 
 
 def with_adapter(model: Any, rank: int) -> Any:

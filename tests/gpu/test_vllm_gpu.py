@@ -1,4 +1,8 @@
-"""Whole runs with vLLM on an NVIDIA GPU, in the trainer's process and behind a server on the same GPU."""
+"""Whole runs with vLLM on an NVIDIA GPU, in the trainer's process and behind a server on the same GPU.
+
+One after the other (`-n 10 --dist loadgroup`): vLLM gives up if somebody else's memory changes while it measures its
+own.
+"""
 
 from __future__ import annotations
 
@@ -16,6 +20,7 @@ from tests.vllm.test_server import Server
 
 pytestmark = [
     pytest.mark.gpu,
+    pytest.mark.xdist_group("vllm"),
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU"),
     pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="needs vLLM"),
 ]

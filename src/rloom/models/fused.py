@@ -120,7 +120,7 @@ def forwards_replaced(layers: list[tuple[nn.Module, Any]]) -> Iterator[None]:
 
 def _norm_forward(module: Any, tried: dict[Any, bool]) -> Callable[..., Tensor] | None:
     weight = module._parameters.get("weight")
-    if not type(module).__name__.endswith("RMSNorm") or weight is None or weight.dim() != 1 or _is_watched(module):
+    if not type(module).__name__.endswith("RMSNorm") or weight is None or weight.dim() != 1 or is_watched(module):
         return None
     eps = getattr(module, "variance_epsilon", None) or getattr(module, "eps", None)
     key = (type(module), weight.shape, weight.dtype)
@@ -133,7 +133,7 @@ def _norm_forward(module: Any, tried: dict[Any, bool]) -> Callable[..., Tensor] 
 
 def _block_forward(block: Any, tried: dict[Any, bool]) -> Callable[..., Tensor] | None:
     parts = [block._modules.get(name) for name in ("gate_proj", "up_proj", "down_proj")]
-    if not all(isinstance(part, nn.Module) for part in parts) or _is_watched(block):
+    if not all(isinstance(part, nn.Module) for part in parts) or is_watched(block):
         return None
     weight = next((p for p in block.parameters() if p.is_floating_point()), None)
     # Quantized: what it computes in is not known here.
@@ -173,7 +173,7 @@ class _Reversed(nn.Module):
         return x.flip(-1)
 
 
-def _is_watched(module: nn.Module) -> bool:
+def is_watched(module: nn.Module) -> bool:
     """Whether somebody listens to a module or has put another forward in its place."""
     return "forward" in module.__dict__ or bool(module._forward_hooks or module._forward_pre_hooks)
 

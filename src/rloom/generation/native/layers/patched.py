@@ -7,7 +7,8 @@ Later patches replace the forwards of earlier ones on the same module:
 3. `FusedLinears`: linear layers that read one input, as one product. It uses the merged copies.
 4. `LowRankLayers`: LoRA adapters of the layers that neither 2 nor 3 has taken.
 5. `SwigluBlocks`: whole feed-forward blocks over the products of 3.
-6. `PlainLogits`: the model itself, without accelerate's float32 copy of the logits.
+6. `ResidualLayers`: whole layers, whose last products are added to the residual in place.
+7. `PlainLogits`: the model itself, without accelerate's float32 copy of the logits.
 
 What is compiled (`compiled.py`) is applied on top of these, for a decode step alone.
 """
@@ -26,12 +27,14 @@ from rloom.generation.native.layers import Forwards, LayerPatch
 from rloom.generation.native.layers.fused_linear import FusedLinears
 from rloom.generation.native.layers.low_rank import LowRankLayers
 from rloom.generation.native.layers.merged import MergedLayers
+from rloom.generation.native.layers.residual import ResidualLayers
 from rloom.generation.native.layers.swiglu import SwigluBlocks
 from rloom.models.fused import FusedLayers, forwards_replaced, rotating
 
 
 class PatchedLayers:
-    """The patches of one model. `merge`: see [`MergedLayers`]; `fuse`: whether `FusedLayers` is among them."""
+    """The patches of one model. `merge`: see [`MergedLayers`]; `fuse`: whether `FusedLayers` and
+    `ResidualLayers` are among them."""
 
     def __init__(self, model: nn.Module, *, merge: bool | None, fuse: bool) -> None:
         self.fused = FusedLayers([model]) if fuse else None
@@ -43,7 +46,7 @@ class PatchedLayers:
             self.merged, self.linears, self.low_rank, self.swiglu, PlainLogits(model)
         ]  # fmt: skip
         if self.fused is not None:
-            self.in_order.insert(0, Fixed(self.fused.forwards))
+            self.in_order = [Fixed(self.fused.forwards), *self.in_order, ResidualLayers(model)]
 
     @property
     def rotates(self) -> bool:
