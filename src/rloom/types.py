@@ -218,6 +218,7 @@ class MicroBatch:
     flat: Tensor  # (N,) the place of each target in the flattened table
     first: bool = False  # no update has used these rows: their log-probabilities here are the old policy's
     one_forward: bool = False  # their advantages come from this forward
+    idle: bool = False  # nothing is learnt from it: other processes need this one to run the model
     packed: PackedRow | None = None
     input_ids: Tensor | None = None  # (B, P + C), prompts padded on the left, completions on the right
     attention_mask: Tensor | None = None

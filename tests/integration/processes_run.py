@@ -25,9 +25,12 @@ from rloom import RLOOConfig, RLOOTrainer, term
 from rloom.training import checkpoint, heartbeat
 from tests import vision_models
 from tests.conftest import make_model, make_tokenizer
+from tests.parity import draws, test_oracle
 
 TEXTS = ["ab", "hello there", "1+1=", "a long prompt, much longer.", "x", "sort 3 1 2>", "why.", "0"]
 ROWS = [{"prompt": text, "summary": "a text."} for text in TEXTS]
+
+LAUNCHED_WITH_FSDP = {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2"}
 
 COMPLETIONS = 16  # per rollout, over all processes
 KINDS: dict[str, dict[str, Any]] = {
@@ -45,6 +48,11 @@ KINDS: dict[str, dict[str, Any]] = {
     "several": {"beta": 0.1, "steps": 2, "num_iterations": 2, "sync_ref_model": True, "ref_model_sync_steps": 2,
                 "max_steps": 6, "log_older_metrics": True},
     "lora": {"beta": 0.1, "learning_rate": 1e-2},
+    # the head is used again after the forward, and in the backward; layers are run forward twice
+    "exact": {"beta": 0.1, "kl_placement": "loss", "kl_estimator": "full"},
+    "checkpointed": {"beta": 0.1, "gradient_checkpointing": True},
+    # a checkpoint that another number of processes goes on from
+    "saved": {"beta": 0.1, "max_steps": 4, "save_steps": 2, "sync_ref_model": True, "ref_model_sync_steps": 2},
     "images": {"beta": 0.1, "engine": None, "max_completion_length": 4, "log_completions": True,
                "num_completions_to_print": 1},
     "bfloat16": {"beta": 0.1},
@@ -151,7 +159,7 @@ def make_trainer(output: Path, kind: str, *, engine: Any = None, rows: Any = ROW
             "learning_rate": 3e-3,
             "max_steps": 3,
             "logging_steps": 1,
-            "save_strategy": "steps" if kind == "dropout" else "no",
+            "save_strategy": "steps" if kind in ("dropout", "saved") else "no",
             "report_to": "none",
             "use_cpu": True,
             "disable_tqdm": True,
@@ -218,9 +226,13 @@ def run(output: Path, kind: str, *, resume: bool = False, **changes: Any) -> dic
         _ask_for_the_end(trainer)
     _look_after_updates(trainer, apart)
     trainer.train(resume_from_checkpoint=resume or None)
+    with trainer.processes.whole_weights(trainer.model):
+        weights = trainer.model.state_dict()
     return {
         "world": trainer.accelerator.num_processes,
-        "weights": {name: p.detach().clone() for name, p in trainer.model.named_parameters()},
+        "weights": {name: weights[name].detach().clone() for name, _ in trainer.model.named_parameters()},
+        "dtypes": {p.dtype for p in trainer.model.parameters()},
+        "parts": sum(trainer.processes.own_part(p).numel() for p in trainer.model.parameters()),
         "history": [{k: v for k, v in e.items() if "time" not in k and "per_second" not in k}
                     for e in trainer.state.log_history],
         "fingerprints": apart,
@@ -249,6 +261,42 @@ def corners(output: Path) -> dict[str, Any]:
     }  # fmt: skip
 
 
+def run_draw(output: Path, number: int) -> dict[str, Any]:
+    """A run of the oracle's draws, in one process or in two that hold half of the weights each."""
+    drawn = draws.draw_run(number)
+    drawn.options["per_device_train_batch_size"] //= count()
+    # Processes have seeds of their own for an engine whose noise does not depend on the prompt.
+    script = drawn.script
+    drawn.script = lambda prompt, sample, seed: script(prompt, sample, 0)  # type: ignore[method-assign]
+    if count() > 1:
+        drawn.options["fsdp"] = True
+    trainer, _, _ = test_oracle.train(drawn, output)
+    with trainer.processes.whole_weights(trainer.model):
+        weights = trainer.model.state_dict()
+    return {
+        "world": count(),
+        "weights": {name: weights[name].detach().clone() for name, _ in trainer.model.named_parameters()},
+        "parts": sum(trainer.processes.own_part(p).numel() for p in trainer.model.parameters()),
+        "wrapped": type(trainer.model_wrapped).__name__,
+        "history": [
+            # The scripted engine's log-probabilities are made up.
+            {k: v for k, v in entry.items() if not any(word in k for word in ("time", "per_second", "mismatch"))}
+            for entry in trainer.state.log_history
+            if "loss" in entry
+        ],
+    }
+
+
+def can_be_halved(number: int) -> bool:
+    """Whether two processes can have half of each part of a rollout in whole groups, and nothing goes missing."""
+    drawn = draws.draw_run(number)
+    options = drawn.options
+    half, rest = divmod(options["per_device_train_batch_size"], 2)
+    # A router's loss is taken per micro-batch, and these are others.
+    routed = drawn.kind == "experts" and options.get("router_aux_loss_coef") != 0.0
+    return not (rest or half % options["num_generations"] or drawn.stream or drawn.loses or routed)
+
+
 def _look_after_updates(trainer: Any, fingerprints: list[str]) -> None:
     """Note the weights after each update, and what was generated."""
     from transformers import TrainerCallback
@@ -257,7 +305,7 @@ def _look_after_updates(trainer: Any, fingerprints: list[str]) -> None:
 
     class Look(TrainerCallback):
         def on_step_end(self, args, state, control, **kwargs):
-            fingerprints.append(fingerprint(kwargs["model"].parameters()))
+            fingerprints.append(fingerprint(map(trainer.processes.own_part, kwargs["model"].parameters())))
 
     trainer.add_callback(Look())
     trainer.drawn = []
@@ -302,22 +350,39 @@ def main() -> None:
     output, *kinds = sys.argv[1:]
     heartbeat.BEAT_SECONDS = 0.2
     for kind in kinds:
-        folder = Path(output) / kind
+        folder = Path(output) / kind.partition(" from ")[0]
         if kind == "busy":  # and what comes after it: a silence of two seconds is named
             heartbeat.SILENT_SECONDS = 2.0
         if kind == "corners":
             result = corners(folder)
-        elif kind == "resumed":  # the middle of an earlier run goes on in a folder of its own
+        elif kind in ("resumed", "sharded resumed"):  # the middle of an earlier run goes on in a folder of its own
+            sharded = kind.startswith("sharded")
             if rank() == 0:
-                cut_off_after(Path(output) / "dropout", folder, step=3)
+                cut_off_after(Path(output) / ("sharded dropout" if sharded else "dropout"), folder, step=3)
             torch.distributed.barrier()
-            result = run(folder, "dropout", resume=True)
+            result = run(folder, "dropout", resume=True, **({"fsdp": True} if sharded else {}))
         elif kind == "half resumed":  # what the second process had kept is lost
             if rank() == 0:
                 cut_off_after(Path(output) / "dropout", folder, step=3)
                 (folder / "checkpoint-3" / "rloom_state_1.pt").unlink()
             torch.distributed.barrier()
             result = run(folder, "dropout", resume=True)
+        elif kind.startswith("draw "):
+            result = run_draw(folder, int(kind.removeprefix("draw ")))
+        elif kind == "sharded by its launcher":  # as `accelerate launch` says it
+            os.environ.update(LAUNCHED_WITH_FSDP)
+            result = run(folder, "sequence")
+            for name in LAUNCHED_WITH_FSDP:
+                del os.environ[name]
+        elif kind.startswith("sharded from "):  # a checkpoint of another number of processes
+            if rank() == 0:
+                cut_off_after(Path(kind.removeprefix("sharded from ")), folder, step=2)
+            torch.distributed.barrier()
+            result = run(folder, "saved", resume=True, fsdp=True)
+        elif kind.startswith("sharded "):
+            # Rounded otherwise, later updates would be on other completions.
+            few = {"max_steps": 1} if kind.endswith("bfloat16") else {}
+            result = run(folder, kind.removeprefix("sharded "), fsdp=True, **few)
         else:
             result = run(folder, kind)
         folder.mkdir(parents=True, exist_ok=True)

@@ -111,7 +111,9 @@ def train(run: Draw, folder) -> tuple[RLOOTrainer, Weights, ScriptedEngine]:
         callbacks=[weights],
         engine=engine,
     )
-    run.moved(trainer.model)
+    begin_at = run.moved(run.model()).state_dict()
+    with trainer.processes.whole_weights(trainer.model, loading=True):
+        trainer.model.load_state_dict(begin_at)
     trainer.train()
     return trainer, weights, engine
 

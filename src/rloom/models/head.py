@@ -270,7 +270,8 @@ def captured_head(
         flat = hidden.flatten(0, -2)
         wanted = flat if source is None else flat[source]
         outputs.append(run_head(head, forward, wanted, targets, transform, keep=keep))
-        return hidden[..., :1]
+        # A copy: FSDP warns of views.
+        return hidden[..., :1].clone()
 
     with forwards_replaced([(head, instead)]):
         yield outputs

@@ -219,6 +219,7 @@ def _passes(
     batcher, fused = _batcher(trainer, policy, args)
     return Passes(
         policy=model,
+        without_gradient=trainer.processes.without_gradient(model),
         reference=reference,
         batcher=batcher,
         budget=TokenBudget(tokens),
@@ -319,7 +320,7 @@ def _reference(trainer: Any, policy: Policy, path: str | None, args: RLOOConfig)
         dtype = getattr(trainer.model, "dtype", None)
         other = loading.load_model(path, dtype=dtype, trust_remote_code=args.trust_remote_code).to(args.device)
     reference = make_reference(
-        trainer.model,
+        trainer.processes.without_gradient(trainer.model),
         new_adapter=policy.new_adapter,
         follows=args.sync_ref_model,
         other=other,
@@ -341,7 +342,7 @@ def _engine(trainer: Any, policy: Policy, encoder: PromptEncoder, args: RLOOConf
     def choose(wanted: str | None) -> Engine:
         with trainer.accelerator.autocast():
             return choose_engine(
-                lambda: trainer.model,
+                lambda: trainer.processes.without_gradient(trainer.model),
                 _sampling(policy, args),
                 wanted=wanted,
                 tokenizer=policy.tokenizer,

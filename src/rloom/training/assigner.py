@@ -100,7 +100,7 @@ class CreditAssigner:
 
         def run(batch: MicroBatch) -> None:
             with evaluating(model):
-                stats = self.passes.forward(model, batch)
+                stats = self.passes.run(model, batch)
             if keep_logprobs:
                 keep(rollout.policy_logprobs, batch, stats.logprobs)
             if self.credit.needs_kl:
@@ -145,7 +145,7 @@ class CreditAssigner:
 
     def _exact_kl(self, batch: MicroBatch, stats: TokenStats) -> Tensor:
         """The exact KL over the vocabulary, computed from both models' heads in chunks."""
-        policy, reference = self.passes.policy, self.passes.reference
+        policy, reference = self.passes.whole, self.passes.reference
         assert reference is not None
         size = policy.get_output_embeddings().weight.shape[0]
         using = functools.partial(reference.use, policy, head_only=True)

@@ -9,7 +9,6 @@ from transformers import PrinterCallback, ProgressCallback, TrainerCallback
 
 from rloom.config import RLOOConfig
 from rloom.data.prompts import PromptEncoder
-from rloom.models.optimizers import values_of
 from rloom.models.reference import Reference
 from rloom.observe.completions import CompletionLog
 from rloom.observe.diagnose import Doctor
@@ -18,6 +17,7 @@ from rloom.observe.trackers import tensorboard_writer
 from rloom.printable import get_logger
 from rloom.training.budget import random_state, restore_random_state
 from rloom.training.learner import Learner
+from rloom.training.processes import Processes
 
 logger = get_logger(__name__)
 
@@ -25,13 +25,14 @@ logger = get_logger(__name__)
 class SyncReference(TrainerCallback):
     """Lets the reference follow the policy (TR-DPO, Gorbatovski et al. 2024, arXiv 2404.09656)."""
 
-    def __init__(self, reference: Reference) -> None:
-        self.reference = reference
+    def __init__(self, reference: Reference, processes: Processes) -> None:
+        self.reference, self.processes = reference, processes
 
     def on_step_end(self, args: RLOOConfig, state: Any, control: Any, **kwargs: Any) -> None:
         """Mix the policy into the reference, every `ref_model_sync_steps` updates."""
         if state.global_step % args.ref_model_sync_steps == 0:
-            self.reference.sync(kwargs["model"], args.ref_model_mixup_alpha, values_of(kwargs["optimizer"]))
+            values = self.processes.values_of(kwargs["optimizer"])
+            self.reference.sync(kwargs["model"], args.ref_model_mixup_alpha, values)
 
 
 class FitBudget(TrainerCallback):
@@ -47,7 +48,7 @@ class FitBudget(TrainerCallback):
         """Run the worst case once, on a GPU, where gradients can be undone."""
         if (
             self.learner.budget.tried
-            or self.learner.processes.external_optimizer
+            or not self.learner.processes.can_repeat
             or not torch.cuda.is_available()
             or next(kwargs["model"].parameters()).device.type != "cuda"
         ):

@@ -16,6 +16,7 @@ from rloom.data.images import without_images
 from rloom.errors import ConfigError
 from rloom.printable import get_logger
 from rloom.training.processes import Processes
+from rloom.training.sharded import asks_to_shard, check_sharding
 
 logger = get_logger(__name__)
 
@@ -75,17 +76,16 @@ WITHOUT_EFFECT = ("ddp_find_unused_parameters", "ddp_broadcast_buffers", "ddp_st
 
 
 def check_parallelism(trainer: Any) -> None:
-    """Refuse kinds of parallelism that shard a model: here each process holds all of it."""
+    """Refuse kinds of parallelism that are not supported: data parallelism and FSDP2 are."""
     kind = str(trainer.accelerator.distributed_type).rsplit(".", 1)[-1]
-    if not kind.startswith("MULTI_") or trainer.args.fsdp or trainer.is_deepspeed_enabled:
-        # On a CPU, accelerate would silently run without FSDP, and not report it as the kind.
-        kind = "FSDP" if trainer.args.fsdp else kind
+    if not kind.startswith("MULTI_") or trainer.is_deepspeed_enabled:
         raise ConfigError(
-            f"{kind} with {trainer.accelerator.num_processes} processes is not supported: each process holds the whole "
-            "model here, and gradients are added up (DDP). Leave `fsdp` and `deepspeed` out, and save memory with "
-            "LoRA (peft_config), 4-bit weights, offload_reference=True or optim='adamw_8bit'; DeepSpeed's ZeRO-2 runs "
-            "in one process"
+            f"{kind} with {trainer.accelerator.num_processes} processes is not supported: leave `deepspeed` out, and "
+            "shard weights, gradients and optimizer with fsdp=True, or save memory with LoRA (peft_config), 4-bit "
+            "weights, offload_reference=True or optim='adamw_8bit'; DeepSpeed's ZeRO-2 runs in one process"
         )
+    if asks_to_shard(trainer.args):
+        check_sharding(trainer)
     parallelism = trainer.args.parallelism_config
     sharded = [name for name in ("tp_size", "dp_shard_size") if getattr(parallelism, name, 1) not in (1, None)]
     if sharded or getattr(trainer.model, "_tp_size", None) not in (1, None):

@@ -79,8 +79,8 @@ class Learner:
 
         `backward(loss, last)` runs one micro-batch backward; `last` marks the last one.
         `skip`: leave out rows in which our loss has no gradient. Where `compute_loss` adds a term, they may have one.
-        Out of memory, the update is repeated from its start in smaller micro-batches, unless DeepSpeed keeps the
-        gradients.
+        Out of memory, the update is repeated from its start in smaller micro-batches, where a process can do that by
+        itself.
         """
         shares = merge(shares)
         # A rollout from a checkpoint has not been settled in this process.
@@ -95,8 +95,8 @@ class Learner:
         return self.processes.add_up(self.policy.parameters(), loss)
 
     def _in_pieces_that_fit(self, shares: Sequence[Share], work: Callable[[], Tensor]) -> Tensor:
-        """Run the update. Out of memory, undo and repeat it; under DeepSpeed, explain the error."""
-        if not self.processes.external_optimizer:
+        """Run the update. Out of memory, undo and repeat it; where that is not possible, explain the error."""
+        if self.processes.can_repeat:
             saved = [columns for share in shares for columns in _saved_columns(share.rollout)]
 
             def undo() -> None:
@@ -109,8 +109,8 @@ class Learner:
             return work()
         except torch.OutOfMemoryError as error:
             error.add_note(
-                "under DeepSpeed the update cannot be done again in smaller pieces: set max_tokens_per_micro_batch "
-                f"below {self.budget.tokens}"
+                "under FSDP and DeepSpeed an update cannot be done again in smaller pieces: set "
+                f"max_tokens_per_micro_batch below {self.budget.tokens}"
             )
             raise
 
@@ -124,7 +124,7 @@ class Learner:
         total, last = torch.zeros((), device=self.passes.device), False
         with self.passes.attention(), added_as_they_come(self.policy) as widen:
             for batch, last in self._micro_batches(model, shares, lambda share: self._rows(share, skip), "train"):
-                loss = compute_loss(model, batch)
+                loss = self.passes.idle_loss(model, batch) if batch.idle else compute_loss(model, batch)
                 backward(loss, last)
                 widen()
                 total += loss.detach()
@@ -150,24 +150,29 @@ class Learner:
         self, model: Any, shares: Sequence[Share], rows_of: Callable[[Share], list[int]], mode: str
     ) -> Iterator[tuple[MicroBatch, bool]]:
         """Micro-batches of the rows that `rows_of` selects, each with whether it is the last. The model's attention is
-        set up for each one until the next."""
+        set up for each one until the next. Idle ones follow where other processes have more."""
         from_forward = self._assign(model, shares, mode)
         plans = [
             (share.rollout, rows, awaited)
             for share, awaited in zip(shares, from_forward, strict=True)
             for rows in self.batcher.plan(share.rollout, rows_of(share), self.budget.tokens, whole_groups=awaited)
         ]
+        rounds = self.processes.rounds(len(plans)) if mode == "train" else len(plans)
         for number, (rollout, rows, awaited) in enumerate(plans, 1):
             batch = self.batcher.make(rollout, rows, self.passes.device)
             batch.first = any(rollout.policy_logprobs[row] is None for row in rows)
             batch.one_forward = awaited and any(rollout.advantages[row] is None for row in rows)
             with attention_for(batch):
-                yield batch, number == len(plans)
+                yield batch, number == rounds
+        for number in range(len(plans) + 1, rounds + 1):
+            batch = self.passes.idle_batch()
+            with attention_for(batch):
+                yield batch, number == rounds
 
     def loss(self, model: Any, batch: MicroBatch) -> Tensor:
         """A micro-batch's share of the update's loss, ready for backward."""
         rollout, mask = batch.rollout, batch.completion_mask
-        stats = self.passes.forward(model, batch, with_aux_loss=self.aux_loss_weight != 0.0)
+        stats = self.passes.run(model, batch, with_aux_loss=self.aux_loss_weight != 0.0)
         self.assigner.take_in(batch, stats)
         old = stats.logprobs.detach() if batch.first else gather(rollout.policy_logprobs, batch)
         terms = policy_loss(stats.logprobs, old, self.assigner.advantages(batch), mask, **self.loss_options)
@@ -221,16 +226,7 @@ class Learner:
         Returns the number of its tokens. The gradients are zero, and are removed. Out of memory, the budget shrinks.
         """
         groups = max(1, self.budget.tokens // (prompt + k * completion)) + 1
-        token = self.batcher.pad_token_id
-        rollout = Rollout(
-            prompt_ids=[pictured.token_ids if pictured else [token] * prompt for _ in range(groups * k)],
-            completion_ids=[[token] * completion for _ in range(groups * k)],
-            groups=torch.arange(groups).repeat_interleave(k),
-            scores=torch.zeros(groups * k, 1),
-            score=torch.zeros(groups * k),
-            trained=[True] * (groups * k),
-            prompt_inputs=[pictured.inputs for _ in range(groups * k)] if pictured else [],
-        )
+        rollout = self.passes.made_up(groups, k, prompt, completion, pictured)
 
         def attempt() -> int:
             rows = self.batcher.plan(rollout, range(len(rollout)), self.budget.tokens, whole_groups=False)[0]

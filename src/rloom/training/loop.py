@@ -14,6 +14,7 @@ from rloom.config import RLOOConfig
 from rloom.data.plan import UpdatePlan
 from rloom.models.optimizers import optimizer_with_low_bits
 from rloom.training.saving import CheckpointedTrainer
+from rloom.training.sharded import hidden_from_accelerate
 
 
 class UpdateLoop(CheckpointedTrainer):
@@ -51,6 +52,11 @@ class UpdateLoop(CheckpointedTrainer):
             result = super()._inner_training_loop(*args, **kwargs)
         self.processes.check_same_weights(self.model)
         return result
+
+    def create_accelerator_and_postprocess(self) -> None:
+        """Make the Accelerator without FSDP: rloom shards the model itself, after it has been checked as a whole."""
+        with hidden_from_accelerate(self.args):
+            super().create_accelerator_and_postprocess()
 
     def _prepare_for_training(self, *args: Any, **kwargs: Any) -> Any:
         with self.processes.preparing(self.accelerator):
@@ -95,7 +101,7 @@ class UpdateLoop(CheckpointedTrainer):
     def _get_grad_norm(self, model: nn.Module, grad_norm: Any = None) -> Any:
         """The norm of the gradient. If it is not finite, the update is skipped. A loss scaler (fp16) and DeepSpeed
         decide that themselves."""
-        norm = super()._get_grad_norm(model, grad_norm=grad_norm)
+        norm = self.processes.as_number(super()._get_grad_norm(model, grad_norm=grad_norm))
         if getattr(self.accelerator, "scaler", None) is None and not self.processes.external_optimizer:
             self.finite.decide(norm, self.optimizer, model, self.state.global_step + 1)
         return norm

@@ -21,7 +21,7 @@ from rloom.models.reference import FrozenReference, Reference
 from rloom.models.triton_support import has_triton
 from rloom.models.verify import evaluating
 from rloom.training.budget import TokenBudget
-from rloom.types import MicroBatch, Rollout
+from rloom.types import MicroBatch, Prompt, Rollout
 
 
 class Passes:
@@ -31,6 +31,7 @@ class Passes:
         self,
         *,
         policy: Any,
+        without_gradient: Any = None,
         reference: Reference | None,
         batcher: Batcher,
         budget: TokenBudget,
@@ -40,10 +41,15 @@ class Passes:
         keep_logits: bool = False,
     ) -> None:
         self.policy, self.reference = policy, reference
+        # What runs where nothing is learnt. Other than the policy, where that is sharded.
+        self.whole = policy if without_gradient is None else without_gradient
         self.batcher, self.budget = batcher, budget
-        self.forward = Forward(policy, temperature, keep_logits=keep_logits)
-        self._reference_forward = self.forward
+        self.forward = self._whole_forward = Forward(policy, temperature, keep_logits=keep_logits)
         self._attending = [self.forward.base]
+        if self.whole is not policy:
+            self._whole_forward = Forward(self.whole, temperature)
+            self._attending.append(self._whole_forward.base)
+        self._reference_forward = self._whole_forward
         if isinstance(reference, FrozenReference):
             self._reference_forward = Forward(reference.model, temperature)
             self._attending.append(self._reference_forward.base)
@@ -83,11 +89,40 @@ class Passes:
         """Keep an offloaded reference on the device inside the block, so that it is moved once."""
         return nullcontext() if self.reference is None else self.reference.staying()
 
+    def run(self, model: Any, batch: MicroBatch, *, with_aux_loss: bool = False) -> TokenStats:
+        """The policy's forward. Without gradient, sharded weights are run as the whole copy of them."""
+        if not torch.is_grad_enabled() and self.whole is not self.policy:
+            return self._whole_forward(self.whole, batch, with_aux_loss=with_aux_loss)
+        return self.forward(model, batch, with_aux_loss=with_aux_loss)
+
+    def idle_batch(self) -> MicroBatch:
+        """A micro-batch of two tokens, from which nothing is learnt."""
+        batch = self.batcher.make(self.made_up(1, 1, 1, 1), [0], self.device)
+        batch.idle = True
+        return batch
+
+    def idle_loss(self, model: Any, batch: MicroBatch) -> Tensor:
+        """A loss of 0, whose backward adds nothing to the gradients."""
+        return self.forward(model, batch).logprobs.sum() * 0.0
+
+    def made_up(self, groups: int, k: int, prompt: int, completion: int, pictured: Prompt | None = None) -> Rollout:
+        """A rollout of made-up tokens. `pictured`: a prompt with images that stands for all prompts."""
+        token, count = self.batcher.pad_token_id, groups * k
+        return Rollout(
+            prompt_ids=[pictured.token_ids if pictured else [token] * prompt for _ in range(count)],
+            completion_ids=[[token] * completion for _ in range(count)],
+            groups=torch.arange(groups).repeat_interleave(k),
+            scores=torch.zeros(count, 1),
+            score=torch.zeros(count),
+            trained=[True] * count,
+            prompt_inputs=[pictured.inputs for _ in range(count)] if pictured else [],
+        )
+
     @torch.no_grad()
     def by_reference(self, batch: MicroBatch) -> TokenStats:
         """The reference's log-probabilities and hidden states of a micro-batch."""
         assert self.reference is not None
-        with self.reference.use(self.policy) as module, evaluating(module):
+        with self.reference.use(self.whole) as module, evaluating(module):
             return self._reference_forward(module, batch)
 
     def without_gradient(self, rollout: Rollout, run: Callable[[MicroBatch], None]) -> None:

@@ -95,6 +95,8 @@ def _why_not_split(trainer: Any, asked_dtype: Any, own_optimizer: bool) -> str |
         return "fp16=True" if args.fp16 else "bf16 is off"
     if trainer.processes.external_optimizer:
         return "DeepSpeed keeps weights of its own"
+    if trainer.processes.is_sharded:
+        return "FSDP holds parts of them in float32"
     if own_optimizer:
         return "the optimizer that was passed in updates float32 weights"
     if not can_keep_low_bits(*Trainer.get_optimizer_cls_and_kwargs(args, trainer.model)):

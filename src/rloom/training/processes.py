@@ -1,8 +1,8 @@
 """Communication between the processes that train one policy together.
 
 `Processes` owns everything that depends on how the model is distributed: who keeps gradients and master weights, how a
-backward is run, how gradients are summed, how weights are shared and compared. Here each process holds the whole model.
-A way to shard it would be one more subclass, chosen in `Processes.of`; no other code depends on it.
+backward is run, how gradients are summed, how weights are shared, compared, saved and loaded. Here each process holds
+the whole model; under FSDP2 (`sharded.py`) a part of it. `Processes.of` chooses, and no other code depends on it.
 
 Each process samples, scores and learns from groups of its own. What they must agree on is small (counts, scores,
 metrics). It is sent as plain objects over a process group on the host, so that no GPU waits for it. Gradients are added
@@ -16,7 +16,7 @@ from __future__ import annotations
 import functools
 import hashlib
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
 from typing import Any
 
@@ -29,6 +29,8 @@ from torch import Tensor, nn
 from rloom.config import RLOOConfig
 from rloom.errors import ProcessError
 from rloom.models.checksums import checksums_of
+from rloom.models.low_bits import Value
+from rloom.models.optimizers import values_of
 from rloom.training.heartbeat import Heartbeat, begin
 
 BUCKET_MEGABYTES = 25
@@ -48,6 +50,12 @@ class Processes:
     external_optimizer = False
     """Whether another library keeps gradients and master weights, and takes the optimizer's steps. Then an update
     cannot be undone, and that library decides whether its gradient is finite."""
+
+    can_repeat = True
+    """Whether a process that has run out of memory can repeat an update in smaller micro-batches."""
+
+    is_sharded = False
+    """Whether each process holds only a part of the weights."""
 
     def __init__(
         self,
@@ -69,13 +77,21 @@ class Processes:
         if args.world_size == 1:
             return cls()
         _heart()
-        return cls(
-            args.process_index,
-            args.world_size,
-            group=_host_group(args.ddp_timeout),
-            device=args.device,
-            bucket_megabytes=args.ddp_bucket_cap_mb,
+        place, options = (
+            (args.process_index, args.world_size),
+            {
+                "group": _host_group(args.ddp_timeout),
+                "device": args.device,
+                "bucket_megabytes": args.ddp_bucket_cap_mb,
+            },
         )
+        # Imported here: it is a subclass.
+        from rloom.training.sharded import ShardedProcesses, asks_to_shard, reshards
+
+        if not asks_to_shard(args):
+            return cls(*place, **options)
+        half = torch.bfloat16 if args.bf16 else None
+        return ShardedProcesses(*place, half=half, reshard=reshards(args), **options)
 
     @property
     def alone(self) -> bool:
@@ -94,7 +110,7 @@ class Processes:
         if self.alone:
             return [value]
         values: list[Any] = [None] * self.count
-        with _together():
+        with together():
             dist.all_gather_object(values, value, group=self._group)
         return values
 
@@ -103,7 +119,7 @@ class Processes:
         if self.alone:
             return [value]
         values: list[Any] | None = [None] * self.count if self.is_main else None
-        with _together():
+        with together():
             dist.gather_object(None if self.is_main else value, values, dst=0, group=self._group)
         return [value, *values[1:]] if values else []
 
@@ -112,7 +128,7 @@ class Processes:
         if self.alone:
             return value
         values = [value if self.is_main else None]
-        with _together():
+        with together():
             dist.broadcast_object_list(values, src=0, group=self._group)
         return values[0]
 
@@ -127,7 +143,7 @@ class Processes:
     def wait(self) -> None:
         """Wait until all processes are here, for example before one reads a file that another writes."""
         if not self.alone:
-            with _together():
+            with together():
                 dist.barrier(group=self._group)
 
     def check_same(self, values: dict[str, Any]) -> None:
@@ -196,7 +212,7 @@ class Processes:
             if p.grad is None:
                 p.grad = torch.zeros_like(p, dtype=_gradient_dtype(p))
         loss = loss.clone()
-        with _together():
+        with together():
             for bucket in _buckets([p.grad for p in summed if p.grad is not None], self._bucket):
                 _sum(bucket)
             dist.all_reduce(loss)
@@ -206,13 +222,49 @@ class Processes:
         """Copy the main process' weights to all. A script may have initialised them differently in each process."""
         if self.alone:
             return
-        with _together(), torch.no_grad():
+        with together(), torch.no_grad():
             for value in (*model.parameters(), *model.buffers()):
                 if value.is_floating_point() and value.numel():
                     # Mostly this is the tensor itself, without a copy.
                     sent = value.detach().to(self._device).contiguous()
                     dist.broadcast(sent, src=0)
                     value.copy_(sent)
+
+    # -- where weights are sharded, these do something else
+
+    def without_gradient(self, model: nn.Module) -> nn.Module:
+        """The model to run where nothing is learnt: to generate, for a pass without gradient, to evaluate."""
+        return model
+
+    def gather_weights(self) -> None:
+        """Bring the present weights to the model that runs without gradient."""
+
+    def shard(self, model: nn.Module) -> None:
+        """Shard the model. Everything that needs the whole model has been built by now."""
+
+    def rounds(self, count: int) -> int:
+        """How many micro-batches this process runs in an update in which it has `count`."""
+        return count
+
+    def as_number(self, norm: Any) -> Any:
+        """The norm of the gradient."""
+        return norm
+
+    def own_part(self, p: Tensor) -> Tensor:
+        """What this process holds of a weight."""
+        return p
+
+    def values_of(self, optimizer: Any) -> Value:
+        """What whole weights stand for to an optimizer."""
+        return values_of(optimizer)
+
+    def whole_weights(self, model: nn.Module, *, loading: bool = False) -> AbstractContextManager[None]:
+        """Inside the block the model is saved, or loaded, as a whole."""
+        return nullcontext()
+
+    def whole_optimizer(self, optimizer: Any, *, loading: bool = False) -> AbstractContextManager[None]:
+        """Inside the block the optimizer's state is saved, or loaded, as a whole."""
+        return nullcontext()
 
     def check_same_weights(self, model: nn.Module) -> None:
         """Raise an error where the trained weights of processes are not equal bit by bit."""
@@ -231,6 +283,7 @@ class DeepSpeedProcess(Processes):
     """One process under DeepSpeed (ZeRO-2), which keeps gradients and float32 weights in buffers of its own."""
 
     external_optimizer = True
+    can_repeat = False
 
     def backward(self, accelerator: Accelerator, model: nn.Module, loss: Tensor, *, last: bool) -> None:
         """Run a micro-batch backward. DeepSpeed takes the optimizer's step itself after the last one."""
@@ -242,7 +295,7 @@ ALONE = Processes()
 """Used for what a process does by itself, such as its batches of an evaluation."""
 
 
-class _together:
+class together:
     """Explains a broken connection: another process has ended, and its own messages say why."""
 
     def __enter__(self) -> None:

@@ -205,7 +205,8 @@ class CheckpointedTrainer(Trainer):
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
         folder = Path(self._get_output_dir(trial=trial)) / f"checkpoint-{self.state.global_step}"
         self.finite.settle(self.state.global_step)
-        check_finite(self.model.named_parameters(), folder.name)
+        own_parts = ((name, self.processes.own_part(p)) for name, p in self.model.named_parameters())
+        check_finite(own_parts, folder.name)
         name, there = self.args.hub_model_id or Path(self.args.output_dir).name, folder.exists()
         try:
             with checkpoint.writing(folder.parent, folder.name):
@@ -233,6 +234,15 @@ class CheckpointedTrainer(Trainer):
         checkpoint.save(folder, state, moved, rank=self.processes.rank)
         if self.processes.is_main:
             write_facts(folder, self._facts or facts_of(self))
+
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        """Save the model as a whole, from the main process."""
+        with self.processes.whole_weights(self.model):
+            super().save_model(output_dir, _internal_call)
+
+    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
+        with self.processes.whole_optimizer(self.optimizer):
+            super()._save_optimizer_and_scheduler(output_dir)
 
     def _save_rng_state(self, output_dir: str) -> None:
         super()._save_rng_state(output_dir)
@@ -272,7 +282,7 @@ class CheckpointedTrainer(Trainer):
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
         target = self.model if model is None else model
-        with self._as_float32(loading=True):
+        with self._as_float32(loading=True), self.processes.whole_weights(target, loading=True):
             if weights.are_renamed(resume_from_checkpoint, target):
                 weights.load_renamed(resume_from_checkpoint, target)
             else:
@@ -280,16 +290,19 @@ class CheckpointedTrainer(Trainer):
 
     def _load_best_model(self) -> None:
         best = self.state.best_model_checkpoint
-        with self._as_float32(loading=True):
+        with self._as_float32(loading=True), self.processes.whole_weights(self.model, loading=True):
             if weights.are_renamed(best, self.model):
                 weights.load_renamed(best, self.model)
             else:
                 super()._load_best_model()
 
     def _load_optimizer_and_scheduler(self, folder: str | None) -> None:
-        super()._load_optimizer_and_scheduler(folder)
+        with self.processes.whole_optimizer(self.optimizer, loading=True):
+            super()._load_optimizer_and_scheduler(folder)
         if folder is None:
             return
+        # Rollouts of the checkpoint are at these weights.
+        self.processes.gather_weights()
         state, reference = checkpoint.load(folder, rank=self.processes.rank)
         self._note_other_processes(state)
         # If one process has to sample its part of a rollout anew, all processes do.

@@ -150,6 +150,7 @@ class RLOOTrainer(UpdateLoop):
         if optimizers[0] is not None:
             warn_of_lost_bits(self.model)
         parts = assemble.build(self, policy, functions, terms, reward_classes, reference_path, engine)
+        self.processes.shard(self.model)
         self._keep_parts(parts, args)
         self._publish(policy, functions, parts)
         if self.processes.is_main:
@@ -181,7 +182,7 @@ class RLOOTrainer(UpdateLoop):
         if args.sync_ref_model:
             # The config refuses sync_ref_model without a KL.
             assert self.reference is not None
-            self.add_callback(SyncReference(self.reference))
+            self.add_callback(SyncReference(self.reference, self.processes))
         one_progress(self)
         if args.diagnosis:
             self.add_callback(Diagnose())
@@ -236,6 +237,7 @@ class RLOOTrainer(UpdateLoop):
 
     def _make_rollout(self, plan: UpdatePlan, number: int) -> Rollout:
         """Collect a rollout. With `dynamic_sampling`, groups without signal are replaced."""
+        self.processes.gather_weights()
         # All processes have the same seed.
         seed = derive_seed(self.args.seed, "train", *plan.key(number), 0)
         rows, places = plan.prompts[number], self.schedule.places()
@@ -339,6 +341,7 @@ class RLOOTrainer(UpdateLoop):
         evaluates each inside its own."""
         before = self._eval_prefix, self._batches
         self._eval_prefix, self._batches = prefix, []
+        self.processes.gather_weights()
         try:
             with self._rewards_open():
                 yield

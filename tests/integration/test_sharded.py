@@ -1,0 +1,117 @@
+"""Two processes that hold half of the model each (FSDP2) end as one does that trains on the same batches.
+
+One launch of torchrun serves most tests here: starting Python and torch is what takes the time.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
+
+from rloom.observe import read_store
+from tests.conftest import make_model
+from tests.integration import processes_run
+from tests.integration.test_processes import assert_close, assert_same_log, launch, results
+from tests.integration.test_resume import assert_same
+
+AS_ONE = ["sequence", "token", "whitened", "several", "lora", "exact", "checkpointed", "degenerate", "evaluated",
+          "stopped"]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def two(tmp_path_factory) -> Path:
+    """The folder of a launch of two processes that has run all kinds."""
+    folder = tmp_path_factory.mktemp("sharded")
+    # A checkpoint of one process, which two go on from.
+    processes_run.run(folder / "one saved", "saved")
+    kinds = [*AS_ONE, "replaced", "bfloat16", "dropout", "resumed", "saved", "by its launcher"]
+    done = launch(str(folder), *[f"sharded {kind}" for kind in kinds], f"sharded from {folder / 'one saved'}")
+    assert done.returncode == 0, done.stderr[-4000:]
+    return folder
+
+
+def assert_sharded(found: list[dict]) -> None:
+    """Two processes, and each holds half: a launcher, or accelerate, may silently do something else."""
+    total = sum(weight.numel() for weight in found[0]["weights"].values())
+    assert [one["world"] for one in found] == [2, 2]
+    assert all(one["wrapped"].startswith("FSDP") for one in found)
+    assert sum(one["parts"] for one in found) == total
+    assert all(abs(one["parts"] - total / 2) < 0.05 * total for one in found)
+
+
+@pytest.mark.parametrize("kind", AS_ONE)
+def test_two_halves_are_as_one(two, kind, tmp_path):
+    """Weights after three updates, and every number in the log; unequally many tokens and micro-batches in each."""
+    one = processes_run.run(tmp_path / "one", kind)
+    found = results(two, f"sharded {kind}")
+    assert_sharded(found)
+    assert_close(one, found[0], allowed=1e-5)
+    assert_same_log(one, found[0])
+    assert len(found[0]["fingerprints"]) == len(set(found[0]["fingerprints"]))  # something was learnt in each update
+
+
+def test_a_launcher_may_ask_for_it(two):
+    found = results(two, "sharded by its launcher")
+    assert_sharded(found)
+    assert_close(results(two, "sharded sequence")[0], found[0], allowed=0.0)
+
+
+def test_replaced_groups_are_as_one(two):
+    assert_sharded(results(two, "sharded replaced"))
+
+
+def test_bfloat16_weights_learn_in_float32(two, tmp_path):
+    """The parts are float32, and what is saved is bfloat16 again. One process rounds its gradients in other places, and
+    Adam makes a whole step of a gradient's sign where it is about 0: so the mean is compared, after one update."""
+    one = processes_run.run(tmp_path / "one", "bfloat16", max_steps=1)
+    found = results(two, "sharded bfloat16")
+    assert_sharded(found)
+    assert found[0]["dtypes"] == {torch.float32}
+    assert {weight.dtype for weight in found[0]["weights"].values()} == {torch.bfloat16}
+    apart, moved = [], []
+    for name, begun in make_model(seed=1).bfloat16().named_parameters():
+        apart.append((found[0]["weights"][name].float() - one["weights"][name].float()).abs().flatten())
+        moved.append((one["weights"][name].float() - begun.detach().float()).abs().flatten())
+    assert torch.cat(apart).mean() < 0.1 * torch.cat(moved).mean()
+
+
+# -- checkpoints
+
+
+def test_resumed_is_as_never_stopped(two):
+    """To the bit: weights, optimizer, reference, rollouts in use."""
+    assert_same(two / "sharded dropout" / "checkpoint-6", two / "sharded resumed" / "checkpoint-6")
+    assert read_store(two / "sharded dropout") == read_store(two / "sharded resumed")
+    for whole, resumed in zip(results(two, "sharded dropout"), results(two, "sharded resumed"), strict=True):
+        assert all(torch.equal(whole["weights"][name], weight) for name, weight in resumed["weights"].items())
+
+
+def test_a_checkpoint_is_that_of_one_process(two):
+    """The same files, names and shapes, so that any number of processes goes on from it."""
+    ours, one = two / "sharded saved" / "checkpoint-2", two / "one saved" / "checkpoint-2"
+    weights = [load_file(folder / "model.safetensors") for folder in (ours, one)]
+    assert weights[0].keys() == weights[1].keys()
+    for name, weight in weights[0].items():
+        torch.testing.assert_close(weight, weights[1][name], rtol=0, atol=1e-5)
+    moments = [torch.load(folder / "optimizer.pt", weights_only=True)["state"] for folder in (ours, one)]
+    assert moments[0].keys() == moments[1].keys()
+    for index, values in moments[0].items():
+        for name, value in values.items():
+            torch.testing.assert_close(value, moments[1][index][name], rtol=1e-3, atol=1e-6, msg=f"{index} {name}")
+    assert type(AutoModelForCausalLM.from_pretrained(ours)).__name__ == "LlamaForCausalLM"
+
+
+def test_two_go_on_from_a_checkpoint_of_one(two):
+    found = results(two, "sharded")
+    assert_sharded(found)
+    assert_close(results(two, "sharded saved")[0], found[0])
+
+
+def test_one_goes_on_from_a_checkpoint_of_two(two, tmp_path):
+    processes_run.cut_off_after(two / "sharded saved", tmp_path / "one", step=2)
+    found = processes_run.run(tmp_path / "one", "saved", resume=True)
+    assert_close(results(two, "sharded saved")[0], found)
