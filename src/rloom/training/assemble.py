@@ -45,6 +45,7 @@ from rloom.training.collector import Collector
 from rloom.training.credit import Credit, Shaper
 from rloom.training.learner import Learner
 from rloom.training.passes import Passes
+from rloom.training.sharded import load_in_every_process
 from rloom.training.warmup import compile_kernels
 from rloom.types import Rollout
 
@@ -89,6 +90,7 @@ def load(
     model: Any, processing_class: Any, args: RLOOConfig, quantization_config: Any, peft_config: Any, *, chat: bool
 ) -> Policy:
     """Load the policy as it will be trained: the model with its adapter, the tokenizer, and the end tokens."""
+    load_in_every_process()
     revision = parsed(args.model_init_kwargs).get("revision") if isinstance(model, str) else None
     model = loading.load_policy(
         model,

@@ -50,6 +50,13 @@ def reshards(args: RLOOConfig) -> bool:
     return str(asked).lower() != "false"
 
 
+def load_in_every_process() -> None:
+    """Let every process read the weights of models. `accelerate launch` asks transformers to leave them out in all
+    processes but one, since accelerate would send them; models of rewards would then have random weights."""
+    if "FSDP_CPU_RAM_EFFICIENT_LOADING" in os.environ:
+        os.environ["FSDP_CPU_RAM_EFFICIENT_LOADING"] = "false"
+
+
 @contextmanager
 def hidden_from_accelerate(args: RLOOConfig) -> Iterator[None]:
     """Keep accelerate from sharding models, inside the block in which its `Accelerator` is made."""
