@@ -49,6 +49,7 @@ KINDS: dict[str, dict[str, Any]] = {
                 "max_steps": 6, "log_older_metrics": True},
     "lora": {"beta": 0.1, "learning_rate": 1e-2},
     # the head is used again after the forward, and in the backward; layers are run forward twice
+    "lora over bfloat16": {"beta": 0.1, "learning_rate": 1e-2},
     "exact": {"beta": 0.1, "kl_placement": "loss", "kl_estimator": "full"},
     "checkpointed": {"beta": 0.1, "gradient_checkpointing": True},
     # a checkpoint that another number of processes goes on from
@@ -68,6 +69,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "busy": {"beta": 0.0, "max_steps": 1},
     "frozen": {"beta": 0.0, "max_steps": 1},
     "stopped": {"beta": 0.1, "max_steps": 5, "logging_steps": 2},
+    "killed": {"beta": 0.1, "max_tokens_per_micro_batch": 40},
     "failing": {"beta": 0.1},
     "corners": {"beta": 0.1, "engine": "forked", "log_completions": True, "num_completions_to_print": 1,
                 "per_device_eval_batch_size": 4},
@@ -181,7 +183,7 @@ def make_trainer(
     if kind == "images":
         (model, processing_class), rows = vision_models.make("qwen3-vl"), _with_images()
     lora = None
-    if kind == "lora":
+    if kind.startswith("lora"):
         from peft import LoraConfig
 
         lora = LoraConfig(r=4, target_modules=["q_proj", "v_proj"])
@@ -192,7 +194,7 @@ def make_trainer(
         model = str(output / "model")
     judge = {"eval_judge": longer} if "eval_reference_column" in options else {}
     return RLOOTrainer(
-        model.bfloat16() if kind == "bfloat16" else model,
+        model.bfloat16() if kind.endswith("bfloat16") else model,
         REWARDS.get(kind, [by_length, second]),
         config,
         rows,
@@ -231,6 +233,8 @@ def run(output: Path, kind: str, *, resume: bool = False, **changes: Any) -> dic
         _run_out_once(trainer)
     if kind == "stopped":
         _ask_for_the_end(trainer)
+    if kind == "killed":
+        _kill_in_an_update(trainer)
     _look_after_updates(trainer, apart)
     trainer.train(resume_from_checkpoint=resume or None)
     with trainer.processes.whole_weights(trainer.model):
@@ -337,6 +341,19 @@ def _ask_for_the_end(trainer: Any) -> None:
 
     if rank() == count() - 1:
         trainer.add_callback(Enough())
+
+
+def _kill_in_an_update(trainer: Any) -> None:
+    """The last process is killed between a forward and its backward."""
+    loss = trainer.learner.loss
+
+    def last(model: Any, batch: Any) -> Any:
+        result = loss(model, batch)
+        if rank() == count() - 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return result
+
+    trainer.learner.loss = last
 
 
 def _run_out_once(trainer: Any) -> None:

@@ -92,6 +92,14 @@ def test_bfloat16_weights_learn_in_float32(two, tmp_path):
     assert torch.cat(apart).mean() < 0.1 * torch.cat(moved).mean()
 
 
+def test_a_process_that_is_killed_in_an_update_ends_the_others(tmp_path):
+    """`launch` waits for two minutes at most. The others wait for its part of a layer, and say who has gone."""
+    done = launch(str(tmp_path), "sharded killed")
+    assert done.returncode != 0
+    assert "has ended, or did not answer" in done.stderr
+    assert not list(tmp_path.glob("sharded killed/result_*"))
+
+
 # -- checkpoints
 
 

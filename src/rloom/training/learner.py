@@ -89,7 +89,10 @@ class Learner:
         self._count(shares, self.processes)
         # These passes come before the part that is repeated when memory runs out.
         self._assign(model, shares, "train")
-        loss = self._in_pieces_that_fit(shares, lambda: self._accumulate(model, shares, compute_loss, backward, skip))
+        with self.processes.in_step():
+            loss = self._in_pieces_that_fit(
+                shares, lambda: self._accumulate(model, shares, compute_loss, backward, skip)
+            )
         # Processes exchange metrics and gradients here, after the part that may fail and be repeated.
         self.update_metrics.record(self.metrics, "train", self.processes)
         return self.processes.add_up(self.policy.parameters(), loss)

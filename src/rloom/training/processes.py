@@ -246,6 +246,10 @@ class Processes:
         """How many micro-batches this process runs in an update in which it has `count`."""
         return count
 
+    def in_step(self) -> AbstractContextManager[None]:
+        """Around the micro-batches of an update: what another process' end looks like there is told in words."""
+        return nullcontext()
+
     def as_number(self, norm: Any) -> Any:
         """The norm of the gradient."""
         return norm

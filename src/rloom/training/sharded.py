@@ -16,7 +16,7 @@ from __future__ import annotations
 import copy
 import os
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
@@ -137,10 +137,13 @@ class ShardedProcesses(Processes):
         """The largest number of micro-batches that a process has, at least 1."""
         return max(1, *self.gather(count))
 
+    def in_step(self) -> AbstractContextManager[None]:
+        """Layers are gathered inside the block, from all processes."""
+        return together()
+
     def backward(self, accelerator: Accelerator, model: nn.Module, loss: Tensor, *, last: bool) -> None:
         """Run a micro-batch backward, which adds its gradients to the parts that other processes hold."""
-        with together():
-            accelerator.backward(loss)
+        accelerator.backward(loss)
 
     def add_up(self, parameters: Iterable[nn.Parameter], loss: Tensor) -> Tensor:
         """The summed loss. Gradients have been summed by each backward."""
