@@ -237,11 +237,11 @@ def run(output: Path, kind: str, *, resume: bool = False, **changes: Any) -> dic
         _kill_in_an_update(trainer)
     _look_after_updates(trainer, apart)
     trainer.train(resume_from_checkpoint=resume or None)
-    with trainer.processes.whole_weights(trainer.model):
-        weights = trainer.model.state_dict()
+    trainer.processes.gather_weights()
+    whole = trainer.processes.without_gradient(trainer.model)
     return {
         "world": trainer.accelerator.num_processes,
-        "weights": {name: weights[name].detach().clone() for name, _ in trainer.model.named_parameters()},
+        "weights": {name: p.detach().clone() for name, p in whole.named_parameters()},
         "dtypes": {p.dtype for p in trainer.model.parameters()},
         "parts": sum(trainer.processes.own_part(p).numel() for p in trainer.model.parameters()),
         "history": [{k: v for k, v in e.items() if "time" not in k and "per_second" not in k}
@@ -272,6 +272,17 @@ def corners(output: Path) -> dict[str, Any]:
     }  # fmt: skip
 
 
+def zero_config(stage: int) -> dict[str, Any]:
+    """DeepSpeed's, in float32. Its operator for the host's memory would be compiled without end at the start."""
+    import deepspeed  # noqa: F401
+
+    sys.modules["deepspeed.comm.torch"].build_shm_op = lambda: None
+    return {
+        "train_batch_size": "auto", "train_micro_batch_size_per_gpu": "auto", "gradient_accumulation_steps": "auto",
+        "gradient_clipping": "auto", "bf16": {"enabled": False}, "zero_optimization": {"stage": stage},
+    }  # fmt: skip
+
+
 def run_draw(output: Path, number: int) -> dict[str, Any]:
     """A run of the oracle's draws, in one process or in two that hold half of the weights each."""
     drawn = draws.draw_run(number)
@@ -282,11 +293,11 @@ def run_draw(output: Path, number: int) -> dict[str, Any]:
     if count() > 1:
         drawn.options["fsdp"] = True
     trainer, _, _ = test_oracle.train(drawn, output)
-    with trainer.processes.whole_weights(trainer.model):
-        weights = trainer.model.state_dict()
+    trainer.processes.gather_weights()
+    whole = trainer.processes.without_gradient(trainer.model)
     return {
         "world": count(),
-        "weights": {name: weights[name].detach().clone() for name, _ in trainer.model.named_parameters()},
+        "weights": {name: p.detach().clone() for name, p in whole.named_parameters()},
         "parts": sum(trainer.processes.own_part(p).numel() for p in trainer.model.parameters()),
         "wrapped": type(trainer.model_wrapped).__name__,
         "history": [
@@ -403,6 +414,14 @@ def main() -> None:
                 cut_off_after(Path(kind.removeprefix("sharded from ")), folder, step=2)
             torch.distributed.barrier()
             result = run(folder, "saved", resume=True, fsdp=True)
+        elif kind.startswith("zero"):
+            name, _, kind = kind.partition(" ")
+            if kind == "resumed":
+                if rank() == 0:
+                    cut_off_after(Path(output) / f"{name} dropout", folder, step=3)
+                torch.distributed.barrier()
+            config = zero_config(int(name.removeprefix("zero")))
+            result = run(folder, kind.replace("resumed", "dropout"), resume=kind == "resumed", deepspeed=config)
         elif kind.startswith("sharded "):
             # Rounded otherwise, later updates would be on other completions.
             few = {"max_steps": 1} if kind.endswith("bfloat16") else {}

@@ -46,8 +46,12 @@ class Forward:
         with captured_head(self.base, source, batch.targets, self.transform, keep=self.keep_logits) as outputs:
             result = model(**inputs)
         (head,) = outputs
+        logprobs = head.logprobs
+        # DeepSpeed's ZeRO-3 gathers the head's weights for the backward when a gradient reaches what the head returned.
+        if hasattr(self.base.get_output_embeddings().weight, "ds_id"):
+            logprobs = logprobs + 0.0 * result.logits.sum()
         return TokenStats(
-            logprobs=batch.to_table(head.logprobs),
+            logprobs=batch.to_table(logprobs),
             entropy=batch.to_table(head.entropy),
             head=head,
             aux_loss=result.aux_loss if with_aux_loss else None,

@@ -7,7 +7,6 @@ from typing import Any, cast
 
 from torch import nn
 from transformers import ProcessorMixin
-from transformers.integrations import is_deepspeed_zero3_enabled
 
 from rloom import rewards as ready_made
 from rloom.config import RLOOConfig
@@ -97,7 +96,7 @@ def load(
         parsed(args.model_init_kwargs) or None,
         trust_remote_code=args.trust_remote_code,
         quantization_config=quantization_config,
-        device=None if is_deepspeed_zero3_enabled() else args.device,
+        device=args.device,
     )
     processing_class = loading.load_processing_class(processing_class, model, revision, args.trust_remote_code)
     vision = is_vision(processing_class)

@@ -78,11 +78,11 @@ WITHOUT_EFFECT = ("ddp_find_unused_parameters", "ddp_broadcast_buffers", "ddp_st
 def check_parallelism(trainer: Any) -> None:
     """Refuse kinds of parallelism that are not supported: data parallelism and FSDP2 are."""
     kind = str(trainer.accelerator.distributed_type).rsplit(".", 1)[-1]
-    if not kind.startswith("MULTI_") or trainer.is_deepspeed_enabled:
+    if kind != "DEEPSPEED" and not kind.startswith("MULTI_"):
         raise ConfigError(
-            f"{kind} with {trainer.accelerator.num_processes} processes is not supported: leave `deepspeed` out, and "
-            "shard weights, gradients and optimizer with fsdp=True, or save memory with LoRA (peft_config), 4-bit "
-            "weights, offload_reference=True or optim='adamw_8bit'; DeepSpeed's ZeRO-2 runs in one process"
+            f"{kind} with {trainer.accelerator.num_processes} processes is not supported: shard weights, gradients and "
+            "optimizer with fsdp=True or DeepSpeed, or save memory with LoRA (peft_config), 4-bit weights, "
+            "offload_reference=True or optim='adamw_8bit'"
         )
     if asks_to_shard(trainer.args):
         check_sharding(trainer)
@@ -112,9 +112,10 @@ def check_devices(trainer: Any) -> None:
     if trainer.accelerator.num_processes > 1:
         check_parallelism(trainer)
     stage = getattr(getattr(trainer.accelerator.state, "deepspeed_plugin", None), "zero_stage", 2)
+    stages = (2,) if trainer.accelerator.num_processes == 1 else (2, 3)
     # Stage 3 shards weights, which one process cannot do. Stage 1 counts some micro-batches twice.
-    if stage != 2:
+    if stage not in stages:
         raise ConfigError(
-            f"with DeepSpeed, this version of rloom trains in one process and with ZeRO-2: zero_optimization.stage is "
-            f"{stage}; set it to 2 (with offload_optimizer, if memory is short), or leave `deepspeed` out"
+            f"zero_optimization.stage is {stage}: rloom trains with DeepSpeed's ZeRO-2, and in several processes with "
+            "ZeRO-3; set it to 2 (with offload_optimizer, if memory is short), or leave `deepspeed` out"
         )

@@ -72,10 +72,9 @@ class Processes:
     @classmethod
     def of(cls, args: RLOOConfig, accelerator: Accelerator) -> Processes:
         """The processes of this launch."""
-        if accelerator.distributed_type == DistributedType.DEEPSPEED:
-            return DeepSpeedProcess()
+        zero = accelerator.distributed_type == DistributedType.DEEPSPEED
         if args.world_size == 1:
-            return cls()
+            return DeepSpeedProcess() if zero else cls()
         _heart()
         place, options = (
             (args.process_index, args.world_size),
@@ -88,9 +87,13 @@ class Processes:
         # Imported here: it is a subclass.
         from rloom.training.sharded import ShardedProcesses, asks_to_shard, reshards
 
+        half = torch.bfloat16 if args.bf16 else None
+        if zero:
+            from rloom.training.zero import ZeroProcesses
+
+            return ZeroProcesses(*place, stage=accelerator.state.deepspeed_plugin.zero_stage, half=half, **options)
         if not asks_to_shard(args):
             return cls(*place, **options)
-        half = torch.bfloat16 if args.bf16 else None
         return ShardedProcesses(*place, half=half, reshard=reshards(args), **options)
 
     @property

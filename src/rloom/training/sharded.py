@@ -26,6 +26,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
+from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from rloom.config import RLOOConfig
@@ -55,6 +56,8 @@ def load_in_every_process() -> None:
     processes but one, since accelerate would send them; models of rewards would then have random weights."""
     if "FSDP_CPU_RAM_EFFICIENT_LOADING" in os.environ:
         os.environ["FSDP_CPU_RAM_EFFICIENT_LOADING"] = "false"
+    # Under ZeRO-3 transformers would take models apart while it loads them.
+    unset_hf_deepspeed_config()
 
 
 @contextmanager

@@ -1,0 +1,100 @@
+"""Several processes under DeepSpeed: ZeRO-2 shards gradients and optimizer state, ZeRO-3 the weights too.
+
+As under FSDP2 (`sharded.py`), processes run an update in step, and under ZeRO-3 a whole copy of the weights runs what
+needs no gradient. The model is loaded and checked as a whole in each process; DeepSpeed takes it apart when training
+begins. DeepSpeed keeps float32 weights of its own and takes the optimizer's steps.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from torch import Tensor, nn
+
+from rloom.models.low_bits import Piece, Value
+from rloom.training.processes import Processes
+from rloom.training.sharded import ShardedProcesses
+
+
+class ZeroProcesses(ShardedProcesses):
+    """Processes under DeepSpeed. `stage`: 2 or 3."""
+
+    external_optimizer = True
+
+    def __init__(self, *place: int, stage: int, **options: Any) -> None:
+        super().__init__(*place, **options)
+        self.stage, self.is_sharded = stage, stage == 3
+
+    def without_gradient(self, model: nn.Module) -> nn.Module:
+        """The whole copy under ZeRO-3; under ZeRO-2 each process has the whole model."""
+        return super().without_gradient(model) if self.stage == 3 else model
+
+    def shard(self, model: nn.Module) -> None:
+        """Nothing yet: DeepSpeed shards the model when training begins."""
+        self._model = model
+
+    def preparing(self, accelerator: Accelerator) -> AbstractContextManager[None]:
+        """Let accelerate hand the model to DeepSpeed."""
+        return nullcontext()
+
+    @torch.no_grad()
+    def gather_weights(self) -> None:
+        """Fill the whole copy from the parts of all processes. All of them: DeepSpeed may have cast what is frozen."""
+        if self._model is None or self._copy is None:
+            return
+        copies = dict(self._copy.named_parameters())
+        for name, p in self._model.named_parameters():
+            with _gathered(p):
+                copies[name].copy_(p.data)
+
+    def backward(self, accelerator: Accelerator, model: nn.Module, loss: Tensor, *, last: bool) -> None:
+        """Run a micro-batch backward. DeepSpeed takes the optimizer's step after the last one, with the mean of the
+        processes' gradients: the loss is scaled so that it is their sum."""
+        accelerator.sync_gradients = last
+        accelerator.backward(loss * self.count, scale_wrt_gas=False)
+
+    def as_number(self, norm: Any) -> Any:
+        """The norm, as DeepSpeed has computed it."""
+        return norm
+
+    def own_part(self, p: Tensor) -> Tensor:
+        """What this process holds of a weight."""
+        return getattr(p, "ds_tensor", p)
+
+    def values_of(self, optimizer: Any) -> Value:
+        """Whole weights, gathered for each piece of them that is asked for."""
+
+        def value(p: Tensor, piece: Piece) -> Tensor:
+            with _gathered(p):
+                return p.data[piece].clone()
+
+        return value
+
+    def check_same_weights(self, model: nn.Module) -> None:
+        """Compare whole weights; parts are in one process alone."""
+        if self.stage == 2:
+            Processes.check_same_weights(self, model)
+
+    def whole_weights(self, model: nn.Module, *, loading: bool = False) -> AbstractContextManager[None]:
+        """DeepSpeed gathers weights itself when they are saved."""
+        return nullcontext()
+
+    def whole_optimizer(self, optimizer: Any, *, loading: bool = False) -> AbstractContextManager[None]:
+        """DeepSpeed saves and loads its own state, a part for each process."""
+        return nullcontext()
+
+
+@contextmanager
+def _gathered(p: Tensor) -> Iterator[None]:
+    """The weight as a whole inside the block."""
+    if not hasattr(p, "ds_id"):
+        yield
+        return
+    import deepspeed
+
+    with deepspeed.zero.GatheredParameters([p]):
+        yield
