@@ -123,6 +123,13 @@ TLDR = """
     --stop_token eos \
     --kl_coef 0.03
 """
+# What the quick start's page lists under "Explanation of the logged metrics", but for `val/clipfrac_avg`: there is no
+# value function.
+METRICS_OF_THE_PAGE = {
+    "eps", "objective/kl", "objective/entropy", "objective/non_score_reward", "objective/rlhf_reward",
+    "objective/scores", "policy/approxkl_avg", "policy/clipfrac_avg", "loss/policy_avg", "policy/entropy_avg",
+    "val/ratio", "val/ratio_var", "val/num_eos_tokens", "lr", "episode",
+}  # fmt: skip
 
 
 def test_quick_start_of_the_older_document(here):
@@ -134,7 +141,20 @@ def test_quick_start_of_the_older_document(here):
     assert len(re.findall(r"^ +Step \d+ *$", done.stdout, re.MULTILINE)) == 10  # --num_sample_generations, by default
     state = json.loads((here / "models/minimal/rloo/trainer_state.json").read_text())
     assert state["global_step"] == 157  # ⌈10000 / 64⌉
+    updates = [entry for entry in state["log_history"] if "loss" in entry]
+    assert len(updates) == 15  # one in ten
+    assert all(set(entry) >= METRICS_OF_THE_PAGE for entry in updates)
     AutoModelForCausalLM.from_pretrained("models/minimal/rloo")
+
+
+def test_the_example_script_s_metrics_of_older_documents_can_be_left_out(here):
+    save_llama(here / "model")
+    save_jsonl(here / "prompts.jsonl", prompts(8))
+    line = ["--model", "model", "--data", "prompts.jsonl", "--reward", "length(maximum=4)", "--output_dir", "out"]
+    run([str(ROOT / "examples/scripts/rloo/rloo.py"), *line, *QUICK, "--log_older_metrics", "false"], here)
+    log = json.loads((here / "out" / "trainer_state.json").read_text())["log_history"]
+    assert "reward" in log[0]
+    assert "objective/scores" not in log[0]
 
 
 def test_tldr_run_of_the_older_document_by_way_of_accelerate(here):
