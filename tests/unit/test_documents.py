@@ -9,7 +9,8 @@ import pytest
 import torch
 import yaml
 
-from rloom.algo import leave_one_out
+from rloom import RLOOConfig
+from rloom.algo import group_mean, leave_one_out
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "seeds.md").read_text()
@@ -43,6 +44,18 @@ def test_the_vectorised_advantage_of_the_older_document():
     assert found[0].item() == pytest.approx(1 - (2 + 5 + 8) / 3)
     assert found[7].item() == pytest.approx(6 - (2 + 3 + 9) / 3)
     torch.testing.assert_close(found, (reward - (reward.sum(0) - reward) / 3).flatten())
+
+
+def test_both_columns_of_the_table_of_rloo_and_grpo():
+    """The overview's: group size, advantage, KL. RLOO's are the defaults, GRPO's are options."""
+    rloo = RLOOConfig("out", use_cpu=True)
+    grpo = RLOOConfig("out", use_cpu=True, num_generations=8, beta=0.0, advantage_estimator="group_mean_std")
+    assert (rloo.num_generations, rloo.beta, rloo.choices.advantage_estimator) == (2, 0.05, "leave_one_out")
+    assert (grpo.num_generations, grpo.beta, grpo.choices.advantage_estimator) == (8, 0.0, "group_mean_std")
+    rewards, groups = torch.tensor([1.0, 2, 6]), torch.zeros(3, dtype=torch.long)
+    assert leave_one_out(rewards, groups).tolist() == [-3.0, -1.5, 4.5]
+    expected = (rewards - rewards.mean()) / (rewards.std() + 1e-4)
+    torch.testing.assert_close(group_mean(rewards, groups, divide_by_std=True), expected)
 
 
 @pytest.mark.parametrize("stage", [2, 3])
