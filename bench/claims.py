@@ -1,8 +1,10 @@
-"""What documents say about RLOO, measured: the variance of its gradient, and its memory against PPO's, computed.
+"""What documents say about RLOO, measured: its gradient's variance, its options, and PPO beside it.
 
-    python bench/claims.py            # about two minutes on one core; prints the tables of docs/claims.md
-    python bench/claims.py --quick    # a few seconds, for tests
+    python bench/claims.py             # a quarter of an hour on one core; prints the tables of docs/claims.md
+    python bench/claims.py --only ppo  # a part: noise, memory, options or ppo
+    python bench/claims.py --quick     # a few seconds, for tests
 
+`learning.py` runs RLOO with and without an option, `ppo.py` runs PPO beside it. Here is the variance of the gradient.
 The model is the demo's: a small llama that sorts digits, right about one time in four. For each K the same prompts are
 sampled again and again; each time the gradient of mean_i A_i · log π(y_i) is taken with four baselines on the same
 completions. All but the group mean's are unbiased estimates of one gradient, so their variances compare. There are two
@@ -12,10 +14,13 @@ rewards: 1 for the exact answer, else 0; and the number of digits in their place
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+import ppo
 import torch
+from learning import QUESTIONS, digits_in_place, options_table, run_questions
 from torch import Tensor
 
 from rloom.algo import group_mean, leave_one_out
@@ -121,11 +126,6 @@ class Bench:
         return result
 
 
-def digits_in_place(text: str, answer: str) -> float:
-    """How many characters of the answer stand where they should."""
-    return float(sum(a == b for a, b in zip(text, answer, strict=False)))
-
-
 def measure(repetitions: int, ks: tuple[int, ...] = KS) -> dict[int, dict[tuple[str, str], Noise]]:
     """Mean and variance of the gradient, by K, and by reward and baseline."""
     bench = Bench()
@@ -182,15 +182,51 @@ def memory_table() -> str:
     return "\n".join(lines)
 
 
-def main() -> None:
+# -- all of it
+
+SEEDS, UPDATES = range(6), 50
+
+
+def noise_part(options: argparse.Namespace) -> list[str]:
+    """The variance of the gradient."""
+    return [noise_table(measure(3, (2, 4)) if options.quick else measure(options.repetitions))]
+
+
+def memory_part(options: argparse.Namespace) -> list[str]:
+    """Memory, computed for large models and measured on small ones."""
+    return [memory_table(), ppo.measured_memory_table(ppo.measured_memory(large=not options.quick))]
+
+
+def options_part(options: argparse.Namespace) -> list[str]:
+    """Learning with and without each option."""
+    seeds, updates, count = (range(2), 1, 16) if options.quick else (SEEDS, UPDATES, 512)
+    questions = dict(list(QUESTIONS.items())[-1:]) if options.quick else QUESTIONS
+    return [options_table(run_questions(seeds, updates, task.make_prompts(count, 1, "held_out"), questions))]
+
+
+def ppo_part(options: argparse.Namespace) -> list[str]:
+    """RLOO and PPO with the same number of completions."""
+    seeds, rollouts, count, passes = (range(2), 2, 16, (1,)) if options.quick else (SEEDS, UPDATES, 512, (1, 2))
+    found = ppo.compare(seeds, rollouts, task.make_prompts(count, 1, "held_out"), passes)
+    return [ppo.learning_table(found), ppo.seconds_table(found)]
+
+
+PARTS = {"noise": noise_part, "memory": memory_part, "options": options_part, "ppo": ppo_part}
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
     """Print the tables."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--repetitions", type=int, default=200)
+    parser.add_argument("--repetitions", type=int, default=80)
+    parser.add_argument("--only", choices=PARTS)
     parser.add_argument("--quick", action="store_true")
-    options = parser.parse_args()
-    found = measure(8, (2, 4)) if options.quick else measure(options.repetitions)
-    print(noise_table(found), end="\n\n")
-    print(memory_table())
+    options = parser.parse_args(arguments)
+    torch.set_num_threads(1)
+    for name, part in PARTS.items():
+        if options.only in (None, name):
+            began = time.process_time()
+            print("\n\n".join(part(options)))
+            print(f"\n({name}: {time.process_time() - began:.0f} s)\n", flush=True)
 
 
 if __name__ == "__main__":

@@ -200,7 +200,6 @@ def test_processes_that_do_not_know_of_each_other_are_refused(monkeypatch):
         ({"fsdp": True, "fsdp_config": {"version": 1}}, "fsdp_version 1: rloom shards by FSDP2"),
         ({"fsdp": True, "fsdp_config": {"cpu_offload": True}}, "leave cpu_offload out"),
         ({"fsdp": True, "fp16": True}, "fp16=True does not go together with FSDP yet"),
-        ({"kind": "DEEPSPEED"}, "DEEPSPEED with 2 processes is not supported.*ZeRO-2 runs in one process"),
         ({"kind": "TP"}, "TP with 2 processes"),
         ({"parallelism_config": SimpleNamespace(tp_size=2)}, "tp_size: weights that are spread over processes"),
     ],

@@ -88,9 +88,34 @@ def test_evaluation_split_and_resume(here, capsys):
     assert main(["train", *arguments, "--eval_strategy", "steps", "--eval_steps", "1"]) == 0
     log = json.loads((here / "out" / "trainer_state.json").read_text())["log_history"]
     assert any("eval_reward" in entry for entry in log)
-    assert main(["train", *arguments, "--max_steps", "3", "--resume_from_checkpoint", "auto"]) == 0
-    assert "eval_strategy is no" in capsys.readouterr().err
-    assert json.loads((here / "out" / "trainer_state.json").read_text())["global_step"] == 3
+    never = ["--eval_strategy", "no", "--max_steps", "3", "--resume_from_checkpoint", "auto"]
+    assert main(["train", *arguments, *never]) == 0
+    assert "eval_strategy is no: they are not used" in capsys.readouterr().err
+    state = json.loads((here / "out" / "trainer_state.json").read_text())
+    assert state["global_step"] == 3
+    assert not any("eval_reward" in entry for entry in state["log_history"] if entry["step"] == 3)
+
+
+@pytest.mark.parametrize("prompts_from", ["split", "file"])
+def test_evaluation_prompts_without_a_strategy_are_evaluated_once_at_the_end(prompts_from, here, capsys):
+    save_llama(here / "model")
+    save_jsonl(here / "set" / "data" / "train-00000-of-00001.jsonl", prompts(8))
+    save_jsonl(here / "set" / "data" / "validation-00000-of-00001.jsonl", prompts(3))
+    save_jsonl(here / "other.jsonl", prompts(3))
+    given = {"split": ["--dataset_test_split", "validation"], "file": ["--eval_data", "other.jsonl"]}[prompts_from]
+    arguments = ["train", "--model", "model", "--data", "set", "--reward", "length(maximum=4)", *QUICK[:-2]]
+    saved = [*arguments, "--save_steps", "1", "--output_dir", "out"]
+    assert main([*saved, *given]) == 0
+    assert "they are evaluated once, after the last update" in capsys.readouterr().err
+    for state in (here / "out", here / "out" / "checkpoint-2"):
+        log = json.loads((state / "trainer_state.json").read_text())["log_history"]
+        assert [entry["step"] for entry in log if "eval_reward" in entry] == [2]
+    # The prompts were evaluated, not trained on: without them the run ends in the same weights.
+    assert main([*arguments, "--output_dir", "without"]) == 0
+    assert "evaluat" not in capsys.readouterr().err
+    log = json.loads((here / "without" / "trainer_state.json").read_text())["log_history"]
+    assert not any("eval_reward" in entry for entry in log)
+    assert (here / "out/model.safetensors").read_bytes() == (here / "without/model.safetensors").read_bytes()
 
 
 QUICK_START = """
@@ -123,6 +148,13 @@ TLDR = """
     --stop_token eos \
     --kl_coef 0.03
 """
+# What the quick start's page lists under "Explanation of the logged metrics", but for `val/clipfrac_avg`: there is no
+# value function.
+METRICS_OF_THE_PAGE = {
+    "eps", "objective/kl", "objective/entropy", "objective/non_score_reward", "objective/rlhf_reward",
+    "objective/scores", "policy/approxkl_avg", "policy/clipfrac_avg", "loss/policy_avg", "policy/entropy_avg",
+    "val/ratio", "val/ratio_var", "val/num_eos_tokens", "lr", "episode",
+}  # fmt: skip
 
 
 def test_quick_start_of_the_older_document(here):
@@ -134,7 +166,20 @@ def test_quick_start_of_the_older_document(here):
     assert len(re.findall(r"^ +Step \d+ *$", done.stdout, re.MULTILINE)) == 10  # --num_sample_generations, by default
     state = json.loads((here / "models/minimal/rloo/trainer_state.json").read_text())
     assert state["global_step"] == 157  # ⌈10000 / 64⌉
+    updates = [entry for entry in state["log_history"] if "loss" in entry]
+    assert len(updates) == 15  # one in ten
+    assert all(set(entry) >= METRICS_OF_THE_PAGE for entry in updates)
     AutoModelForCausalLM.from_pretrained("models/minimal/rloo")
+
+
+def test_the_example_script_s_metrics_of_older_documents_can_be_left_out(here):
+    save_llama(here / "model")
+    save_jsonl(here / "prompts.jsonl", prompts(8))
+    line = ["--model", "model", "--data", "prompts.jsonl", "--reward", "length(maximum=4)", "--output_dir", "out"]
+    run([str(ROOT / "examples/scripts/rloo/rloo.py"), *line, *QUICK, "--log_older_metrics", "false"], here)
+    log = json.loads((here / "out" / "trainer_state.json").read_text())["log_history"]
+    assert "reward" in log[0]
+    assert "objective/scores" not in log[0]
 
 
 def test_tldr_run_of_the_older_document_by_way_of_accelerate(here):
@@ -145,13 +190,15 @@ def test_tldr_run_of_the_older_document_by_way_of_accelerate(here):
     folder = here / "trl-internal-testing" / "tldr-preference-sft-trl-style" / "data"
     for split in ("train", "validation"):
         save_jsonl(folder / f"{split}-00000-of-00001.jsonl", prompts(300))
-    launch = ["-m", "accelerate.commands.launch", "--config_file",
-              str(ROOT / "examples/accelerate_configs/deepspeed_zero2.yaml")]  # fmt: skip
+    # On a CPU and without DeepSpeed: what the document's configuration asks for is in unit/test_documents.
+    launch = ["-m", "accelerate.commands.launch", "--cpu", "--num_processes", "1", "--num_machines", "1",
+              "--mixed_precision", "no", "--dynamo_backend", "no"]  # fmt: skip
     script = [str(ROOT / "examples/scripts/rloo/rloo.py"), *shlex.split(TLDR), "--total_episodes", "512"]
     done = run([*launch, *script], here)
     assert "`num_ppo_epochs` is an older name" in done.stderr
     state = json.loads((here / "models/minimal/rloo_tldr/trainer_state.json").read_text())
     assert state["global_step"] == 4  # one rollout of 2 × 16 × 16 completions, in 2 passes of 2 updates
+    assert [entry["step"] for entry in state["log_history"] if "eval_reward" in entry] == [4]  # --dataset_test_split
     AutoModelForCausalLM.from_pretrained("models/minimal/rloo_tldr")
 
 

@@ -10,7 +10,8 @@ import pytest
 import torch
 import yaml
 
-from rloom.algo import leave_one_out
+from rloom import RLOOConfig
+from rloom.algo import group_mean, leave_one_out
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "seeds.md").read_text()
@@ -46,11 +47,26 @@ def test_the_vectorised_advantage_of_the_older_document():
     torch.testing.assert_close(found, (reward - (reward.sum(0) - reward) / 3).flatten())
 
 
+def test_both_columns_of_the_table_of_rloo_and_grpo():
+    """The overview's: group size, advantage, KL. RLOO's are the defaults, GRPO's are options."""
+    rloo = RLOOConfig("out", use_cpu=True)
+    grpo = RLOOConfig("out", use_cpu=True, num_generations=8, beta=0.0, advantage_estimator="group_mean_std")
+    assert (rloo.num_generations, rloo.beta, rloo.choices.advantage_estimator) == (2, 0.05, "leave_one_out")
+    assert (grpo.num_generations, grpo.beta, grpo.choices.advantage_estimator) == (8, 0.0, "group_mean_std")
+    rewards, groups = torch.tensor([1.0, 2, 6]), torch.zeros(3, dtype=torch.long)
+    assert leave_one_out(rewards, groups).tolist() == [-3.0, -1.5, 4.5]
+    expected = (rewards - rewards.mean()) / (rewards.std() + 1e-4)
+    torch.testing.assert_close(group_mean(rewards, groups, divide_by_std=True), expected)
+
+
 @pytest.mark.parametrize("stage", [2, 3])
-def test_accelerate_configs_launch_one_process(stage):
+def test_the_configs_for_deepspeed_ask_for_what_rloom_does(stage):
+    """By what they say: accelerate reads them only where DeepSpeed is installed."""
     content = yaml.safe_load((ROOT / f"examples/accelerate_configs/deepspeed_zero{stage}.yaml").read_text())
-    assert content["num_processes"] == 1
-    assert content["distributed_type"] == "NO"
+    assert content["distributed_type"] == "DEEPSPEED"
+    assert content["num_processes"] > 1
+    assert content["deepspeed_config"]["zero_stage"] == stage
+    assert content["deepspeed_config"]["zero3_init_flag"] is False  # models are loaded as a whole
 
 
 def test_the_config_for_fsdp_asks_for_what_rloom_does(monkeypatch):

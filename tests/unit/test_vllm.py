@@ -7,7 +7,9 @@ import random
 import socket
 import sys
 import threading
+import tomllib
 import weakref
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -21,6 +23,7 @@ from rloom.errors import ConfigError, EngineError
 from rloom.generation import Sampling, choose_engine
 from rloom.generation.vllm import VllmEngine, VllmOptions, VllmServerEngine, client
 from rloom.generation.vllm.requests import RequestFormat
+from rloom.generation.vllm.starting import OLDEST
 from rloom.generation.vllm.surroundings import remember_classes, restore_classes
 from rloom.generation.vllm.weights import check_sendable, checkpoint_weights, fingerprint
 from rloom.models.checksums import CHUNK
@@ -256,6 +259,36 @@ def test_weights_that_cannot_be_sent_are_refused():
         check_sendable(get_peft_model(make_model(), prefix))
 
 
+def test_four_bit_bases_and_images_are_refused_at_the_start(monkeypatch, tmp_path, config, rows):
+    pytest.importorskip("bitsandbytes")
+    pytest.importorskip("PIL")
+    from rloom.models.adapters import lora, quantization_config
+    from tests import vision_models
+    from tests.standins import save_llama
+
+    install(monkeypatch)
+    reward = lambda completions, **_: [0.0] * len(completions)  # noqa: E731
+    # 4-bit weights come in blocks of 64.
+    save_llama(tmp_path / "model", hidden_size=64, intermediate_size=128)
+    four_bits = {"quantization_config": quantization_config(load_in_4bit=True), "peft_config": lora(r=2)}
+    with pytest.raises(EngineError, match=r"quantized ones cannot be handed over yet\. Leave `engine` unset"):
+        RLOOTrainer(str(tmp_path / "model"), reward, config(use_vllm=True), rows, **four_bits)
+    model, processor = vision_models.make("gemma3")
+    seen = [{"prompt": [{"role": "user", "content": "what"}], "image": vision_models.picture(0)}] * 4
+    with pytest.raises(ConfigError, match="engine='vllm' does not take images"):
+        RLOOTrainer(model, reward, config(use_vllm=True), seen, processing_class=processor)
+    assert not LLM.made
+
+
+def test_the_extra_asks_for_the_oldest_that_is_known():
+    """And nothing else installs vLLM: neither the other extras nor what development installs."""
+    root = Path(__file__).parents[2]
+    extras = tomllib.loads((root / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    assert extras.pop("vllm") == [f"vllm>={'.'.join(map(str, OLDEST))}"]
+    assert not any("vllm" in requirement for extra in extras.values() for requirement in extra)
+    assert "vllm" not in (root / "constraints.txt").read_text()
+
+
 # -- in this process
 
 
@@ -281,7 +314,7 @@ def test_classes_that_vllm_changes_are_given_back():
 def test_not_installed(monkeypatch):
     monkeypatch.setitem(sys.modules, "vllm", None)
     model = make_model()
-    with pytest.raises(EngineError, match=r"engine='vllm': .* pip install vllm, .* Leave `engine` unset"):
+    with pytest.raises(EngineError, match=r"engine='vllm': .* pip install \"rloom\[vllm\]\", .* Leave `engine` unset"):
         choose_engine(lambda: model, sampling(), wanted="vllm", tokenizer=make_tokenizer())
     install(monkeypatch, version=(0, 21, 2))
     with pytest.raises(EngineError, match=r"vLLM 0.21.2 is too old: 0.22 is the oldest"):

@@ -56,7 +56,7 @@ class DataOptions:
     )
     dataset_config: str | None = option(None, "Configuration of the data set, where it has several.")
     dataset_train_split: str = option("train", "Split to train on; `train[:100]` takes a part.")
-    dataset_test_split: str | None = option(None, "Split to evaluate on, at `eval_strategy`.")
+    dataset_test_split: str | None = option(None, "Split to evaluate on: at `eval_strategy`, or once at the end.")
     eval_data: str | None = option(None, "Evaluation prompts from elsewhere, named as `dataset_name` is.")
     dataset_streaming: bool = option(False, "Read the data while training; needs max_steps.")
     columns: list[str] | None = option(None, "Columns under other names: prompt=question answer=solution.")

@@ -41,6 +41,12 @@ SHOWN = (
 SAMPLE_TABLES = 10
 """Tables of completions over the run, where nothing else was asked for."""
 
+EVALUATED_LAST = (
+    "evaluation prompts are given and eval_strategy is not: they are evaluated once, after the last update "
+    "(--eval_strategy steps: more often; no: never)"
+)
+NOT_EVALUATED = "evaluation prompts are given and eval_strategy is no: they are not used"
+
 
 @dataclass(slots=True, kw_only=True)
 class Plan:
@@ -53,6 +59,7 @@ class Plan:
     config: RLOOConfig
     peft: Any
     quantization: Any
+    evaluate_last: bool  # evaluation prompts, where there are some: no strategy says when
 
 
 def add_arguments(parser: Parser) -> None:
@@ -110,21 +117,25 @@ def make_plan(values: dict[str, Any]) -> Plan:
         config=config,
         peft=lora_config(lora, set(values)),
         quantization=quantization_of(model, set(values), adapter=lora.use_peft),
+        evaluate_last="eval_strategy" not in own,
     )
 
 
 def _trainer(plan: Plan) -> RLOOTrainer:
+    from rloom.cli.last_evaluation import LastEvaluation
     from rloom.training.trainer import RLOOTrainer
 
     train, evaluation = load_data(plan.data)
-    if evaluation is not None and plan.config.eval_strategy == "no":
-        print("rloom: evaluation prompts are given and eval_strategy is no: they are not used", file=sys.stderr)
+    callbacks = [LastEvaluation()] if evaluation is not None and plan.evaluate_last else []
+    if evaluation is not None and plan.config.eval_strategy == "no" and plan.config.process_index == 0:
+        print(f"rloom: {EVALUATED_LAST if callbacks else NOT_EVALUATED}", file=sys.stderr)
     return RLOOTrainer(
         plan.model.model_name_or_path,
         [find_reward(spec) for spec in plan.rewards.reward_funcs or ()] or None,
         plan.config,
         train,
         evaluation,
+        callbacks=callbacks,
         quantization_config=plan.quantization,
         peft_config=plan.peft,
     )

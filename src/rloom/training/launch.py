@@ -112,6 +112,11 @@ def check_devices(trainer: Any) -> None:
     if trainer.accelerator.num_processes > 1:
         check_parallelism(trainer)
     stage = getattr(getattr(trainer.accelerator.state, "deepspeed_plugin", None), "zero_stage", 2)
+    if stage == 3 and trainer.args.beta and trainer.args.choices.kl_estimator == "full":
+        raise ConfigError(
+            'kl_estimator="full" does not go together with ZeRO-3, which lets go of the head\'s weights after the forward: '
+            "set fsdp=True instead, or another kl_estimator"
+        )
     stages = (2,) if trainer.accelerator.num_processes == 1 else (2, 3)
     # Stage 3 shards weights, which one process cannot do. Stage 1 counts some micro-batches twice.
     if stage not in stages:

@@ -73,6 +73,12 @@ class Processes:
     def of(cls, args: RLOOConfig, accelerator: Accelerator) -> Processes:
         """The processes of this launch."""
         zero = accelerator.distributed_type == DistributedType.DEEPSPEED
+        # Imported here: these are subclasses.
+        from rloom.training.sharded import ShardedProcesses, asks_to_shard, reshards
+        from rloom.training.zero import ZeroProcesses, complete_config
+
+        if zero:
+            complete_config(accelerator.state.deepspeed_plugin.deepspeed_config, args)
         if args.world_size == 1:
             return DeepSpeedProcess() if zero else cls()
         _heart()
@@ -84,13 +90,8 @@ class Processes:
                 "bucket_megabytes": args.ddp_bucket_cap_mb,
             },
         )
-        # Imported here: it is a subclass.
-        from rloom.training.sharded import ShardedProcesses, asks_to_shard, reshards
-
         half = torch.bfloat16 if args.bf16 else None
         if zero:
-            from rloom.training.zero import ZeroProcesses
-
             return ZeroProcesses(*place, stage=accelerator.state.deepspeed_plugin.zero_stage, half=half, **options)
         if not asks_to_shard(args):
             return cls(*place, **options)

