@@ -53,6 +53,13 @@ KINDS: dict[str, dict[str, Any]] = {
     "exact": {"beta": 0.1, "kl_placement": "loss", "kl_estimator": "full"},
     "checkpointed": {"beta": 0.1, "gradient_checkpointing": True},
     # a checkpoint that another number of processes goes on from
+    # the copy that samples is bfloat16, and so is what is gathered: both run the same numbers
+    "half": {"beta": 0.1, "bf16": True, "max_steps": 1, "max_completion_length": 64},
+    # biases are trained beside the adapter; only the head has an adapter, so that no layer is in the backward's graph
+    "lora with biases": {"beta": 0.1, "learning_rate": 1e-2},
+    "lora on the head": {"beta": 0.1, "learning_rate": 1e-2},
+    "saved lora": {"beta": 0.1, "max_steps": 4, "save_steps": 2, "learning_rate": 1e-2},
+    "saved bfloat16": {"beta": 0.1, "max_steps": 4, "save_steps": 2},
     "saved": {"beta": 0.1, "max_steps": 4, "save_steps": 2, "sync_ref_model": True, "ref_model_sync_steps": 2},
     "images": {"beta": 0.1, "engine": None, "max_completion_length": 4, "log_completions": True,
                "num_completions_to_print": 1},
@@ -163,7 +170,7 @@ def make_trainer(
             "learning_rate": 3e-3,
             "max_steps": 3,
             "logging_steps": 1,
-            "save_strategy": "steps" if kind in ("dropout", "saved") else "no",
+            "save_strategy": "steps" if kind == "dropout" or kind.startswith("saved") else "no",
             "report_to": "none",
             "use_cpu": True,
             "disable_tqdm": True,
@@ -175,7 +182,7 @@ def make_trainer(
         },
     )
     model, processing_class = (
-        make_model(seed=rank() + 1 if kind == "sequence" else 1, **_dropout(kind)),
+        make_model(seed=rank() + 1 if kind == "sequence" else 1, **_changes(kind)),
         make_tokenizer(),
     )
     if kind == "degenerate":  # a weight that no forward uses: it has no gradient, and does not decay
@@ -183,10 +190,14 @@ def make_trainer(
     if kind == "images":
         (model, processing_class), rows = vision_models.make("qwen3-vl"), _with_images()
     lora = None
-    if kind.startswith("lora"):
+    if "lora" in kind:
         from peft import LoraConfig
 
-        lora = LoraConfig(r=4, target_modules=["q_proj", "v_proj"])
+        lora = LoraConfig(
+            r=4,
+            target_modules=["lm_head"] if kind == "lora on the head" else ["q_proj", "v_proj"],
+            bias="all" if kind == "lora with biases" else "none",
+        )
     if by_name:
         if rank() == 0:
             model.save_pretrained(output / "model")
@@ -219,7 +230,9 @@ def _text(completion: Any) -> str:
     return completion if isinstance(completion, str) else completion[0]["content"]
 
 
-def _dropout(kind: str) -> dict[str, float]:
+def _changes(kind: str) -> dict[str, Any]:
+    if kind == "lora with biases":
+        return {"attention_bias": True}
     return {"attention_dropout": 0.1} if kind == "dropout" else {}
 
 
@@ -409,6 +422,12 @@ def main() -> None:
             result = run(folder, "sequence", by_name=True)
             for name in LAUNCHED_WITH_FSDP:
                 del os.environ[name]
+        elif kind.startswith("sharded resumed "):  # from the middle of an earlier run
+            what = kind.removeprefix("sharded resumed ")
+            if rank() == 0:
+                cut_off_after(Path(output) / f"sharded {what}", folder, step=2)
+            torch.distributed.barrier()
+            result = run(folder, what, resume=True, fsdp=True)
         elif kind.startswith("sharded from "):  # a checkpoint of another number of processes
             if rank() == 0:
                 cut_off_after(Path(kind.removeprefix("sharded from ")), folder, step=2)
@@ -424,7 +443,7 @@ def main() -> None:
             result = run(folder, kind.replace("resumed", "dropout"), resume=kind == "resumed", deepspeed=config)
         elif kind.startswith("sharded "):
             # Rounded otherwise, later updates would be on other completions.
-            few = {"max_steps": 1} if kind.endswith("bfloat16") else {}
+            few = {"max_steps": 1} if kind == "sharded bfloat16" else {}
             result = run(folder, kind.removeprefix("sharded "), fsdp=True, **few)
         else:
             result = run(folder, kind)

@@ -18,7 +18,9 @@ from tests.integration import processes_run
 from tests.integration.test_processes import assert_close, assert_same_log, launch, results
 from tests.integration.test_resume import assert_same
 
-AS_ONE = ["sequence", "token", "several", "lora", "exact", "checkpointed", "degenerate", "evaluated"]
+AS_ONE = ["sequence", "token", "several", "lora with biases", "lora on the head", "exact", "checkpointed", "degenerate",
+          "evaluated"]  # fmt: skip
+RESUMED = ["saved lora", "saved bfloat16"]
 DRAWS = [31, 44, 59, 90]
 """Of the oracle's. All 88 of the first 400 that two processes can share were run once."""
 
@@ -29,7 +31,8 @@ def two(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("sharded")
     # A checkpoint of one process, which two go on from.
     processes_run.run(folder / "one saved", "saved")
-    kinds = [*AS_ONE, "replaced", "bfloat16", "dropout", "resumed", "saved", "by its launcher"]
+    kinds = [*AS_ONE, "replaced", "bfloat16", "half", "dropout", "resumed", "saved", "by its launcher"]
+    kinds += [*RESUMED, *[f"resumed {kind}" for kind in RESUMED]]
     asked = [f"sharded {kind}" for kind in kinds] + [f"draw {number}" for number in DRAWS]
     done = launch(str(folder), *asked, f"sharded from {folder / 'one saved'}")
     assert done.returncode == 0, done.stderr[-4000:]
@@ -100,7 +103,25 @@ def test_a_process_that_is_killed_in_an_update_ends_the_others(tmp_path):
     assert not list(tmp_path.glob("sharded killed/result_*"))
 
 
+def test_the_copy_runs_what_the_policy_runs(two):
+    """Under bf16, before any update: no KL, and the engine's log-probabilities are those of the training forward."""
+    found = results(two, "sharded half")
+    assert_sharded(found)
+    assert found[0]["dtypes"] == {torch.float32}
+    (log,) = [entry for entry in found[0]["history"] if "kl" in entry]
+    assert abs(log["kl"]) < 1e-6
+    assert log["mismatch/mean"] < 0.02
+
+
 # -- checkpoints
+
+
+@pytest.mark.parametrize("kind", RESUMED)
+def test_what_was_saved_is_loaded(two, kind):
+    """Adapters, which peft loads by its own names; bfloat16 weights with the bits that they drop."""
+    for whole, resumed in zip(results(two, f"sharded {kind}"), results(two, f"sharded resumed {kind}"), strict=True):
+        assert len(whole["fingerprints"]) == 4
+        assert whole["fingerprints"][2:] == resumed["fingerprints"]
 
 
 def test_resumed_is_as_never_stopped(two):

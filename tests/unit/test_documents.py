@@ -74,17 +74,24 @@ def test_the_config_for_fsdp_asks_for_what_rloom_does(monkeypatch):
     from accelerate.commands.launch import _validate_launch_command, launch_command_parser
     from accelerate.utils.launch import prepare_multi_gpu_env
 
-    from rloom.training.sharded import asks_to_shard, check_sharding
+    from rloom.training.sharding_options import asks_to_shard, check_sharding
 
     path = str(ROOT / "examples/accelerate_configs/fsdp2.yaml")
     asked = launch_command_parser().parse_args(["--config_file", path, "--num_processes", "4", "train.py"])
     asked, _, _ = _validate_launch_command(asked)
     for name, value in prepare_multi_gpu_env(asked).items():
         monkeypatch.setenv(name, value)
-    args = SimpleNamespace(fsdp=None, fsdp_config=None, fp16=False, split_weights=None)
+    args = SimpleNamespace(
+        fsdp=None, fsdp_config=None, optim="adamw_torch_fused", split_weights=None, save_on_each_node=False
+    )
     assert asked.num_processes == 4
     assert asks_to_shard(args)
-    check_sharding(SimpleNamespace(args=args, model=None, optimizer=None, train_dataset=[], eval_dataset=None))
+    accelerator = SimpleNamespace(mixed_precision="bf16")
+    check_sharding(
+        SimpleNamespace(
+            args=args, accelerator=accelerator, model=None, optimizer=None, train_dataset=[], eval_dataset=None
+        )
+    )
 
 
 def test_the_config_for_several_gpus_is_accelerates_own():

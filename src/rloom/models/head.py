@@ -22,9 +22,11 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 from torch.utils.checkpoint import checkpoint
 
 from rloom.models.fused import forwards_replaced
+from rloom.models.load import base_of
 from rloom.models.triton_support import runs_kernels
 
 CHUNK_BYTES = 1 << 29
@@ -253,14 +255,41 @@ def _add_product(total: Tensor, dz: Tensor, hidden: Tensor) -> None:
         total += dz.T @ hidden
 
 
+def nothing_of(values: Tensor) -> Tensor:
+    """0, with a gradient of 0 for values of any size.
+
+    >>> values = torch.tensor([1.0, -torch.inf], requires_grad=True)
+    >>> nothing_of(values).backward()
+    >>> values.grad
+    tensor([0., 0.])
+    """
+    return values.nan_to_num().sum() * 0.0
+
+
+def is_gathered_by_hooks(model: Any) -> bool:
+    """Whether hooks gather a model's weights for the backward.
+
+    FSDP2's and ZeRO-3's do so when a gradient reaches what a module has returned. The log-probabilities are not what
+    the model returns, so they must depend on that, and that on them.
+    """
+    return isinstance(model, FSDPModule) or hasattr(base_of(model).get_output_embeddings().weight, "ds_id")
+
+
 @contextmanager
 def captured_head(
-    model: Any, source: Tensor | None, targets: Tensor, transform: LogitTransform, *, keep: bool = False
+    model: Any,
+    source: Tensor | None,
+    targets: Tensor,
+    transform: LogitTransform,
+    *,
+    keep: bool = False,
+    depends: bool = False,
 ) -> Iterator[list[HeadOutput]]:
     """While this lasts, the model's head computes [`HeadOutput`]s of `targets` instead of logits.
 
     `source` (N,) picks the hidden states, flattened over batch and position, that predict them; None: all, in order.
-    The model gets a tensor with one logit per state in return, which costs nothing and means nothing.
+    The model gets a tensor with one logit per state in return, which costs nothing and means nothing. `depends`: it is
+    to depend on the log-probabilities, with a gradient of 0 (`is_gathered_by_hooks`).
     """
     head = model.get_output_embeddings()
     forward = head.forward
@@ -270,8 +299,8 @@ def captured_head(
         flat = hidden.flatten(0, -2)
         wanted = flat if source is None else flat[source]
         outputs.append(run_head(head, forward, wanted, targets, transform, keep=keep))
-        # A copy: FSDP warns of views.
-        return hidden[..., :1].clone()
+        few = hidden[..., :1]
+        return few + nothing_of(outputs[-1].logprobs).to(few.dtype) if depends else few
 
     with forwards_replaced([(head, instead)]):
         yield outputs

@@ -11,7 +11,7 @@ from typing import Any
 from torch import Tensor
 
 from rloom.data.model_inputs import fitted_to
-from rloom.models.head import HeadOutput, LogitTransform, captured_head
+from rloom.models.head import HeadOutput, LogitTransform, captured_head, is_gathered_by_hooks, nothing_of
 from rloom.models.load import base_of
 from rloom.models.positions import image_positions, rope_index_of
 from rloom.models.verify import accepted
@@ -43,13 +43,13 @@ class Forward:
         inputs |= accepted(self.base, use_cache=False)
         if with_aux_loss:
             inputs["output_router_logits"] = True
-        with captured_head(self.base, source, batch.targets, self.transform, keep=self.keep_logits) as outputs:
+        options = {"keep": self.keep_logits, "depends": is_gathered_by_hooks(model)}
+        with captured_head(self.base, source, batch.targets, self.transform, **options) as outputs:
             result = model(**inputs)
         (head,) = outputs
         logprobs = head.logprobs
-        # DeepSpeed's ZeRO-3 gathers the head's weights for the backward when a gradient reaches what the head returned.
-        if hasattr(self.base.get_output_embeddings().weight, "ds_id"):
-            logprobs = logprobs + 0.0 * result.logits.sum()
+        if options["depends"]:
+            logprobs = logprobs + nothing_of(result.logits)
         return TokenStats(
             logprobs=batch.to_table(logprobs),
             entropy=batch.to_table(head.entropy),

@@ -44,7 +44,7 @@ from rloom.training.collector import Collector
 from rloom.training.credit import Credit, Shaper
 from rloom.training.learner import Learner
 from rloom.training.passes import Passes
-from rloom.training.sharded import load_in_every_process
+from rloom.training.sharding_options import load_in_every_process
 from rloom.training.warmup import compile_kernels
 from rloom.types import Rollout
 
@@ -318,7 +318,7 @@ def _reference(trainer: Any, policy: Policy, path: str | None, args: RLOOConfig)
     """Build the reference on the device, or offloaded: a copy of the policy, or the model at `path`."""
     other = None
     if path is not None:
-        dtype = getattr(trainer.model, "dtype", None)
+        dtype = getattr(trainer.processes.without_gradient(trainer.model), "dtype", None)
         other = loading.load_model(path, dtype=dtype, trust_remote_code=args.trust_remote_code).to(args.device)
     reference = make_reference(
         trainer.processes.without_gradient(trainer.model),

@@ -16,7 +16,7 @@ from rloom.data.images import without_images
 from rloom.errors import ConfigError
 from rloom.printable import get_logger
 from rloom.training.processes import Processes
-from rloom.training.sharded import asks_to_shard, check_sharding
+from rloom.training.sharding_options import asks_to_shard, check_sharding
 
 logger = get_logger(__name__)
 
@@ -112,15 +112,15 @@ def check_devices(trainer: Any) -> None:
     if trainer.accelerator.num_processes > 1:
         check_parallelism(trainer)
     stage = getattr(getattr(trainer.accelerator.state, "deepspeed_plugin", None), "zero_stage", 2)
-    if stage == 3 and trainer.args.beta and trainer.args.choices.kl_estimator == "full":
-        raise ConfigError(
-            'kl_estimator="full" does not go together with ZeRO-3, which lets go of the head\'s weights after the forward: '
-            "set fsdp=True instead, or another kl_estimator"
-        )
     stages = (2,) if trainer.accelerator.num_processes == 1 else (2, 3)
     # Stage 3 shards weights, which one process cannot do. Stage 1 counts some micro-batches twice.
     if stage not in stages:
         raise ConfigError(
             f"zero_optimization.stage is {stage}: rloom trains with DeepSpeed's ZeRO-2, and in several processes with "
             "ZeRO-3; set it to 2 (with offload_optimizer, if memory is short), or leave `deepspeed` out"
+        )
+    if stage == 3 and trainer.args.beta and trainer.args.choices.kl_estimator == "full":
+        raise ConfigError(
+            'kl_estimator="full" does not go together with ZeRO-3, which lets go of the head after the forward: set '
+            "fsdp=True instead, or another kl_estimator"
         )

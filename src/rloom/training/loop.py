@@ -14,7 +14,7 @@ from rloom.config import RLOOConfig
 from rloom.data.plan import UpdatePlan
 from rloom.models.optimizers import optimizer_with_low_bits
 from rloom.training.saving import CheckpointedTrainer
-from rloom.training.sharded import hidden_from_accelerate
+from rloom.training.sharding_options import hidden_from_accelerate
 
 
 class UpdateLoop(CheckpointedTrainer):

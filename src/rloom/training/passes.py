@@ -16,6 +16,7 @@ from rloom.data.batching import Batcher
 from rloom.data.transfer import upload
 from rloom.models.attention import CompiledLayers, own_attention, packed_attention, running
 from rloom.models.fused import FusedLayers
+from rloom.models.head import nothing_of
 from rloom.models.logprobs import Forward, TokenStats
 from rloom.models.reference import FrozenReference, Reference
 from rloom.models.triton_support import has_triton
@@ -103,7 +104,7 @@ class Passes:
 
     def idle_loss(self, model: Any, batch: MicroBatch) -> Tensor:
         """A loss of 0, whose backward adds nothing to the gradients."""
-        return self.forward(model, batch).logprobs.sum() * 0.0
+        return nothing_of(self.forward(model, batch).logprobs)
 
     def made_up(self, groups: int, k: int, prompt: int, completion: int, pictured: Prompt | None = None) -> Rollout:
         """A rollout of made-up tokens. `pictured`: a prompt with images that stands for all prompts."""

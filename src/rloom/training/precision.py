@@ -54,6 +54,11 @@ def choose_precision(trainer: Any, *, loaded_with: Any, own_optimizer: bool) -> 
     an optimizer, which does not know about the dropped bits.
     """
     args, model, asked = trainer.args, trainer.model, trainer.accelerator.autocast_handler
+    if trainer.processes.is_sharded:
+        half = trainer.accelerator.mixed_precision == "bf16" or _dtype_of(model) == torch.bfloat16
+        run = "run in bfloat16" if half else "run in float32"
+        words = f"float32 weights, sharded over {trainer.processes.count} processes by FSDP2 and {run}"
+        return Precision(split=None, words=words, in_float32=not half, asked_autocast=asked)
     asked_dtype = (loaded_with or {}).get("dtype") or (loaded_with or {}).get("torch_dtype")
     reason, before = _why_not_split(trainer, asked_dtype, own_optimizer), split_of(model)
     if before is not None and reason is not None:
@@ -95,8 +100,6 @@ def _why_not_split(trainer: Any, asked_dtype: Any, own_optimizer: bool) -> str |
         return "fp16=True" if args.fp16 else "bf16 is off"
     if trainer.processes.external_optimizer:
         return "DeepSpeed keeps weights of its own"
-    if trainer.processes.is_sharded:
-        return "FSDP holds parts of them in float32"
     if own_optimizer:
         return "the optimizer that was passed in updates float32 weights"
     if not can_keep_low_bits(*Trainer.get_optimizer_cls_and_kwargs(args, trainer.model)):

@@ -74,7 +74,8 @@ class Processes:
         """The processes of this launch."""
         zero = accelerator.distributed_type == DistributedType.DEEPSPEED
         # Imported here: these are subclasses.
-        from rloom.training.sharded import ShardedProcesses, asks_to_shard, reshards
+        from rloom.training.sharded import ShardedProcesses
+        from rloom.training.sharding_options import asks_to_shard, reshards
         from rloom.training.zero import ZeroProcesses, complete_config
 
         if zero:
@@ -90,7 +91,7 @@ class Processes:
                 "bucket_megabytes": args.ddp_bucket_cap_mb,
             },
         )
-        half = torch.bfloat16 if args.bf16 else None
+        half = torch.bfloat16 if accelerator.mixed_precision == "bf16" else None
         if zero:
             return ZeroProcesses(*place, stage=accelerator.state.deepspeed_plugin.zero_stage, half=half, **options)
         if not asks_to_shard(args):

@@ -16,11 +16,13 @@ from contextlib import ExitStack, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import nn
 from transformers import Trainer
+from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME
 
 from rloom.data.plan import Schedule
-from rloom.errors import DiskError
+from rloom.errors import DiskError, DivergedError
 from rloom.models.load import base_of, is_peft_model
 from rloom.models.reference import Reference, without_reference_adapter
 from rloom.observe.completions import CompletionLog
@@ -205,8 +207,7 @@ class CheckpointedTrainer(Trainer):
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
         folder = Path(self._get_output_dir(trial=trial)) / f"checkpoint-{self.state.global_step}"
         self.finite.settle(self.state.global_step)
-        own_parts = ((name, self.processes.own_part(p)) for name, p in self.model.named_parameters())
-        check_finite(own_parts, folder.name)
+        self._check_finite(folder.name)
         name, there = self.args.hub_model_id or Path(self.args.output_dir).name, folder.exists()
         try:
             with checkpoint.writing(folder.parent, folder.name):
@@ -227,6 +228,17 @@ class CheckpointedTrainer(Trainer):
             last = f"The newest that is whole is {whole}" if whole else "There is no other"
             raise DiskError(f'{error}. {last}. Make room, and go on with resume_from_checkpoint="auto"') from error
 
+    def _check_finite(self, where: str) -> None:
+        """Refuse to save weights that are not finite, in all processes if one of them holds such a part."""
+        wrong = None
+        try:
+            check_finite(((name, self.processes.own_part(p)) for name, p in self.model.named_parameters()), where)
+        except DivergedError as error:
+            wrong = error
+        for found in self.processes.gather(wrong):
+            if found is not None:
+                raise found
+
     def _save_own(self, folder: Path) -> None:
         """Write rloom's part of a checkpoint."""
         moved = self.reference.state_dict() if self.reference and self.args.sync_ref_model else None
@@ -236,7 +248,7 @@ class CheckpointedTrainer(Trainer):
             write_facts(folder, self._facts or facts_of(self))
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        """Save the model as a whole, from the main process."""
+        """Save the model as a whole, from the main process. Call it in all processes: sharded weights are gathered."""
         with self.processes.whole_weights(self.model):
             super().save_model(output_dir, _internal_call)
 
@@ -297,7 +309,9 @@ class CheckpointedTrainer(Trainer):
                 super()._load_best_model()
 
     def _load_optimizer_and_scheduler(self, folder: str | None) -> None:
-        with self.processes.whole_optimizer(self.optimizer, loading=True):
+        if folder is not None and self.processes.is_sharded:
+            self._load_whole_optimizer(Path(folder))
+        else:
             super()._load_optimizer_and_scheduler(folder)
         if folder is None:
             return
@@ -326,6 +340,15 @@ class CheckpointedTrainer(Trainer):
                     self._plan(),
                 )
         checkpoint.load_components(components, state)
+
+    def _load_whole_optimizer(self, folder: Path) -> None:
+        """Read the whole state from the disk as it is needed: transformers would read all of it to each GPU."""
+        if not ((folder / OPTIMIZER_NAME).is_file() and (folder / SCHEDULER_NAME).is_file()):
+            return
+        state = torch.load(folder / OPTIMIZER_NAME, map_location="cpu", weights_only=True, mmap=True)
+        with self.processes.whole_optimizer(self.optimizer, loading=True):
+            self.optimizer.load_state_dict(state)
+        self.lr_scheduler.load_state_dict(torch.load(folder / SCHEDULER_NAME, weights_only=True))
 
     def _note_other_processes(self, state: dict[str, Any] | None) -> None:
         """Warn if the number of processes has changed: rollouts and random states of the checkpoint are dropped."""

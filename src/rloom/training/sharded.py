@@ -14,7 +14,6 @@ accelerate is not told: it would take the model apart before the checks, and on 
 from __future__ import annotations
 
 import copy
-import os
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
@@ -25,52 +24,16 @@ from accelerate import Accelerator
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor, distribute_tensor
-from transformers.integrations.deepspeed import unset_hf_deepspeed_config
+from torch.distributed.tensor import DTensor
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from rloom.config import RLOOConfig
-from rloom.data.datasets import image_column
-from rloom.errors import ConfigError
-from rloom.models.load import is_peft_model
-from rloom.models.low_bits import Piece, Value
+from rloom.models.load import base_of, is_peft_model
+from rloom.models.low_bits import Piece, Value, join_float32, split_float32
+from rloom.models.optimizers import LOW_BITS
+from rloom.models.split_weights import kept_in_float32
 from rloom.training.processes import Processes, together
 
-LAUNCHED_WITH_FSDP = "ACCELERATE_USE_FSDP"
-"""Set to "true" by `accelerate launch` with a configuration for FSDP."""
-
-
-def asks_to_shard(args: RLOOConfig) -> bool:
-    """Whether the options or the launcher ask for FSDP."""
-    return bool(args.fsdp) or os.environ.get(LAUNCHED_WITH_FSDP, "").lower() == "true"
-
-
-def reshards(args: RLOOConfig) -> bool:
-    """Whether a layer is let go after its forward, and gathered again for its backward."""
-    asked = (args.fsdp_config or {}).get("reshard_after_forward", os.environ.get("FSDP_RESHARD_AFTER_FORWARD", "true"))
-    return str(asked).lower() != "false"
-
-
-def load_in_every_process() -> None:
-    """Let every process read the weights of models. `accelerate launch` asks transformers to leave them out in all
-    processes but one, since accelerate would send them; models of rewards would then have random weights."""
-    if "FSDP_CPU_RAM_EFFICIENT_LOADING" in os.environ:
-        os.environ["FSDP_CPU_RAM_EFFICIENT_LOADING"] = "false"
-    # Under ZeRO-3 transformers would take models apart while it loads them.
-    unset_hf_deepspeed_config()
-
-
-@contextmanager
-def hidden_from_accelerate(args: RLOOConfig) -> Iterator[None]:
-    """Keep accelerate from sharding models, inside the block in which its `Accelerator` is made."""
-    options, launched = args.fsdp_plugin_args, os.environ.pop(LAUNCHED_WITH_FSDP, None)
-    args.fsdp_plugin_args = None
-    try:
-        yield
-    finally:
-        args.fsdp_plugin_args = options
-        if launched is not None:
-            os.environ[LAUNCHED_WITH_FSDP] = launched
+HALVES = (torch.bfloat16, torch.float16)
 
 
 class ShardedProcesses(Processes):
@@ -82,35 +45,44 @@ class ShardedProcesses(Processes):
     def __init__(self, *place: int, half: torch.dtype | None, reshard: bool = True, **options: Any) -> None:
         super().__init__(*place, **options)
         # The dtype in which weights are gathered and run; None: their own.
-        self._half, self._reshard = half, reshard
+        self.half, self._reshard = half, reshard
         self._model: nn.Module | None = None
         self._copy: nn.Module | None = None
         # The dtypes of the weights that were loaded, in which they are saved.
         self._dtypes: dict[str, torch.dtype] = {}
-        self._is_filled = False
+        # Names of weights that the copy cannot have yet: all at first, then those that are or were trained.
+        self._stale: set[str] = set()
 
     # -- the whole copy
 
     def without_gradient(self, model: nn.Module) -> nn.Module:
         """The whole copy, in this process alone."""
         if self._copy is None:
+            if kept_in_float32(base_of(model)):
+                self.half = None
+            if self.half is not None and is_peft_model(model):
+                _cast((p for p in model.parameters() if not p.requires_grad), self.half)
             # In evaluation mode: there is no dropout where nothing is learnt.
-            self._copy = copy.deepcopy(model).requires_grad_(False).eval()
-            if self._half is not None:
-                self._copy.to(self._half)
+            self._copy = copy.deepcopy(model).eval()
+            if self.half is not None and not is_peft_model(model):
+                # Buffers stay as they are: rounded angles would rotate otherwise.
+                _cast(self._copy.parameters(), self.half)
         return self._copy
 
     @torch.no_grad()
     def gather_weights(self) -> None:
-        """Fill the whole copy from the parts of all processes. Weights that are not trained are there already."""
+        """Fill the whole copy from the parts of all processes. Weights that were never trained are there already."""
         if self._model is None or self._copy is None:
             return
-        copies = dict(self._copy.named_parameters())
+        copies, buffers = dict(self._copy.named_parameters()), dict(self._copy.named_buffers())
+        self._stale |= {name for name, p in self._model.named_parameters() if p.requires_grad}
         with together():
             for name, p in self._model.named_parameters():
-                if p.requires_grad or not self._is_filled:
+                if name in self._stale:
                     copies[name].copy_(_whole(p))
-        self._is_filled = True
+        for name, buffer in self._model.named_buffers():
+            buffers[name].copy_(buffer)
+        self._stale = {name for name, p in self._model.named_parameters() if p.requires_grad}
 
     # -- sharding
 
@@ -118,20 +90,21 @@ class ShardedProcesses(Processes):
         """Shard the model in place, layer by layer. It stays the same object."""
         mesh = init_device_mesh(self._device.type if self._device else "cpu", (self.count,))
         self._dtypes = {name: value.dtype for name, value in model.state_dict().items()}
-        half = None if is_peft_model(model) else self._half or _half_of(model)
-        for p in model.parameters():
-            # The parts are what is trained: bfloat16 would round small updates away.
-            if p.requires_grad and p.dtype in (torch.bfloat16, torch.float16):
-                p.data = p.data.float()
+        half = None if is_peft_model(model) else self.half or _half_of(model)
         policy = MixedPrecisionPolicy(param_dtype=half, reduce_dtype=torch.float32 if half else None)
         for layer in _layers(model):
+            _widen(layer)
             fully_shard(layer, mesh=mesh, mp_policy=policy, reshard_after_forward=self._reshard)
-        fully_shard(model, mesh=mesh, mp_policy=policy)
+        _widen(model)
+        root = fully_shard(model, mesh=mesh, mp_policy=policy)
         for module in model.modules():
             if isinstance(module, FSDPModule):
                 # Gradients are added up, as losses have denominators that cover all processes.
                 module.set_gradient_divide_factor(1.0)
                 module.set_force_sum_reduction_for_comms(True)
+        # Processes may use other experts. Older versions of torch cannot be told.
+        if _has_experts(model) and hasattr(root, "set_reduce_scatter_unused_params"):
+            root.set_reduce_scatter_unused_params(True)
         self._model = model
 
     # -- an update
@@ -182,52 +155,92 @@ class ShardedProcesses(Processes):
 
     @contextmanager
     def whole_weights(self, model: nn.Module, *, loading: bool = False) -> Iterator[None]:
-        """Inside the block the model is saved, or loaded, as a whole: files say nothing of processes."""
-        there, own, state = model.state_dict(), model.load_state_dict, dict[str, Tensor]()
-        if not loading:
-            state = {name: value.to(self._dtypes[name]) for name, value in self._gathered(there)}
+        """Inside the block the model is saved, or loaded, as a whole: files say nothing of processes.
+
+        All processes must come here. What is saved is in the main process alone.
+        """
+        if "state_dict" in model.__dict__:
+            # Inside of another such block.
+            yield
+            return
+        there, own = model.state_dict(), model.load_state_dict
 
         def load(whole: dict[str, Tensor], *args: Any, **kwargs: Any) -> Any:
+            self._stale = {name for name, _ in model.named_parameters()}
             parts = {name: _part_like(there.get(name), value) for name, value in whole.items()}
             return own(parts, *args, **kwargs)
 
+        state = there if loading else self._saved_weights(model, there)
         with _methods_replaced(model, state_dict=lambda *args, **kwargs: state, load_state_dict=load):
             yield
 
+    def _saved_weights(self, model: nn.Module, parts: dict[str, Any]) -> dict[str, Any]:
+        """Weights as they were loaded, in the main process. Tied weights share their memory, as in the model."""
+        places = {name: id(p) for name, p in model.named_parameters(remove_duplicate=False)}
+        known: dict[int, Tensor] = {}
+        saved: dict[str, Any] = {}
+        for name, part in parts.items():
+            place = places.get(name, id(part))
+            if place not in known:
+                known[place] = _as_loaded(self._on_main(part), self._dtypes[name])
+            saved[name] = known[place]
+        return saved
+
+    def _on_main(self, part: Tensor) -> Tensor:
+        """A value as a whole on the main process' host; nothing of it elsewhere. All processes must ask for it."""
+        if not isinstance(part, DTensor):
+            return part
+        with together():
+            whole = _whole(part).detach()
+        return whole.cpu() if self.is_main else whole.new_empty(0, device="cpu")
+
     @contextmanager
     def whole_optimizer(self, optimizer: Any, *, loading: bool = False) -> Iterator[None]:
-        """Inside the block the optimizer's state is saved, or loaded, as a whole."""
+        """Inside the block the optimizer's state is saved, or loaded, as a whole, as one process' optimizer has it.
+
+        That has the bits that bfloat16 drops, where weights are saved in bfloat16.
+        """
+        params = [p for group in optimizer.param_groups for p in group["params"]]
         state, own = optimizer.state_dict(), optimizer.load_state_dict
         if not loading:
-            state["state"] = {index: dict(self._gathered(values)) for index, values in state["state"].items()}
+            state["state"] = self._saved_state(state, params)
 
         def load(whole: dict[str, Any]) -> Any:
-            params = [p for group in optimizer.param_groups for p in group["params"]]
-            numbers = [number for group in whole["param_groups"] for number in group["params"]]
-            for number, p in zip(numbers, params, strict=True):
+            for number, p in zip(_numbers(whole), params, strict=True):
                 values = whole["state"].get(number, {})
+                _join_low_bits(p, values.pop(LOW_BITS, None))
                 values |= {name: _part_like(p, value) for name, value in values.items() if _is_like(p, value)}
             return own(whole)
 
         with _methods_replaced(optimizer, state_dict=lambda: state, load_state_dict=load):
             yield
 
-    def _gathered(self, values: dict[str, Any]) -> Iterator[tuple[str, Any]]:
-        """The values as a whole, on the host. Weights that share their memory share it afterwards."""
-        known: dict[int, Tensor] = {}
-        for name, value in values.items():
-            if not isinstance(value, DTensor):
-                yield name, value
+    def _saved_state(self, state: dict[str, Any], params: list[Tensor]) -> dict[int, dict[str, Any]]:
+        assert self._model is not None
+        dtypes = {id(p): self._dtypes[name] for name, p in self._model.named_parameters()}
+        saved = {}
+        for number, p in zip(_numbers(state), params, strict=True):
+            if (values := state["state"].get(number)) is None:
                 continue
-            place = value.to_local().data_ptr()
-            if place not in known or not place:
-                with together():
-                    known[place] = _whole(value).detach().cpu()
-            yield name, known[place]
+            saved[number] = {name: self._on_main(v) if isinstance(v, Tensor) else v for name, v in values.items()}
+            if dtypes[id(p)] == torch.bfloat16:
+                saved[number][LOW_BITS] = split_float32(self._on_main(p))[1]
+        return saved
 
 
 def _whole(value: Any) -> Any:
     return value.full_tensor() if isinstance(value, DTensor) else value
+
+
+def _as_loaded(value: Tensor, dtype: torch.dtype) -> Tensor:
+    """A weight in the dtype in which it was loaded, rounded as its low bits are counted from."""
+    is_half = value.dtype == torch.float32 and dtype == torch.bfloat16
+    return split_float32(value)[0] if is_half else value.to(dtype)
+
+
+def _numbers(state: dict[str, Any]) -> list[int]:
+    """The numbers of an optimizer's weights in its saved state."""
+    return [number for group in state["param_groups"] for number in group["params"]]
 
 
 def _is_like(p: Tensor, value: Any) -> bool:
@@ -235,12 +248,39 @@ def _is_like(p: Tensor, value: Any) -> bool:
     return isinstance(value, Tensor) and value.shape == p.shape
 
 
-def _part_like(p: Tensor | None, value: Tensor) -> Tensor:
-    """This process' part of a whole value, cut as the weight is."""
-    if not isinstance(p, DTensor):
+def _part_like(p: Any, value: Tensor) -> Tensor:
+    """This process' part of a whole value, cut as the weight is. Only the part is moved to the device. peft loads the
+    model's own parts together with an adapter: they stay as they are."""
+    if not isinstance(p, DTensor) or isinstance(value, DTensor):
         return value
-    whole = value.to(p.device, p.dtype if value.is_floating_point() else value.dtype)
-    return distribute_tensor(whole, p.device_mesh, p.placements, src_data_rank=None)
+    parts = value.chunk(p.device_mesh.size(), 0)
+    rank = p.device_mesh.get_local_rank()
+    part = parts[rank] if rank < len(parts) else value[:0]
+    part = part.to(p.device, p.dtype if value.is_floating_point() else value.dtype, copy=True)
+    return DTensor.from_local(part, p.device_mesh, p.placements, run_check=False, shape=p.shape, stride=p.stride())
+
+
+@torch.no_grad()
+def _join_low_bits(p: Tensor, low_bits: Any) -> None:
+    """Give a float32 part, which was loaded from bfloat16 weights, the bits that those had dropped."""
+    if isinstance(p, DTensor) and isinstance(low_bits, Tensor) and low_bits.dtype == torch.int16:
+        part = p.to_local()
+        bits = _part_like(p, low_bits)
+        assert isinstance(bits, DTensor)
+        part.copy_(join_float32(part.bfloat16(), bits.to_local()))
+
+
+def _cast(parameters: Iterable[Tensor], dtype: torch.dtype) -> None:
+    for p in parameters:
+        if p.is_floating_point():
+            p.data = p.data.to(dtype)
+
+
+def _widen(module: nn.Module) -> None:
+    """Make trained weights float32 that are not sharded yet: bfloat16 would round small updates away."""
+    for p in module.parameters():
+        if p.requires_grad and p.dtype in HALVES and not isinstance(p, DTensor):
+            p.data = p.data.float()
 
 
 def _layers(model: nn.Module) -> list[nn.Module]:
@@ -250,7 +290,12 @@ def _layers(model: nn.Module) -> list[nn.Module]:
 def _half_of(model: nn.Module) -> torch.dtype | None:
     """The half-precision dtype of the trained weights, if they have one."""
     dtypes = {p.dtype for p in model.parameters() if p.requires_grad}
-    return next(iter(dtypes & {torch.bfloat16, torch.float16}), None)
+    return next((dtype for dtype in HALVES if dtype in dtypes), None)
+
+
+def _has_experts(model: nn.Module) -> bool:
+    config = base_of(model).config.get_text_config()
+    return any(getattr(config, name, None) for name in ("num_experts", "num_local_experts", "n_routed_experts"))
 
 
 @contextmanager
@@ -263,27 +308,3 @@ def _methods_replaced(thing: Any, **methods: Callable[..., Any]) -> Iterator[Non
     finally:
         for name in methods:
             delattr(thing, name)
-
-
-def check_sharding(trainer: Any) -> None:
-    """Refuse what does not go together with sharded weights."""
-    args = trainer.args
-    options = args.fsdp_config or {}
-    version = str(options.get("version", os.environ.get("FSDP_VERSION", "2")))
-    if version != "2":
-        raise ConfigError(f"fsdp_version {version}: rloom shards by FSDP2; set it to 2")
-    if options.get("cpu_offload") or os.environ.get("FSDP_OFFLOAD_PARAMS", "").lower() == "true":
-        raise ConfigError("FSDP with weights on the host is not supported: leave cpu_offload out, or train with LoRA")
-    unsupported = {
-        "fp16=True": args.fp16,
-        "split_weights=True": bool(args.split_weights),
-        "a quantized model": getattr(trainer.model, "is_quantized", False),
-        "optimizers=(…)": trainer.optimizer is not None,
-        "a column of images": image_column(trainer.train_dataset, trainer.eval_dataset) is not None,
-    }
-    for what, asked in unsupported.items():
-        if asked:
-            raise ConfigError(
-                f"{what} does not go together with FSDP yet: leave one of them out. Without FSDP each process holds "
-                "the whole model"
-            )

@@ -1,0 +1,94 @@
+"""What options and launchers say about sharding: who asks for it, and what does not go together with it."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from torch.distributed.fsdp import FSDPModule
+from transformers.integrations.deepspeed import unset_hf_deepspeed_config
+
+from rloom.config import RLOOConfig
+from rloom.data.datasets import image_column
+from rloom.errors import ConfigError, in_words
+from rloom.printable import get_logger
+
+logger = get_logger(__name__)
+
+LAUNCHED_WITH_FSDP = "ACCELERATE_USE_FSDP"
+"""Set to "true" by `accelerate launch` with a configuration for FSDP."""
+
+OPTIMIZERS = ("adamw_torch", "adamw_torch_fused", "sgd", "rmsprop", "adagrad")
+"""Optimizers that work on sharded weights."""
+
+
+def asks_to_shard(args: RLOOConfig) -> bool:
+    """Whether the options or the launcher ask for FSDP."""
+    return bool(args.fsdp) or os.environ.get(LAUNCHED_WITH_FSDP, "").lower() == "true"
+
+
+def _asked(args: RLOOConfig, name: str, usual: str) -> str:
+    """What the options say, or else the launcher."""
+    return str((args.fsdp_config or {}).get(name, os.environ.get(f"FSDP_{name.upper()}", usual))).lower()
+
+
+def reshards(args: RLOOConfig) -> bool:
+    """Whether a layer is let go after its forward, and gathered again for its backward."""
+    return _asked(args, "reshard_after_forward", "true") != "false"
+
+
+def load_in_every_process() -> None:
+    """Let every process read the weights of models. `accelerate launch` asks transformers to leave them out in all
+    processes but one, since accelerate would send them; models of rewards would then have random weights. Under ZeRO-3
+    transformers would take models apart while it loads them."""
+    if "FSDP_CPU_RAM_EFFICIENT_LOADING" in os.environ:
+        os.environ["FSDP_CPU_RAM_EFFICIENT_LOADING"] = "false"
+    unset_hf_deepspeed_config()
+
+
+@contextmanager
+def hidden_from_accelerate(args: RLOOConfig) -> Iterator[None]:
+    """Keep accelerate from sharding models, inside the block in which its `Accelerator` is made."""
+    options, launched = args.fsdp_plugin_args, os.environ.pop(LAUNCHED_WITH_FSDP, None)
+    args.fsdp_plugin_args = None
+    try:
+        yield
+    finally:
+        args.fsdp_plugin_args = options
+        if launched is not None:
+            os.environ[LAUNCHED_WITH_FSDP] = launched
+
+
+def check_sharding(trainer: Any) -> None:
+    """Refuse what does not go together with FSDP."""
+    args = trainer.args
+    version = _asked(args, "version", "2")
+    if version != "2":
+        raise ConfigError(f"fsdp_version {version}: rloom shards by FSDP2; set it to 2")
+    if "true" in (_asked(args, "cpu_offload", "false"), _asked(args, "offload_params", "false")):
+        raise ConfigError("FSDP with weights on the host is not supported: leave cpu_offload out, or train with LoRA")
+    if _asked(args, "activation_checkpointing", "false") == "true":
+        raise ConfigError("activation_checkpointing of FSDP is not used here: set gradient_checkpointing=True instead")
+    optimizer = str(getattr(args.optim, "value", args.optim))
+    if optimizer not in OPTIMIZERS:
+        raise ConfigError(f"optim={optimizer!r} does not work on sharded weights: use {in_words(OPTIMIZERS)}")
+    unsupported = {
+        "fp16": trainer.accelerator.mixed_precision == "fp16",
+        "split_weights=True": bool(args.split_weights),
+        "save_on_each_node=True": args.save_on_each_node,
+        "a quantized model": getattr(trainer.model, "is_quantized", False),
+        "a model that another trainer has sharded": isinstance(trainer.model, FSDPModule),
+        "optimizers=(…)": trainer.optimizer is not None,
+        "a column of images": image_column(trainer.train_dataset, trainer.eval_dataset) is not None,
+    }
+    for what, asked in unsupported.items():
+        if asked:
+            raise ConfigError(
+                f"{what} does not go together with FSDP yet: leave one of them out. Without FSDP each process holds "
+                "the whole model"
+            )
+    for name in ("transformer_layer_cls_to_wrap", "min_num_params"):
+        if (args.fsdp_config or {}).get(name):
+            logger.warning("fsdp_config[%r] has no effect: each of the model's layers is sharded by itself", name)
