@@ -10,6 +10,7 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
+from rloom.algo import KL_ESTIMATORS
 from rloom.config import RLOOConfig
 from rloom.data import datasets
 from rloom.data.images import without_images
@@ -119,8 +120,10 @@ def check_devices(trainer: Any) -> None:
             f"zero_optimization.stage is {stage}: rloom trains with DeepSpeed's ZeRO-2, and in several processes with "
             "ZeRO-3; set it to 2 (with offload_optimizer, if memory is short), or leave `deepspeed` out"
         )
-    if stage == 3 and trainer.args.beta and trainer.args.choices.kl_estimator == "full":
-        raise ConfigError(
-            'kl_estimator="full" does not go together with ZeRO-3, which lets go of the head after the forward: set '
-            "fsdp=True instead, or another kl_estimator"
-        )
+    if stage == 3 and trainer.args.beta:
+        estimator = trainer.args.choices.kl_estimator
+        if KL_ESTIMATORS[estimator].needs_distributions:
+            raise ConfigError(
+                f"kl_estimator={estimator!r} does not go together with ZeRO-3, which lets go of the head after the "
+                "forward: set fsdp=True instead, or another kl_estimator"
+            )
