@@ -818,10 +818,4 @@ MUTANTS = [
         "        return self.forward(model, batch).logprobs.sum() * 0.1",
         "tests/integration/test_sharded.py::test_two_halves_are_as_one[token]",
     ),
-    Mutant(
-        "training/saving.py",
-        "        # Rollouts of the checkpoint are at these weights.\n        self.processes.gather_weights()",
-        "        # Rollouts of the checkpoint are at these weights.",
-        "tests/integration/test_sharded.py::test_resumed_is_as_never_stopped",
-    ),
 ]

@@ -315,8 +315,6 @@ class CheckpointedTrainer(Trainer):
             super()._load_optimizer_and_scheduler(folder)
         if folder is None:
             return
-        # Rollouts of the checkpoint are at these weights.
-        self.processes.gather_weights()
         state, reference = checkpoint.load(folder, rank=self.processes.rank)
         self._note_other_processes(state)
         # If one process has to sample its part of a rollout anew, all processes do.
