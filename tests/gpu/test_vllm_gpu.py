@@ -1,7 +1,7 @@
 """Whole runs with vLLM on an NVIDIA GPU, in the trainer's process and behind a server on the same GPU.
 
-One after the other (`-n 10 --dist loadgroup`): vLLM gives up if somebody else's memory changes while it measures its
-own.
+One after the other (`-n 10 --dist loadgroup`): vLLM measures the GPU's free memory at its start, which others would
+change. Side by side five of these failed on an H200, for a reason that was not seen.
 """
 
 from __future__ import annotations
