@@ -8,9 +8,10 @@ from __future__ import annotations
 import gc
 import json
 import random
+import socket
 import sys
 import threading
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -20,6 +21,8 @@ import numpy as np
 import torch
 from safetensors.torch import load_file
 from transformers import AutoConfig, LlamaForCausalLM
+
+from rloom.generation.vllm.transfer import GlooGroup
 
 
 class Model:
@@ -156,6 +159,7 @@ class Service:
         self.logprobs_mode, self.max_model_len, self.dtype = "processed_logprobs", 128, "torch.float32"
         self.missing, self.sick, self.sick_with, self.cut, self.deaf, self.address = (), (), 503, (), False, ""
         self.modes = set()  # of the files that were read
+        self.backend, self.group = None, None  # how weights reach it, if not through a folder
         self.here = threading.local()  # the connection that is answered
         for name, value in changes.items():
             setattr(self, name, value)
@@ -176,7 +180,29 @@ class Service:
 
     def server_info(self, _):
         found = {"logprobs_mode": self.logprobs_mode, "max_model_len": self.max_model_len, "dtype": self.dtype}
-        return {"vllm_config": {"model_config": found}}
+        transfer = None if self.backend is None else {"backend": self.backend}
+        return {"vllm_config": {"model_config": found, "weight_transfer_config": transfer}}
+
+    def get_world_size(self, _):
+        return {"world_size": 1}
+
+    def init_weight_transfer_engine(self, content):
+        info = content["init_info"]
+        self.group = GlooGroup(info["master_address"], info["master_port"], info["rank_offset"], info["world_size"])
+
+    def start_weight_update(self, _):
+        return {}
+
+    def update_weights(self, content):
+        info, weights = content["update_info"], {}
+        for name, dtype, shape in zip(info["names"], info["dtype_names"], info["shapes"], strict=True):
+            weights[name] = torch.empty(shape, dtype=getattr(torch, dtype))
+            self.group.broadcast(weights[name])
+        self.model.load_weights(weights.items())
+        return {}
+
+    def finish_weight_update(self, _):
+        return {}
 
     def collective_rpc(self, content):
         if content["method"] == "reload_weights" and not self.deaf:
@@ -213,11 +239,19 @@ def name_of(path):
 
 
 @contextmanager
-def serving(config, **changes):
+def serving(config, port=0, **changes):
     """A stand-in server on the loopback."""
     service = Service(config, **changes)
+    connections = set()
 
     class Handler(BaseHTTPRequestHandler):
+        def handle(self):
+            connections.add(self.connection)
+            # A test may have hung up.
+            with suppress(OSError):
+                super().handle()
+            connections.discard(self.connection)
+
         def do_GET(self):
             self._reply(None)
 
@@ -236,11 +270,21 @@ def serving(config, **changes):
         def log_message(self, *_):
             pass
 
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    server = ThreadingHTTPServer(("127.0.0.1", port), Handler)
     server.daemon_threads = True
     threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True).start()
     service.address = f"http://127.0.0.1:{server.server_address[1]}"
     service.stop = lambda: (server.shutdown(), server.server_close())
+    service.port = server.server_address[1]
+
+    def die():
+        """As a killed process: it listens no more, and its connections break."""
+        service.stop()
+        for connection in list(connections):
+            with suppress(OSError):
+                connection.shutdown(socket.SHUT_RDWR)
+
+    service.die = die
     try:
         yield service
     finally:

@@ -21,7 +21,7 @@ from torch import nn
 from rloom import RLOOConfig, RLOOTrainer
 from rloom.errors import ConfigError, EngineError
 from rloom.generation import Sampling, choose_engine
-from rloom.generation.vllm import VllmEngine, VllmOptions, VllmServerEngine, client
+from rloom.generation.vllm import VllmEngine, VllmOptions, VllmServerEngine, client, dispatch
 from rloom.generation.vllm.requests import RequestFormat
 from rloom.generation.vllm.starting import OLDEST
 from rloom.generation.vllm.surroundings import remember_classes, restore_classes
@@ -78,7 +78,9 @@ def test_both_spellings_mean_the_same():
         ({"use_vllm": True, "vllm_mode": "server", "vllm_max_model_length": 9}, "it is a flag of the server"),
         ({"use_vllm": True, "vllm_mode": "server", "compile_generation": True}, "it is a flag of the server"),
         ({"use_vllm": True, "cache_implementation": "static"}, "`cache_implementation` .* engine='transformers'"),
-        ({"use_vllm": True, "vllm_mode": "server", "vllm_group_port": 9}, "through a folder .vllm_weights_dir."),
+        ({"use_vllm": True, "vllm_group_port": 9}, "`vllm_group_port` has no effect .* it is for vllm_mode='server'"),
+        ({"use_vllm": True, "vllm_mode": "server", "vllm_group_port": 0}, "vllm_group_port must be in"),
+        ({"use_vllm": True, "vllm_mode": "server", "vllm_server_base_url": "a:1,a:1"}, "names a server twice"),
         ({"use_vllm": True, "vllm_gpu_memory_utilization": 1.5}, "vllm_gpu_memory_utilization must be in"),
         ({"use_vllm": True, "vllm_mode": "server", "vllm_server_timeout": 0.0}, "vllm_server_timeout must be above 0"),
     ],
@@ -88,10 +90,11 @@ def test_what_is_not_honoured_is_refused(options, message):
         make(**options)
 
 
-def test_several_processes_are_refused(monkeypatch):
+def test_several_processes_need_a_server(monkeypatch):
     monkeypatch.setattr(RLOOConfig, "world_size", 2)
-    with pytest.raises(ConfigError, match="one process so far, and there are 2"):
+    with pytest.raises(ConfigError, match=r"one process, and there are 2.* vllm_mode='server'"):
         make(engine="vllm")
+    assert make(engine="vllm", vllm_mode="server").vllm_servers() == ("http://0.0.0.0:8000",)
 
 
 @pytest.mark.parametrize(
@@ -516,7 +519,7 @@ def test_training_and_images(monkeypatch, config, rows):
 
 
 def server_engine(service, model, **changes):
-    options = VllmOptions(mode="server", server=service.address, timeout=0.5, **changes)
+    options = VllmOptions(mode="server", servers=(service.address,), timeout=0.5, **changes)
     return VllmServerEngine(lambda: model, sampling(), options=options)
 
 
@@ -640,10 +643,10 @@ def test_a_server_that_stops_taking_weights():
 
 def test_a_server_that_is_not_there_or_dies(monkeypatch):
     model = make_model()
-    options = VllmOptions(mode="server", server="127.0.0.1:9", timeout=0.2)
+    options = VllmOptions(mode="server", servers=("127.0.0.1:9",), timeout=0.2)
     with pytest.raises(EngineError, match=r"cannot be reached.* waited 0.2 s .vllm_server_timeout.* Is it running"):
         VllmServerEngine(lambda: model, sampling(), options=options)
-    monkeypatch.setattr(client, "LOOK_SECONDS", 0.1)
+    monkeypatch.setattr(dispatch, "LOOK_SECONDS", 0.1)
     with serving(model.config) as service:
         engine = server_engine(service, model)
         hangs = threading.Event()
@@ -681,4 +684,4 @@ def test_dtypes_that_differ_are_told(caplog, monkeypatch):
     with serving(model.config, dtype="torch.bfloat16") as service:
         engine = server_engine(service, model)
         assert "computes in torch.bfloat16 and the trainer in torch.float32" in caplog.text
-        assert engine.dtype == torch.bfloat16
+        assert engine.servers[0].served.dtype == torch.bfloat16

@@ -25,15 +25,15 @@ class Server:
     """A process of ours, ended by us."""
 
     def __init__(self, folder, log, *flags, **environment):
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            port = probe.getsockname()[1]
+        port = free_port()
         self.address, self.log = f"http://127.0.0.1:{port}", log
         command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(folder)]
         command += ["--host", "127.0.0.1", "--port", str(port), *FLAGS, *flags]
-        with log.open("w") as file:
-            own = {"VLLM_SERVER_DEV_MODE": "1", **environment}
-            self.process = subprocess.Popen(command, stdout=file, stderr=file, env={**os.environ, **own})
+        self._run(command, {"VLLM_SERVER_DEV_MODE": "1", **environment})
+
+    def _run(self, command, variables):
+        with self.log.open("w") as file:
+            self.process = subprocess.Popen(command, stdout=file, stderr=file, env={**os.environ, **variables})
 
     def stop(self):
         """End it."""
@@ -61,7 +61,7 @@ def server(folder, tmp_path_factory):
 
 
 def engine(server, model, **changes):
-    options = VllmOptions(mode="server", server=server.address, timeout=300)
+    options = VllmOptions(mode="server", servers=(server.address,), timeout=300)
     return VllmServerEngine(lambda: model, sampling(**changes), options=options)
 
 
@@ -124,7 +124,7 @@ def test_how_it_draws_and_ends(server):
 
 def test_structured_outputs(server):
     model = tiny()
-    options = VllmOptions(mode="server", server=server.address, regex="[ab]{2,4}")
+    options = VllmOptions(mode="server", servers=(server.address,), regex="[ab]{2,4}")
     [group] = in_order(VllmServerEngine(lambda: model, sampling(), options=options), prompts("x"), 4)
     texts = [make_tokenizer().decode(c.token_ids, skip_special_tokens=True) for c in group]
     assert all(set(text) <= {"a", "b"} and 2 <= len(text) <= 4 for text in texts)
@@ -156,6 +156,50 @@ def test_training(server, config, rows, lora):
     assert max(found) < 1e-4
 
 
+class Served(Server):
+    """One that `rloom vllm-serve` starts."""
+
+    def __init__(self, folder, log, *flags):
+        port = free_port()
+        self.address, self.log = f"http://127.0.0.1:{port}", log
+        command = [sys.executable, "-m", "rloom", "vllm-serve", str(folder), "--port", str(port), *flags]
+        self._run([*command, "--dtype", "float32", "--vllm-flags", "--enforce-eager", *FLAGS[3:]], {})
+
+
+def test_two_servers_by_broadcast_of_which_one_is_killed(folder, tmp_path, caplog):
+    """Weights go into the servers' memory, over gloo; nothing is written."""
+    servers = [Served(folder, tmp_path / f"{n}.log", "--transfer", "gloo") for n in range(2)]
+    try:
+        model, some = tiny(), prompts("ab", "hello there, you", "x", "yes", "a b c", "well")
+        addresses = tuple(server.address for server in servers)
+        options = VllmOptions(
+            mode="server", servers=addresses, timeout=300, group_port=free_port(), weights_dir=tmp_path / "weights"
+        )
+        made = VllmServerEngine(lambda: model, sampling(max_completion_length=60), options=options)
+        assert_drawn_from(model, some, in_order(made, some, 4))
+        model.model.layers[0].mlp.up_proj.weight.data[2, 3] += 2.0
+        assert_drawn_from(model, some, in_order(made, some, 4))
+        assert not (tmp_path / "weights").exists()
+        groups = made.generate(some * 20, 4, seed=1)
+        first = next(groups)
+        servers[1].process.kill()
+        found = [first, *groups]
+        assert len(found) == 120  # none twice, none missing
+        assert len({id(group.prompt) for group in found}) == 6
+        model.model.layers[0].mlp.up_proj.weight.data[2, 3] -= 1.0
+        assert_drawn_from(model, some, in_order(made, some, 4))
+        assert "left out" in caplog.text
+        assert made.usable == made.servers[:1]
+    finally:
+        [server.stop() for server in servers]
+
+
+def free_port():
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
 def test_adapters_alone(folder, tmp_path, config, rows):
     from peft import LoraConfig, get_peft_model
 
@@ -173,7 +217,7 @@ def test_adapters_alone(folder, tmp_path, config, rows):
             rows, processing_class=make_tokenizer(), peft_config=lora,
         )  # fmt: skip
         made = trainer.collector.engine
-        assert made._adapter_only
+        assert made.servers[0].served.adapter_only
         syncs = made.syncs
         trainer.train()
         assert made.syncs > syncs

