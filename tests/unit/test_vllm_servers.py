@@ -5,25 +5,25 @@ from __future__ import annotations
 import importlib.util
 import socket
 import threading
+import time
 from contextlib import ExitStack
 from dataclasses import replace
-from types import SimpleNamespace
 
 import pytest
 import torch
 
 from rloom.cli.main import main
 from rloom.errors import EngineError
-from rloom.generation.vllm import VllmOptions, VllmServerEngine, dispatch
+from rloom.generation.vllm import VllmOptions, VllmServerEngine, dispatch, server
 from tests.conftest import make_model
-from tests.unit.test_vllm import assert_drawn_from, prompts, sampling
+from tests.unit.test_vllm import OLDER, assert_drawn_from, prompts, sampling
 from tests.vllm_standin import serving
 
 
-def engine_of(services, model, timeout=30.0, processes=None, **changes):
+def engine_of(services, model, timeout=30.0, **changes):
     addresses = tuple(service.address for service in services)
     options = VllmOptions(mode="server", servers=addresses, timeout=timeout, **changes)
-    return VllmServerEngine(lambda: model, sampling(), options=options, processes=processes)
+    return VllmServerEngine(lambda: model, sampling(), options=options)
 
 
 @pytest.fixture
@@ -155,65 +155,38 @@ def test_a_server_with_other_weights_is_noticed(two):
 # -- several processes
 
 
-class Crew:
-    """Two threads in the place of two processes."""
-
-    def __init__(self):
-        self.barrier, self.value = threading.Barrier(2, timeout=30), None
-
-    def member(self, rank):
-        def from_main(value):
-            if rank == 0:
-                self.value = value
-            self.barrier.wait()
-            found = self.value
-            self.barrier.wait()
-            return found
-
-        return SimpleNamespace(is_main=rank == 0, from_main=from_main, wait=self.barrier.wait)
-
-
-def both(work):
-    """Run `work(rank, member)` in two threads; what each returned or raised."""
-    crew, found = Crew(), [None, None]
-
-    def run(rank):
-        try:
-            found[rank] = work(rank, crew.member(rank))
-        except EngineError as error:
-            found[rank] = error
-
-    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(2)]
-    [thread.start() for thread in threads]
-    [thread.join(60) for thread in threads]
-    return found
-
-
-def test_one_process_sends_and_all_ask(two):
+@pytest.mark.parametrize("older", [False, True])
+def test_one_process_sends_and_all_ask(two, older, monkeypatch):
+    """The engine of a process that does not send waits for the weights that it has itself."""
+    monkeypatch.setattr(server, "LOOK_SECONDS", 0.01)
     model, *services = two
+    for service in services:
+        service.missing = OLDER if older else ()
+        service.reset_prefix_cache = (lambda _: None) if older else (lambda _: {"success": True})
+    main, copy = engine_of(services, model), make_model()
+    other = engine_of(services, copy, sends=False)
+    first = list(other.generate(prompts(*LENGTHS[:3]), 2, seed=1))
+    assert_drawn_from(model, [*first, *main.generate(prompts(*LENGTHS[3:]), 2, seed=0)])
+    with torch.no_grad():
+        [one.model.norm.weight[0].add_(0.5) for one in (model, copy)]  # an update, in both
+    found = []
+    waits = threading.Thread(target=lambda: found.extend(other.generate(prompts(*LENGTHS), 2, seed=1)))
+    waits.start()
+    time.sleep(0.3)
+    assert not found  # until the main process has sent them, though it asks for nothing itself
+    assert not list(main.generate([], 2, seed=0))
+    waits.join(30)
+    assert_drawn_from(copy, found)
+    assert len(found) == len(LENGTHS)
+    assert (main.syncs, other.syncs) == (2, 0)
 
-    def work(rank, member):
-        engine = engine_of(services, model, processes=member)
-        mine = prompts(*LENGTHS[3 * rank : 3 * rank + 3])
-        first = list(engine.generate(mine, 2, seed=rank))
-        member.wait()
-        if rank == 0:
-            model.model.norm.weight.data[0] += 0.5
-        second = list(engine.generate(mine if rank == 0 else [], 2, seed=rank))  # one may have nothing to ask
-        return engine.syncs, first, second
 
-    (sent, first, second), (none, other, nothing) = both(work)
-    assert (sent, none) == (2, 0)
-    assert (len(first), len(other), len(nothing)) == (3, 3, 0)
-    assert_drawn_from(model, second)
-
-
-def test_what_goes_wrong_in_the_main_process_is_raised_by_all():
-    model = make_model()
-    with serving(model.config, logprobs_mode="raw_logprobs") as service:
-        main, other = both(lambda rank, member: engine_of([service], model, processes=member))
-    assert "before temperature" in str(main)
-    assert f"the main process says: {main}" in str(other)
+def test_a_process_whose_weights_nobody_sends_says_so(two):
+    model, *services = two
+    engine_of(services, model)
+    other = engine_of(services, make_model(seed=5), sends=False, timeout=0.3)
+    with pytest.raises(EngineError, match=r"no vLLM server has the weights of this process after 0 s.* 2 of 2 answer"):
+        list(other.generate(prompts(3), 2, seed=0))
 
 
 # -- vLLM's own protocol

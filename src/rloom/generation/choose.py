@@ -40,12 +40,11 @@ def choose_engine(
     pad_to_multiple_of: int | None = None,
     never: Sequence[int] = (),
     vllm: VllmOptions | None = None,
-    processes: Any = None,
 ) -> Engine:
     """An engine for this model. What is asked for by name is had, or an error says why not.
 
     `never` are tokens that must not be sampled for a prompt with images: those that stand for images. `vllm` says how
-    vLLM is run, which is never chosen unasked; `processes` are those that train together, if there are several.
+    vLLM is run, which is never chosen unasked.
     """
     makers: dict[str, Callable[[], Engine]] = {
         "native": lambda: _native(
@@ -61,7 +60,7 @@ def choose_engine(
         "transformers": lambda: TransformersEngine(
             get_model, sampling, pad_to_multiple_of=pad_to_multiple_of, tokenizer=tokenizer, never=never
         ),
-        "vllm": lambda: _vllm(get_model, sampling, tokenizer, vllm or VllmOptions(), processes),
+        "vllm": lambda: _vllm(get_model, sampling, tokenizer, vllm or VllmOptions()),
     }
     foreign = sorted(set(sampling.extra) - OURS)
     if wanted is not None and ENGINES[wanted].own_options and foreign:
@@ -101,11 +100,9 @@ def _native(get_model: Callable[[], Any], sampling: Sampling, **options: Any) ->
     return NativeEngine(get_model, sampling, **options)
 
 
-def _vllm(
-    get_model: Callable[[], Any], sampling: Sampling, tokenizer: Any, options: VllmOptions, processes: Any
-) -> Engine:
+def _vllm(get_model: Callable[[], Any], sampling: Sampling, tokenizer: Any, options: VllmOptions) -> Engine:
     from rloom.generation.vllm import VllmEngine, VllmServerEngine
 
     if options.mode == SERVER:
-        return VllmServerEngine(get_model, sampling, options=options, processes=processes)
+        return VllmServerEngine(get_model, sampling, options=options)
     return VllmEngine(get_model, sampling, tokenizer=tokenizer, options=options)

@@ -354,7 +354,6 @@ def _engine(trainer: Any, policy: Policy, encoder: PromptEncoder, args: RLOOConf
                 pad_to_multiple_of=args.padding_multiple,
                 never=placeholder_ids(trainer.model.config) if policy.vision else (),
                 vllm=VllmOptions.of(args) if wanted == "vllm" else None,
-                processes=trainer.processes,
             )
 
     if args.engine is not None or not policy.vision:

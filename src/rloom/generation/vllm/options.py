@@ -37,6 +37,7 @@ class VllmOptions:
     timeout: float = 240.0  # seconds to wait for one
     group_port: int = 51216  # of the trainer, for the first server that takes weights by nccl or gloo
     weights_dir: str | Path | None = None  # seen by both; None: a temporary folder
+    sends: bool = True  # whether this process sends weights; of several the main one does, and others wait for it
 
     @classmethod
     def of(cls, args: RLOOConfig) -> VllmOptions:
@@ -55,6 +56,7 @@ class VllmOptions:
             group_port=args.vllm_group_port,
             timeout=args.vllm_server_timeout,
             weights_dir=args.vllm_weights_dir or Path(args.output_dir, "_vllm_weights"),
+            sends=args.process_index == 0,
         )
 
     def dtype_for(self, model: Any) -> torch.dtype:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 import shutil
 import uuid
@@ -23,7 +24,6 @@ class Outgoing:
 
     def __init__(self, folder: Path, fingerprint: tuple[Any, ...]) -> None:
         self.folder, self.fingerprint = folder, fingerprint
-        self._versions = {other: _new_name() for other in (False, True)}
         self._written: dict[Hashable, Path] = {}
 
     def __enter__(self) -> Outgoing:
@@ -35,7 +35,7 @@ class Outgoing:
 
     def version(self, other: bool = False) -> str:
         """The name of these weights. `other` are numbers that prove something and are none of the policy's."""
-        return self._versions[other]
+        return version_of(self.fingerprint) + ("-other" if other else "")
 
     def weights(
         self, weights: Iterator[tuple[str, torch.Tensor]], dtype: torch.dtype, names: Hashable, other: bool
@@ -53,7 +53,16 @@ class Outgoing:
         if key not in self._written:
             path = self._written[key] = self.folder / _new_name()
             write_adapter(model, path, dtype, shift)
-        return self._written[key].name, self._written[key]
+        return self.version(other=shift != 0), self._written[key]
+
+
+def version_of(fingerprint: tuple[Any, ...]) -> str:
+    """The name of weights with this fingerprint: the same in every process that has them.
+
+    >>> version_of((1, 2)) == version_of((1, 2)), version_of((1, 2)) == version_of((1, 3))
+    (True, False)
+    """
+    return "rloom-" + hashlib.sha256(repr(fingerprint).encode()).hexdigest()[:16]
 
 
 def _new_name() -> str:

@@ -41,7 +41,7 @@ MOVED = 1e-4
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Served:
-    """What is asked of a server depends on this alone. The main process finds it out and tells the others."""
+    """What a server says of itself, and the weights that it has."""
 
     model: str  # the name under which the policy is asked for
     max_model_length: int
@@ -147,6 +147,14 @@ class RemoteServer:
         self._check_probe(model)
         self._sent = outgoing.fingerprint
         return True
+
+    def follow(self, model: Any, version: str) -> bool:
+        """Whether another process has sent the server these weights. Then it can be asked here too."""
+        if self.served is None:
+            self.served = self._look(model)
+        adapted = not self._known.adapter_only or is_active(model)
+        self.served = replace(self._known, version=version if adapted else "")
+        return self.still_has(model)
 
     def still_has(self, model: Any) -> bool:
         """Whether the server has the weights that it was sent last."""

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Generator, Iterator, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from rloom.errors import EngineError
 from rloom.generation.base import Sampling, nothing_asked
 from rloom.generation.vllm.client import Client
 from rloom.generation.vllm.dispatch import Dispatch, Reply
 from rloom.generation.vllm.options import VllmOptions
-from rloom.generation.vllm.outgoing import Outgoing
-from rloom.generation.vllm.remote import RemoteServer, Served, read_completions
+from rloom.generation.vllm.outgoing import Outgoing, version_of
+from rloom.generation.vllm.remote import RemoteServer, read_completions
 from rloom.generation.vllm.requests import RequestFormat, check_lengths
 from rloom.generation.vllm.shared import Answers, VllmBase
 from rloom.generation.vllm.surroundings import temporary_folder
@@ -23,31 +24,9 @@ from rloom.types import Group, Prompt
 logger = get_logger(__name__)
 
 
-class Together(Protocol):
-    """What this engine needs of the processes that train together (`rloom.training.processes`)."""
-
-    @property
-    def is_main(self) -> bool:
-        """Whether this is the process that sends weights."""
-
-    def from_main(self, value: Any) -> Any:
-        """The main process' value, at all."""
-
-    def wait(self) -> None:
-        """Until all are here."""
-
-
-class Alone:
-    """A process that trains by itself."""
-
-    is_main = True
-
-    def from_main(self, value: Any) -> Any:
-        """Its own value."""
-        return value
-
-    def wait(self) -> None:
-        """Nobody to wait for."""
+# Between two looks at whether the main process has sent weights, and how long servers wait for the last of them.
+LOOK_SECONDS = 0.1
+GRACE_SECONDS = 30.0
 
 
 class VllmServerEngine(VllmBase):
@@ -57,8 +36,8 @@ class VllmServerEngine(VllmBase):
     asked of the others; when it is back, it is proved and used again. A prompt's noise follows from the seed and the
     prompt's number, so which server has drawn changes nothing but rounding.
 
-    Several processes each ask for the completions of their own prompts. The main process alone sends weights: the
-    others wait, and are told what to ask for.
+    Several processes each ask for the completions of their own prompts. The main process alone sends weights. Their
+    version is a hash of their bits, which all processes have: the others wait until servers name that version.
     """
 
     def __init__(
@@ -67,21 +46,20 @@ class VllmServerEngine(VllmBase):
         sampling: Sampling,
         *,
         options: VllmOptions,
-        processes: Together | None = None,
     ) -> None:
         super().__init__(get_model, sampling, options)
         if unties_embeddings(get_model()):
             raise EngineError(
                 "an adapter on one of two tied embeddings does not reach a server; vllm_mode='colocate' does"
             )
-        self._processes = processes or Alone()
         self.folder = Path(options.weights_dir or temporary_folder(self)).absolute()
         self.servers = [
             RemoteServer(address, sampling, options, group_port=options.group_port + index)
             for index, address in enumerate(options.servers)
         ]
         self._calls: Generator[Reply, None, None] | None = None  # the requests of the present rollout
-        self._have_main(self._begin_all)
+        if options.sends:
+            self._begin_all()
 
     @property
     def usable(self) -> list[RemoteServer]:
@@ -96,7 +74,7 @@ class VllmServerEngine(VllmBase):
 
     def generate(self, prompts: Sequence[Prompt], num_generations: int, *, seed: int) -> Iterator[Group]:
         """Yield each prompt's group as it finishes; equal `seed` and weights, equal tokens."""
-        # Before the look at whether anything is asked: all processes meet here.
+        # Before the look at whether anything is asked: other processes wait for what the main one sends here.
         self._ready()
         if nothing_asked(prompts, num_generations):
             return
@@ -151,27 +129,30 @@ class VllmServerEngine(VllmBase):
     def _ready(self) -> None:
         """Have all servers that are up draw from the weights that the model has now."""
         self._abort_pending()
-        self._processes.wait()
-        self._have_main(self._send_all)
+        if self.options.sends:
+            self._send_all()
+        else:
+            self._await_all()
 
-    def _have_main(self, act: Callable[[], None]) -> None:
-        """Have the main process act for all; what goes wrong there is raised by all."""
-        problem = None
-        if self._processes.is_main:
-            try:
-                act()
-            except EngineError as error:
-                problem = error
-        served: list[Served | None]
-        text, served = self._processes.from_main(
-            (None if problem is None else str(problem), [server.served for server in self.servers])
-        )
-        if problem is not None:
-            raise problem
-        if text is not None:
-            raise EngineError(f"the main process says: {text}")
-        for server, known in zip(self.servers, served, strict=True):
-            server.served = known
+    def _await_all(self) -> None:
+        """Wait until the main process has sent servers the weights that the model has now."""
+        model = self.get_model()
+        version, began = version_of(fingerprint(model)), time.monotonic()
+        while True:
+            up = [server for server in self.servers if server.client.is_up()]
+            having = [server for server in up if server.follow(model, version)]
+            waited = time.monotonic() - began
+            if having and (len(having) == len(up) or waited > GRACE_SECONDS):
+                break
+            if waited > self.options.timeout:
+                raise EngineError(
+                    f"no vLLM server has the weights of this process after {waited:.0f} s (vllm_server_timeout): the "
+                    f"main process, which sends them, has not, or has others; {len(up)} of {len(self.servers)} answer"
+                )
+            time.sleep(LOOK_SECONDS)
+        for server in self.servers:
+            if server not in having:
+                server.end()
 
     def _begin_all(self) -> None:
         model = self.get_model()
