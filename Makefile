@@ -51,11 +51,13 @@ mutants: setup
 test-vllm: $(VLLM_STAMP)
 	OMP_NUM_THREADS=1 $(VLLM_VENV)/bin/python -m pytest tests/vllm tests/unit/test_vllm.py
 
-# DeepSpeed beside what the environment has. Its operators are not compiled: on a CPU it does without.
-test-scale: setup
+# DeepSpeed beside what the environment has, and a vLLM server out of vLLM's own. DeepSpeed's operators are not
+# compiled: on a CPU it does without.
+test-scale: setup $(VLLM_STAMP)
 	test -d $(SCALE) || DS_BUILD_OPS=0 DS_ACCELERATOR=cpu $(BIN)/python -m pip install --quiet \
 	  --disable-pip-version-check --no-deps --target $(SCALE) deepspeed==0.19.8 hjson py-cpuinfo msgpack einops ninja
-	PYTHONPATH=$(CURDIR)/$(SCALE) OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/scale tests/integration/test_deepspeed.py
+	PYTHONPATH=$(CURDIR)/$(SCALE) OMP_NUM_THREADS=1 VLLM_PYTHON=$(CURDIR)/$(VLLM_VENV)/bin/python \
+	  $(BIN)/python -m pytest tests/scale tests/integration/test_deepspeed.py
 
 # In front of what the environment has. test_processes and test_sharded: that version resumes several processes on GPUs
 # only. SmolVLM's processor asks for torchvision there.

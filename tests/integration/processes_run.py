@@ -78,6 +78,8 @@ KINDS: dict[str, dict[str, Any]] = {
     "stopped": {"beta": 0.1, "max_steps": 5, "logging_steps": 2},
     "killed": {"beta": 0.1, "max_tokens_per_micro_batch": 40},
     "failing": {"beta": 0.1},
+    # by the server whose address is in RLOOM_TEST_SERVER
+    "vllm": {"beta": 0.1, "engine": "vllm", "vllm_mode": "server", "learning_rate": 1e-2},
     "corners": {"beta": 0.1, "engine": "forked", "log_completions": True, "num_completions_to_print": 1,
                 "per_device_eval_batch_size": 4},
 }  # fmt: skip
@@ -160,6 +162,8 @@ def make_trainer(
 ) -> RLOOTrainer:
     options = dict(KINDS[kind])
     steps = options.pop("steps", 1)
+    if kind == "vllm":
+        options["vllm_server_base_url"] = os.environ["RLOOM_TEST_SERVER"]
     config = RLOOConfig(
         str(output),
         **{
@@ -233,6 +237,9 @@ def _text(completion: Any) -> str:
 def _changes(kind: str) -> dict[str, Any]:
     if kind == "lora with biases":
         return {"attention_bias": True}
+    if kind == "vllm":
+        # Heads of 32: smaller ones vLLM's attention on a CPU does not know.
+        return {"hidden_size": 64, "num_attention_heads": 2, "num_key_value_heads": 1}
     return {"attention_dropout": 0.1} if kind == "dropout" else {}
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import socket
 import threading
 import time
 from contextlib import ExitStack
@@ -16,6 +15,7 @@ from rloom.cli.main import main
 from rloom.errors import EngineError
 from rloom.generation.vllm import VllmOptions, VllmServerEngine, dispatch, server
 from tests.conftest import make_model
+from tests.services import free_port
 from tests.unit.test_vllm import OLDER, assert_drawn_from, prompts, sampling
 from tests.vllm_standin import serving
 
@@ -31,12 +31,6 @@ def two():
     model = make_model()
     with serving(model.config) as first, serving(model.config) as second:
         yield model, first, second
-
-
-def free_port():
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 def asked(service):

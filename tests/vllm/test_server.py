@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import socket
 import subprocess
 import sys
 
@@ -15,6 +14,7 @@ from rloom.errors import EngineError
 from rloom.generation.vllm import VllmOptions, VllmServerEngine
 from rloom.generation.vllm.client import Client, ServerError
 from tests.conftest import make_tokenizer
+from tests.services import free_port
 from tests.vllm.conftest import DEVICE, assert_drawn_from, in_order, prompts, sampling, tiny
 
 FLAGS = ["--dtype", "float32", "--enforce-eager", "--max-num-seqs", "32", "--gpu-memory-utilization", "0.2"]
@@ -192,12 +192,6 @@ def test_two_servers_by_broadcast_of_which_one_is_killed(folder, tmp_path, caplo
         assert made.usable == made.servers[:1]
     finally:
         [server.stop() for server in servers]
-
-
-def free_port():
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 def test_adapters_alone(folder, tmp_path, config, rows):

@@ -1,0 +1,48 @@
+"""Two processes that train together, whole or sharded, and generate by vLLM servers; with stand-ins for these."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from tests.conftest import make_model
+from tests.integration import processes_run
+from tests.integration.test_processes import results
+from tests.vllm_standin import serving
+
+
+def assert_served(found, half: bool) -> None:
+    """Both have learned from what the server drew from their own weights, in every update."""
+    main, other = found
+    total = sum(weight.numel() for weight in main["weights"].values())
+    assert [one["parts"] for one in found] == ([pytest.approx(total / 2, rel=0.05)] * 2 if half else [total] * 2)
+    for name, weight in main["weights"].items():
+        assert torch.equal(weight, other["weights"][name])
+    logs = [entry for entry in main["history"] if "mismatch/max" in entry]
+    assert len(logs) == 3
+    assert max(entry["mismatch/max"] for entry in logs) < 1e-4
+    for rollout in range(3):  # each has asked for its own two prompts
+        mine, others = ({prompt for prompt, _ in one["drawn"][2 * rollout : 2 * rollout + 2]} for one in found)
+        assert len(mine | others) == 4
+
+
+def test_two_processes_share_servers(tmp_path):
+    config = make_model(**processes_run._changes("vllm")).config
+    environment = {**os.environ, "ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+    options = ["--nproc_per_node", "2", "--rdzv_backend", "c10d", "--rdzv_endpoint", "127.0.0.1:0"]
+    line = [sys.executable, "-m", "torch.distributed.run", *options, processes_run.__file__, str(tmp_path)]
+    with serving(config) as first, serving(config) as second:
+        environment["RLOOM_TEST_SERVER"] = f"{first.address},{second.address}"
+        done = subprocess.run(
+            [*line, "vllm", "sharded vllm"], env=environment, capture_output=True, text=True, timeout=150
+        )
+        assert done.returncode == 0, done.stderr[-4000:]
+        sends = [path for path, _ in first.calls].count("/update_weight_version")
+    # Each run: two to prove that weights arrive, and two after updates. The second process sends none.
+    assert sends == 8
+    assert_served(results(tmp_path, "vllm"), half=False)
+    assert_served(results(tmp_path, "sharded vllm"), half=True)
