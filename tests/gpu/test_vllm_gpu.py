@@ -1,7 +1,7 @@
-"""Whole runs with vLLM on an NVIDIA GPU, in the trainer's process and behind a server on the same GPU.
+"""Whole runs with vLLM on an NVIDIA GPU, in the trainer's process and behind servers on the same GPU.
 
-One after the other (`-n 10 --dist loadgroup`): vLLM measures the GPU's free memory at its start, which others would
-change. Side by side five of these failed on an H200, for a reason that was not seen.
+In the trainer's process one after the other (`-n 10 --dist loadgroup`): vLLM measures the GPU's free memory at its
+start, which others would change. Servers are told how much they may take, and measure nothing.
 """
 
 from __future__ import annotations
@@ -9,18 +9,18 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
+import signal
 import subprocess
 import sys
 
 import pytest
 import torch
 
+from tests.services import free_port
 from tests.standins import ROOT, prompts, save_jsonl, save_llama
-from tests.vllm.test_server import Server
 
 pytestmark = [
     pytest.mark.gpu,
-    pytest.mark.xdist_group("vllm"),
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU"),
     pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="needs vLLM"),
 ]
@@ -31,8 +31,7 @@ LORA = ["--dtype", "bfloat16", "--use_peft", "--lora_r", "8", "--lora_target_mod
 LORA += ["--lora_dropout", "0"]
 EAGER = ["--compile_generation", "False"]
 SIZES = {"hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 4, "num_key_value_heads": 2}
-SERVED = ["--dtype", "bfloat16", "--enforce-eager", "--gpu-memory-utilization", "0.1"]
-SERVED += ["--logprobs-mode", "processed_logprobs"]
+SERVED = ["--vllm-flags", "--enforce-eager", "--kv-cache-memory-bytes", str(2**30)]
 
 
 @pytest.fixture
@@ -57,6 +56,7 @@ def assert_learns(folder, options):
     assert max(mismatch) < 0.1
 
 
+@pytest.mark.xdist_group("vllm")
 @pytest.mark.parametrize(
     "options",
     [[], [*EAGER, "--vllm_enable_sleep_mode"], [*LORA, *EAGER], [*LORA, *EAGER, "--vllm_enable_sleep_mode"]],
@@ -66,17 +66,43 @@ def test_colocated(folder, options):
     assert_learns(folder, [*options, "--vllm_gpu_memory_utilization", "0.1"])
 
 
-@pytest.mark.parametrize("lora", [False, True], ids=["full", "lora"])
-def test_server(folder, lora):
-    adapters = ["--enable-lora", "--max-lora-rank", "8"] if lora else ["--load-format", "dummy"]
-    server = Server(folder / "model", folder / "log", *SERVED, *adapters, VLLM_ALLOW_RUNTIME_LORA_UPDATING="1")
+class Servers:
+    """Started by `rloom vllm-serve`, ended by us."""
+
+    def __init__(self, folder, count, flags):
+        self.ports, self.processes = [free_port() for _ in range(count)], []
+        self.addresses = ",".join(f"http://127.0.0.1:{port}" for port in self.ports)
+        for port in self.ports:
+            command = [sys.executable, "-m", "rloom", "vllm-serve", "model", "--port", str(port), *flags, *SERVED]
+            with (folder / f"{port}.log").open("w") as log:
+                process = subprocess.Popen(command, cwd=folder, stdout=log, stderr=log, start_new_session=True)
+            self.processes.append(process)
+
+    def stop(self):
+        """End them, and what they started."""
+        for process in self.processes:
+            os.killpg(process.pid, signal.SIGTERM)
+        for process in self.processes:
+            process.wait(60)
+
+
+@pytest.mark.parametrize(
+    ("count", "flags"),
+    [(1, ["--transfer", "folder"]), (2, ["--transfer", "ipc"]), (1, ["--max-lora-rank", "8"])],
+    ids=["folder", "two by ipc", "adapter alone"],
+)
+def test_servers(folder, count, flags):
+    servers = Servers(folder, count, flags)
     try:
-        options = ["--vllm_mode", "server", "--vllm_server_base_url", server.address, "--vllm_server_timeout", "200"]
-        assert_learns(folder, [*options, *(LORA if lora else [])])
+        options = ["--vllm_mode", "server", "--vllm_server_base_url", servers.addresses]
+        assert_learns(folder, [*options, *(LORA if "--max-lora-rank" in flags else [])])
     finally:
-        server.stop()
+        servers.stop()
+        for port in servers.ports:
+            print((folder / f"{port}.log").read_text()[-2000:])
 
 
+@pytest.mark.xdist_group("vllm")
 def test_the_same_seed_draws_the_same():
     """vLLM's newer model runner, which it uses on GPUs, draws by seeds; the older from torch's generators."""
     for runner in ("0", "1"):

@@ -117,6 +117,18 @@ def test_a_server_that_hangs_is_left_out(two, monkeypatch, caplog):
     assert "answered /health with 503" in caplog.text
 
 
+def test_a_server_whose_engine_has_died_is_left_out(two, caplog):
+    """It answers still: with 500, and that it is not well."""
+    model, first, second = two
+    engine = engine_of([first, second], model)
+    second.v1_completions, second.sick, second.sick_with = (lambda _: {}), ("v1_completions",), 500
+    answer = second.answer
+    second.answer = lambda path, content: (503, None) if path == "/health" and asked(second) else answer(path, content)
+    found = list(engine.generate(prompts(*LENGTHS), 2, seed=0))
+    assert sorted(len(g.prompt.token_ids) for g in found) == list(LENGTHS)
+    assert "answered /v1/completions with 500" in caplog.text
+
+
 def test_a_server_that_dies_while_it_is_sent_weights(two, caplog):
     model, first, second = two
     engine = engine_of([first, second], model)

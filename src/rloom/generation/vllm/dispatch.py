@@ -38,8 +38,8 @@ class Dispatch:
     """POSTs requests to several servers, and takes those of a lost server to the others.
 
     A server is lost when its connection breaks or when it is silent for `patience` seconds: it answers neither a
-    request nor a question for its health. One that is busy may take as long as it likes. A server that answers with an
-    error is not lost: another would say the same, so the error is raised.
+    request nor a question for its health. One that is busy may take as long as it likes. A server that is well and
+    answers with an error is not lost: another would say the same, so the error is raised.
     """
 
     def __init__(
@@ -133,8 +133,7 @@ class Dispatch:
     def _ask_another(self, reply: Reply) -> None:
         error = reply.error
         assert error is not None
-        is_answer = isinstance(error, ServerError) and error.status not in STARTING
-        if is_answer or not isinstance(error, EngineError):
+        if not isinstance(error, EngineError) or _is_answer(error, reply.client):
             raise error
         if reply.client in self.clients:
             self._lose(reply.client, error)
@@ -154,3 +153,10 @@ class Dispatch:
             if client in gone:
                 with suppress(OSError, AttributeError):
                     connection.sock.shutdown(socket.SHUT_RDWR)
+
+
+def _is_answer(error: EngineError, client: Client) -> bool:
+    """Whether a server that is well has refused a request. One whose engine has died answers too, with 500."""
+    if not isinstance(error, ServerError) or error.status in STARTING:
+        return False
+    return error.status < 500 or client.is_up()
