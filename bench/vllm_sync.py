@@ -88,7 +88,7 @@ def main() -> None:
                 row = {"shape": name, "way": way, "weights_gb": round(gigabytes, 2), **measure(model, address, shape)}
                 print("RESULT", json.dumps(row), flush=True)
             except Exception:
-                print((Path(folder) / f"{way}.log").read_text()[-3000:], file=sys.stderr)
+                print((Path(folder) / f"{way}.log").read_text()[-20000:], file=sys.stderr)
                 raise
             finally:
                 os.killpg(server.pid, signal.SIGTERM)

@@ -13,7 +13,8 @@ import torch
 
 from rloom.cli.main import main
 from rloom.errors import EngineError
-from rloom.generation.vllm import VllmOptions, VllmServerEngine, dispatch, server
+from rloom.generation.vllm import VllmOptions, VllmServerEngine, dispatch, proof, server, shared
+from rloom.types import Completion
 from tests.conftest import make_model
 from tests.services import free_port
 from tests.unit.test_vllm import OLDER, assert_drawn_from, prompts, sampling
@@ -156,6 +157,28 @@ def test_a_server_with_other_weights_is_noticed(two):
     second.version = "somebody else's"
     with pytest.raises(EngineError, match=rf"{second.address} was restarted or given other weights"):
         list(groups)
+
+
+def test_a_policy_that_rounds_a_lot_may_differ_by_more(caplog):
+    """In half precision alone, and by no more than what cannot be other weights."""
+
+    def probe(off, rounding):
+        drawn = Completion(token_ids=[5, 6], stop_reason="length", logprobs=[-1.0, -2.0])
+        own = [-1.0 - off, -2.0 - off]
+        return proof.Probe(prompts=prompts(3), completions=[[drawn]], own=own, rounding=lambda: rounding)
+
+    assert probe(0.13, 0.08).why_not(torch.bfloat16) is None
+    assert "0.13 per token off" in probe(0.13, 0.05).why_not(torch.bfloat16)
+    assert "(allowed: 0.3)" in probe(0.4, 0.5).why_not(torch.bfloat16)
+    assert "(allowed: 0.02)" in probe(0.13, 0.08).why_not(torch.float32)
+
+
+def test_rounding_is_the_policys_own():
+    model = make_model().bfloat16()
+    groups = [[Completion(token_ids=[5, 6, 7], stop_reason="length", logprobs=[-1.0] * 3)]] * 2
+    found = shared.compare_probe(model, sampling(), groups)
+    assert 0 < found.rounding() < 0.2
+    assert found.own == shared.compare_probe(model, sampling(), groups).own  # and leaves nothing behind
 
 
 # -- several processes

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
 from rloom.generation.base import Sampling
-from rloom.models.verify import Tolerance, evaluating, plain_logits, probe_tokens
+from rloom.models.verify import Tolerance, allowed_difference, evaluating, plain_logits, probe_tokens
 from rloom.types import Completion, Prompt
 
 SEED, TOKENS, COMPLETIONS = 0, 8, 2
@@ -21,11 +21,15 @@ OTHER = 0.05
 
 @dataclass(slots=True, kw_only=True)
 class Probe:
-    """What vLLM was asked, what it answered, and the log-probabilities of that by the policy's own forward (`own`)."""
+    """What vLLM was asked, what it answered, and the log-probabilities of that by the policy's own forward (`own`).
+
+    `rounding`, which costs a forward, is how far they move in the mean when the policy rounds otherwise.
+    """
 
     prompts: list[Prompt]
     completions: list[list[Completion]]
     own: list[float]
+    rounding: Callable[[], float] = lambda: 0.0
 
     @property
     def theirs(self) -> list[float]:
@@ -39,19 +43,28 @@ class Probe:
 
     def difference(self) -> float:
         """Mean over the tokens of how far the two are apart."""
-        pairs = zip(self.own, self.theirs, strict=True)
-        return sum(abs(a - b) for a, b in pairs) / len(self.own)
+        return mean_difference(self.own, self.theirs)
 
     def why_not(self, dtype: torch.dtype) -> str | None:
         """None if vLLM draws from the policy, else what is wrong."""
-        found = self.difference()
-        allowed = Tolerance.VLLM_FLOAT32 if dtype == torch.float32 else Tolerance.VLLM
+        found, allowed = self.difference(), Tolerance.VLLM_FLOAT32
+        if dtype != torch.float32:
+            allowed = allowed_difference(Tolerance.VLLM, found, self.rounding)
         if found <= allowed:
             return None
         return (
             f"its log-probabilities are {found:.2g} per token off those of the policy's own forward (allowed: "
             f"{allowed:g}), so that it would draw from another model"
         )
+
+
+def mean_difference(first: Sequence[float], second: Sequence[float]) -> float:
+    """The mean of how far numbers of the same place are apart.
+
+    >>> mean_difference([1.0, 2.0], [1.5, 1.0])
+    0.75
+    """
+    return sum(abs(a - b) for a, b in zip(first, second, strict=True)) / len(first)
 
 
 def probe_sampling(sampling: Sampling) -> Sampling:

@@ -14,6 +14,7 @@ from rloom.generation.vllm import proof
 from rloom.generation.vllm.options import VllmOptions
 from rloom.generation.vllm.requests import RequestFormat
 from rloom.generation.vllm.weights import check_sendable
+from rloom.models.verify import rounded_otherwise
 from rloom.types import Completion, Group, Prompt
 
 Answers = Generator[tuple[int, list[Completion]], None, None]
@@ -72,5 +73,14 @@ def probe_requests(model: Any, sampling: Sampling, run: Run) -> list[list[Comple
 def compare_probe(model: Any, sampling: Sampling, groups: list[list[Completion]]) -> proof.Probe:
     """Those answers beside what the policy's own forward says to them."""
     prompts, temperature = proof.probe_prompts(model), proof.probe_sampling(sampling).temperature
-    own = proof.own_logprobs(model, prompts, groups, temperature)
-    return proof.Probe(prompts=prompts, completions=groups, own=own)
+
+    def own() -> list[float]:
+        return proof.own_logprobs(model, prompts, groups, temperature)
+
+    plain = own()
+
+    def rounding() -> float:
+        with rounded_otherwise(model):
+            return proof.mean_difference(plain, own())
+
+    return proof.Probe(prompts=prompts, completions=groups, own=plain, rounding=rounding)
