@@ -25,6 +25,7 @@ from rloom.data.plan import Schedule
 from rloom.errors import DiskError, DivergedError
 from rloom.models.load import base_of, is_peft_model
 from rloom.models.reference import Reference, without_reference_adapter
+from rloom.observe.clock import PhaseClock
 from rloom.observe.completions import CompletionLog
 from rloom.observe.metrics import Metrics
 from rloom.observe.store import RunStore
@@ -83,6 +84,7 @@ class CheckpointedTrainer(Trainer):
     shaper: Shaper
     rewards: RewardSet
     metrics: Metrics
+    clock: PhaseClock
     completion_log: CompletionLog
     store: RunStore
     precision: Precision
@@ -210,7 +212,7 @@ class CheckpointedTrainer(Trainer):
         self._check_finite(folder.name)
         name, there = self.args.hub_model_id or Path(self.args.output_dir).name, folder.exists()
         try:
-            with checkpoint.writing(folder.parent, folder.name):
+            with self.clock.measuring("saving"), checkpoint.writing(folder.parent, folder.name):
                 self.create_model_card(model_name=name.split("/")[-1])
                 if not self.args.save_only_model:
                     self._save_own(folder)

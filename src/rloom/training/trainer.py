@@ -32,6 +32,7 @@ from rloom.evaluation.statistics import Estimate
 from rloom.generation.base import Engine, abilities_of
 from rloom.models.load import is_peft_model
 from rloom.models.optimizers import warn_of_lost_bits
+from rloom.observe.clock import EVALUATION
 from rloom.observe.journal import Page, in_turns
 from rloom.observe.trackers import tensorboard_writer
 from rloom.printable import get_logger
@@ -164,7 +165,7 @@ class RLOOTrainer(UpdateLoop):
         self.rewards, self.collector, self.learner = parts.rewards, parts.collector, parts.learner
         self.assigner, self.credit, self.shaper = parts.assigner, parts.credit, parts.shaper
         self.reference = parts.reference
-        self.metrics, self.journal = parts.metrics, parts.journal
+        self.metrics, self.clock, self.journal = parts.metrics, parts.clock, parts.journal
         self.completion_log, self.store = parts.journal.table, parts.journal.store
         self.finite, self.interrupts = FiniteUpdates(self.metrics), Interrupts()
         self.folder = OutputFolder(args.output_dir, main=self.processes.is_main)
@@ -222,6 +223,8 @@ class RLOOTrainer(UpdateLoop):
             # Schedule-free optimizers have a training mode.
             self.optimizer.train()
         shares = self.buffer.take(inputs)
+        # The update ends with the optimizer's step, which the loop makes: `_maybe_log_save_evaluate` leaves it.
+        self.clock.enter("update")
         # Generation has waited for the device, so reading the last update's flag costs nothing here.
         self.finite.begin(shares, self.state.global_step + 1)
         # An override of `compute_loss` may add a term of its own.
@@ -343,7 +346,7 @@ class RLOOTrainer(UpdateLoop):
         self._eval_prefix, self._batches = prefix, []
         self.processes.gather_weights()
         try:
-            with self._rewards_open():
+            with self._rewards_open(), self.clock.measuring(EVALUATION):
                 yield
         finally:
             self._eval_prefix, self._batches = before
