@@ -13,6 +13,7 @@ from transformers import Trainer
 from rloom.config import RLOOConfig
 from rloom.data.plan import UpdatePlan
 from rloom.models.optimizers import optimizer_with_low_bits
+from rloom.training.callbacks import close_view, connect_view
 from rloom.training.saving import CheckpointedTrainer
 from rloom.training.sharding_options import hidden_from_accelerate
 
@@ -49,8 +50,12 @@ class UpdateLoop(CheckpointedTrainer):
         self.buffer.rollouts.clear()
         self._episodes, self._elapsed, self._train_began = 0, 0.0, time.time()
         self.clock.reset()
-        with self._one_batch_per_update():
-            result = super()._inner_training_loop(*args, **kwargs)
+        connect_view(self)
+        try:
+            with self._one_batch_per_update():
+                result = super()._inner_training_loop(*args, **kwargs)
+        finally:
+            close_view(self)
         self.processes.check_same_weights(self.model)
         return result
 

@@ -43,6 +43,7 @@ from rloom.training.interrupts import Interrupts
 from rloom.training.learner import Learner
 from rloom.training.precision import Precision
 from rloom.training.processes import Processes
+from rloom.training.report import RunReport
 
 logger = get_logger(__name__)
 
@@ -91,6 +92,7 @@ class CheckpointedTrainer(Trainer):
     finite: FiniteUpdates
     interrupts: Interrupts
     folder: OutputFolder
+    report: RunReport
     reference: Reference | None
     _tag_names = ("rloom", "rloo")
     _resumed: dict[str, Any] | None = None  # the loop's state from a checkpoint, until the first epoch begins
@@ -110,6 +112,7 @@ class CheckpointedTrainer(Trainer):
         another run is refused. Files of another run in the output folder are moved to `_previous` in it."""
         with self._folder_held():
             folder = self._where_it_begins(resume_from_checkpoint)
+            self.report.resumed_from = folder if isinstance(folder, str) else None
             with self._rewards_open(), self.interrupts.listening():
                 result = super().train(folder, *args, **kwargs)
         self.interrupts.leave(self.args.output_dir, self.state.global_step)

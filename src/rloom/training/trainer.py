@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import functools
-import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -40,7 +39,7 @@ from rloom.seeds import derive_seed
 from rloom.training import arguments, assemble, launch
 from rloom.training.advice import advise
 from rloom.training.buffer import RolloutBuffer
-from rloom.training.callbacks import Diagnose, FitBudget, SampleTable, SyncReference, one_progress
+from rloom.training.callbacks import Diagnose, FitBudget, SampleTable, SyncReference, one_view
 from rloom.training.dynamic_sampling import replace_degenerate
 from rloom.training.finite import FiniteUpdates
 from rloom.training.folder import OutputFolder
@@ -48,6 +47,7 @@ from rloom.training.interrupts import Interrupts
 from rloom.training.loop import UpdateLoop
 from rloom.training.precision import choose_precision
 from rloom.training.processes import Processes
+from rloom.training.report import RunReport
 from rloom.types import MicroBatch, Rollout
 
 logger = get_logger(__name__)
@@ -152,10 +152,9 @@ class RLOOTrainer(UpdateLoop):
             warn_of_lost_bits(self.model)
         parts = assemble.build(self, policy, functions, terms, reward_classes, reference_path, engine)
         self.processes.shard(self.model)
+        self.report = RunReport(self, own_engine=engine is not None)
         self._keep_parts(parts, args)
         self._publish(policy, functions, parts)
-        if self.processes.is_main:
-            print(f"rloom: {self.chosen()}", file=sys.stderr, flush=True)
         # Each process draws its own dropout. The engine draws completions from other seeds.
         set_seed(args.seed, device_specific=True)
         self._add_own_callbacks(args)
@@ -184,9 +183,9 @@ class RLOOTrainer(UpdateLoop):
             # The config refuses sync_ref_model without a KL.
             assert self.reference is not None
             self.add_callback(SyncReference(self.reference, self.processes))
-        one_progress(self)
+        one_view(self)
         if args.diagnosis:
-            self.add_callback(Diagnose())
+            self.add_callback(Diagnose(self.callback_handler.callbacks))
         if self.processes.is_main:
             advise(args, adapter=is_peft_model(self.model))
         if args.num_sample_generations:
