@@ -340,6 +340,11 @@ def test_speed_and_time_left_leave_evaluations_out():
     assert numbers.seconds == 2.0
     assert numbers.tokens_per_second == 30.0
     assert numbers.left() == 6 * 2.0
+    now[0] += 1.0
+    assert numbers.left() == 6 * 2.0 - 1.0
+    # The next update takes long. There are still five others.
+    now[0] += 100.0
+    assert numbers.left() == 5 * 2.0
     assert numbers.shares() == {"generation": 0.75, "update": 0.25}
     assert numbers.evaluations == {"eval": [(2, 0.5)]}
 

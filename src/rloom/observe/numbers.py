@@ -21,7 +21,7 @@ SHOWN = {
     "entropy": "entropy",
     "completions/mean_length": "completion length",
     "completions/clipped_ratio": "truncated",
-    "frac_reward_zero_std": "without signal",
+    "frac_reward_zero_std": "groups without signal",
 }
 """The metrics that are shown, and what they are called there."""
 SHARES = ("completions/clipped_ratio", "frac_reward_zero_std")
@@ -149,7 +149,9 @@ class RunNumbers:
         if len(self._ends) < 2:
             return None
         pace = (self._ends[-1] - self._ends[0]) / (len(self._ends) - 1)
-        return max(0.0, (self.total - self.step) * pace - (self._now() - self._ends[-1]))
+        # An update that takes longer than others says nothing about those to come.
+        running = min(self._now() - self._ends[-1], pace)
+        return max(0.0, (self.total - self.step) * pace - running)
 
 
 def as_shares(seconds: dict[str, float]) -> dict[str, float]:
@@ -214,10 +216,13 @@ def shown_value(name: str, value: float) -> str:
 
     >>> shown_value("frac_reward_zero_std", 0.125), shown_value("completions/mean_length", 143.21)
     ('12%', '143.2')
+    >>> shown_value("kl", -0.00001)
+    '0.000'
     """
     if name in SHARES:
         return f"{value:.0%}"
-    return f"{value:.1f}" if name == "completions/mean_length" else f"{value:.3f}"
+    text = f"{value:.1f}" if name == "completions/mean_length" else f"{value:.3f}"
+    return text.removeprefix("-") if float(text) == 0 else text
 
 
 def in_shares(shares: dict[str, float]) -> str:

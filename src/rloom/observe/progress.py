@@ -75,7 +75,7 @@ class LiveProgress(View, ProgressCallback):
     >>> import io
     >>> progress = LiveProgress(Console(file=io.StringIO(), width=60))
     >>> print(*(label for label, _, _ in progress.lines()), sep=", ")
-    reward, KL per token, entropy, completion length, truncated, without signal
+    reward, KL per token, entropy, completion length, truncated, groups without signal
     """
 
     def __init__(self, console: Console | None = None, *, narrate: bool = True) -> None:

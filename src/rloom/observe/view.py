@@ -166,7 +166,7 @@ def _learning(numbers: RunNumbers, logs: dict[str, Any]) -> list[str]:
         f"kl {found['kl']}" if "kl" in found else "",
         f"entropy {found['entropy']}" if "entropy" in found else "",
         f"length {length}, {cut} truncated" if length and cut else "",
-        f"{found['frac_reward_zero_std']} without signal" if "frac_reward_zero_std" in found else "",
+        f"{found['frac_reward_zero_std']} of groups without signal" if "frac_reward_zero_std" in found else "",
     ]
 
 
