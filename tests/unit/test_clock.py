@@ -9,6 +9,7 @@ import pytest
 
 from rloom import RLOOTrainer
 from rloom.observe.clock import EVALUATION, PHASES, PhaseClock
+from rloom.observe.metric_table import find, is_own
 from tests.conftest import make_model, make_tokenizer
 
 
@@ -63,6 +64,10 @@ def test_a_phase_may_end_elsewhere_and_an_error_ends_what_it_leaves(clock, hand)
     assert clock.totals["update"] == 2
 
 
+def test_every_phase_has_an_entry_in_the_table_of_metrics():
+    assert all(find(f"time/{phase}") is not None and is_own(f"time/{phase}") for phase in PHASES)
+
+
 def slow(completions, **kwargs):
     time.sleep(0.05)
     return [float(len(text)) for text in completions]
@@ -70,13 +75,16 @@ def slow(completions, **kwargs):
 
 def test_every_update_logs_where_its_time_went(config, rows):
     """All phases in each log; together no more than the update; a checkpoint's seconds with the next update."""
-    args = config(max_steps=3, save_strategy="steps", save_steps=1, beta=0.1, eval_strategy="steps", eval_steps=1)
+    args = config(max_steps=4, save_strategy="steps", save_steps=1, beta=0.1, eval_strategy="steps", eval_steps=1)
     trainer = RLOOTrainer(make_model(), slow, args, rows, rows[:2], processing_class=make_tokenizer())
     began = time.perf_counter()
     trainer.train()
     wall = time.perf_counter() - began
     logs = [entry for entry in trainer.state.log_history if "loss" in entry]
-    assert len(logs) == 3
+    assert len(logs) == 4
+    assert logs[-1]["epoch"] > 1  # the end of an epoch is no update
+    for phase in ("generation", "rewards", "reference", "update"):
+        assert sum(log[f"time/{phase}"] for log in logs) == pytest.approx(trainer.clock.totals[phase])
     for log in logs:
         seconds = {phase: log[f"time/{phase}"] for phase in PHASES}
         assert seconds["rewards"] >= 0.05
@@ -86,7 +94,7 @@ def test_every_update_logs_where_its_time_went(config, rows):
     assert logs[0]["time/saving"] == 0
     assert min(log["time/saving"] for log in logs[1:]) > 0
     assert sum(trainer.clock.totals.values()) <= wall
-    assert trainer.clock.totals[EVALUATION] >= 3 * 0.05
+    assert trainer.clock.totals[EVALUATION] >= 4 * 0.05
     assert not any(name.startswith("eval_time") for entry in trainer.state.log_history for name in entry)
 
 
