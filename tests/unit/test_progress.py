@@ -334,7 +334,7 @@ def test_speed_and_time_left_leave_evaluations_out():
         now[0] += 2.0
         numbers.move(State(step))
         numbers.take_in(State(step, tokens=100 + 60 * step), {"loss": 0.0, "time/generation": 1.5, "time/update": 0.5})
-        if step == 2:
+        if step == 3:
             now[0] += 50.0
             numbers.take_in(State(step), {"eval_reward": 0.5, "eval_runtime": 50.0})
     assert numbers.seconds == 2.0
@@ -346,7 +346,7 @@ def test_speed_and_time_left_leave_evaluations_out():
     now[0] += 100.0
     assert numbers.left() == 5 * 2.0
     assert numbers.shares() == {"generation": 0.75, "update": 0.25}
-    assert numbers.evaluations == {"eval": [(2, 0.5)]}
+    assert numbers.evaluations == {"eval": [(3, 0.5)]}
 
 
 def test_a_second_run_begins_with_nothing():
