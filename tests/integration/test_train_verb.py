@@ -13,6 +13,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from rloom.cli.main import main
 from rloom.cli.spec import find_reward
+from rloom.cli.train import make_plan, next_command
 from rloom.errors import DiskError, RewardError
 from rloom.training.checkpoint import writing
 from tests.standins import ROOT, prompts, run, save_jsonl, save_llama, save_pythia, save_reward_model
@@ -44,6 +45,18 @@ def test_from_a_file_of_prompts_and_a_file_with_a_reward_to_a_saved_model(here):
     model, tokenizer = AutoModelForCausalLM.from_pretrained("out"), AutoTokenizer.from_pretrained("out")
     written = model.generate(**tokenizer("post 1.", return_tensors="pt", return_token_type_ids=False), max_new_tokens=4)
     assert written.shape[1] > 7
+
+
+def test_the_next_command_measures_what_was_trained(here):
+    given = {"model_name_or_path": "model", "dataset_name": "p.jsonl", "reward_funcs": ["length(maximum=4)"],
+             "output_dir": "out", "max_completion_length": 6, "use_cpu": True, "report_to": "none"}  # fmt: skip
+    assert next_command(make_plan(given)) == (
+        "rloom eval --model out --data p.jsonl --split train --reward 'length(maximum=4)' --max_completion_length 6 "
+        "--reference_model model"
+    )
+    held_out = make_plan({**given, "dataset_train_split": "train[4:]", "dataset_test_split": "train[:4]"})
+    assert "--split 'train[:4]'" in next_command(held_out)
+    assert "--data held.jsonl --split train " in next_command(make_plan({**given, "eval_data": "held.jsonl"}))
 
 
 def test_lora_quantized_and_merged(here, capsys):

@@ -527,6 +527,61 @@ MUTANTS = [
         "if state.global_step % args.ref_model_sync_steps == 1:",
         draw(80),
     ),
+    # what a run shows
+    Mutant(
+        "observe/clock.py",
+        "self.totals[self._open[-1][0]] +=",
+        "self.totals[self._open[0][0]] +=",
+        "tests/unit/test_clock.py::test_a_phase_inside_another_interrupts_it",
+    ),
+    Mutant(
+        "training/loop.py",
+        'if self.clock.leave("update"):',
+        'if self.clock.leave("update") or True:',
+        "tests/unit/test_clock.py::test_every_update_logs_where_its_time_went",
+    ),
+    Mutant(
+        "training/trainer.py",
+        "with self._rewards_open(), self.clock.measuring(EVALUATION):",
+        "with self._rewards_open():",
+        "tests/unit/test_clock.py::test_every_update_logs_where_its_time_went",
+    ),
+    Mutant(
+        "rewards/calling/still_running.py",
+        "running.said_at = 2 * seconds",
+        "running.said_at = seconds",
+        "tests/unit/test_still_running.py::test_it_is_said_again_when_the_time_has_doubled",
+    ),
+    Mutant(
+        "observe/progress.py",
+        "            self._take_over_handlers(before)\n",
+        "",
+        "tests/unit/test_progress.py::test_what_others_say_stands_above_the_panel",
+    ),
+    Mutant(
+        "training/callbacks.py",
+        "trainer.completion_log.console = trainer.report, view.console",
+        "trainer.completion_log.console = trainer.report, None",
+        "tests/unit/test_progress.py::test_what_others_say_stands_above_the_panel",
+    ),
+    Mutant(
+        "observe/view.py",
+        "        transformers_logging.disable_progress_bar()\n",
+        "",
+        "tests/unit/test_progress.py::test_what_others_say_stands_above_the_panel",
+    ),
+    Mutant(
+        "training/loop.py",
+        "            close_view(self)\n",
+        "            pass\n",
+        "tests/unit/test_progress.py::test_an_error_closes_the_panel",
+    ),
+    Mutant(
+        "observe/numbers.py",
+        "self._last = (self._last[0] + spent, *self._last[1:])",
+        "pass",
+        "tests/unit/test_progress.py::test_speed_and_time_left_leave_evaluations_out",
+    ),
     Mutant(
         "data/loader.py",
         "seed = args.seed if args.data_seed is None else args.data_seed",

@@ -13,12 +13,13 @@ from transformers import TrainerCallback
 
 from rloom import FakeEngine, RLOOConfig, RLOOTrainer
 from rloom.errors import ConfigError
+from rloom.observe.clock import PHASES
 from rloom.observe.metric_table import find
 from tests.conftest import LETTERS, make_tokenizer
 from tests.parity.draws import CI, EOS, ESTIMATORS, FIRST, PLACEMENTS, Draw, draw_run
 from tests.parity.oracle import Oracle
 
-CLOCKS = ("time", "runtime", "_per_second", "eps", "total_flos")
+CLOCKS = ("time", "runtime", "_per_second", "eps", "total_flos", *(f"time/{phase}" for phase in PHASES))
 
 
 def encode(text: str) -> list[int]:

@@ -84,15 +84,16 @@ def test_nothing_is_compiled_where_nothing_is_launched(monkeypatch):
     warmup.compile_kernels(make_model(), SimpleNamespace(device=torch.device("cpu")))
 
 
-def test_what_was_chosen_is_said_in_one_line(model, rows, config, tokenizer, capsys):
+def test_what_was_chosen_is_said_in_one_line(model, rows, config, tokenizer):
     from rloom import RLOOTrainer
 
     trainer = RLOOTrainer(model, lambda completions, **kwargs: [0.0] * len(completions), config(), rows,
                           processing_class=tokenizer)  # fmt: skip
-    (line,) = [line for line in capsys.readouterr().err.splitlines() if line.startswith("rloom: ")]
-    assert line == f"rloom: {trainer.chosen()}"
     for words in ("in float32", "packed rows of up to 8,192 tokens", "native engine"):
-        assert words in line
+        assert words in trainer.chosen()
+    said = dict(trainer.report.start())
+    assert said["dtype"] in trainer.chosen()
+    assert said["training"] in trainer.chosen()
 
 
 def test_an_architecture_with_other_sizes_is_no_error(monkeypatch):

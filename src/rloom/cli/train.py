@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import shlex
 import sys
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -36,7 +37,7 @@ SHOWN = (
     "model_name_or_path", "dataset_name", "dataset_train_split", "columns", "reward_funcs", "output_dir",
     "num_generations", "max_completion_length", "per_device_train_batch_size", "gradient_accumulation_steps",
     "learning_rate", "beta", "max_steps", "num_train_epochs", "objective", "use_peft", "load_in_4bit", "logging_steps",
-    "log_completions", "resume_from_checkpoint", "report_to",
+    "log_completions", "log_format", "resume_from_checkpoint", "report_to",
 )  # fmt: skip
 SAMPLE_TABLES = 10
 """Tables of completions over the run, where nothing else was asked for."""
@@ -85,9 +86,28 @@ def run(options: argparse.Namespace) -> int:
     with as_usage():
         plan = make_plan(given(options))
     trainer = _trainer(plan)
+    trainer.report.next_command = next_command(plan)
     trainer.train(resume_from_checkpoint=_resume(plan.config.resume_from_checkpoint))
     save_trained(trainer, plan.lora, noting=trainer.folder.writing)
     return 0
+
+
+def next_command(plan: Plan) -> str:
+    """The command that measures what was trained, beside what it was trained from."""
+    data, config = plan.data, plan.config
+    split = data.dataset_test_split or ("train" if data.eval_data else data.dataset_train_split)
+    flags: dict[str, list[Any]] = {
+        "model": [config.output_dir],
+        "data": [data.eval_data or data.dataset_name],
+        "dataset_config": [data.dataset_config] if data.dataset_config and not data.eval_data else [],
+        "split": [split],
+        "columns": data.columns or [],
+        "reward": plan.rewards.reward_funcs or [config.reward_model_path],
+        "max_completion_length": [config.max_completion_length],
+        "reference_model": [plan.model.model_name_or_path or config.sft_model_path],
+    }
+    words = [word for flag, values in flags.items() if values for word in (f"--{flag}", *map(str, values))]
+    return shlex.join(["rloom", "eval", *words])
 
 
 def make_plan(values: dict[str, Any]) -> Plan:

@@ -87,6 +87,7 @@ class RLOOConfig(
         self.check_speed()
         self.check_rewards()
         self.check_win_rate()
+        self.check_output()
         self.finish_older_names()
 
     def to_dict(self) -> dict[str, Any]:

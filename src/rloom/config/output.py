@@ -5,12 +5,21 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from rloom.config.topic import Topic, option
+from rloom.errors import ConfigError, did_you_mean
+
+LOG_FORMATS = ("auto", "panel", "line", "dict")
 
 
 @dataclass
 class OutputTopic(Topic):
     """What a run shows, writes and keeps."""
 
+    log_format: str = option(
+        "auto",
+        "How a run shows itself: panel (live; without a terminal or notebook, once at the end), line (one per log), or "
+        "dict (the dictionary, at each log). auto: a panel in a terminal or a notebook unless `disable_tqdm`; else "
+        "lines.",
+    )
     advice: bool = option(True, "Say at the start which options are outside the ranges that documents recommend.")
     diagnosis: bool = option(
         True, "Say during the run what is going wrong and what to change, in a line at the log that shows it."
@@ -33,3 +42,11 @@ class OutputTopic(Topic):
     log_multimodal: bool = option(True, "Include images in those tables, in W&B and Trackio.")
     num_completions_to_print: int | None = option(None, "Rows of the printed table; unset: all.")
     log_unique_prompts: bool = option(False, "One row per prompt in the tables.")
+
+    def check_output(self) -> None:
+        """`log_format` means something, and does not contradict `disable_tqdm`."""
+        if self.log_format not in LOG_FORMATS:
+            hint = did_you_mean(str(self.log_format), LOG_FORMATS)
+            raise ConfigError(f"log_format must be one of {', '.join(LOG_FORMATS)}, not {self.log_format!r}{hint}")
+        if self.log_format == "panel" and self.disable_tqdm and "disable_tqdm" in self._given:
+            raise ConfigError("log_format='panel' and disable_tqdm=True contradict each other: leave one of them out")

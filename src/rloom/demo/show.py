@@ -110,7 +110,7 @@ def make_trainer(
         use_cpu=True,
         log_level="error",
     )
-    tables, progress = Tables(console), LiveProgress(console)
+    tables, progress = Tables(console), LiveProgress(console, narrate=False)
     trainer = RLOOTrainer(
         model, task.exact_match, config, rows, processing_class=tokenizer, callbacks=[tables, progress]
     )

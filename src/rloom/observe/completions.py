@@ -31,6 +31,8 @@ class CompletionLog:
 
     def __init__(self, size: int) -> None:
         self.size = size
+        # Where tables are printed: a live view on the screen lends its console. None: on the standard output.
+        self.console: Console | None = None
         # How many completions were added so far, and how many there were when the table was last shown and sent.
         self.count = self.shown = self.sent = 0
         self.columns: dict[str, Any] = {
@@ -114,7 +116,7 @@ class CompletionLog:
         if limit is not None and len(rows) > limit:
             rows = rows[:limit] if neighbours else [rows[i * len(rows) // limit] for i in range(limit)]
         if rows:
-            (console or Console()).print(render(table, rows, title=f"Step {step}"))
+            (console or self.console or Console()).print(render(table, rows, title=f"Step {step}"))
 
     def show(self, step: int, args: RLOOConfig, writer: Any = None) -> None:
         """Print the table and send it to the trackers, as the options say."""

@@ -144,6 +144,34 @@ METRICS = (
         "seconds per update, sampling included; of several processes, the main one's (all other numbers are "
         "those of all)",
     ),
+    Metric(
+        ("time/generation",),
+        "seconds per update of encoding prompts, waiting for the engine and decoding. All of `time/…` is of the main "
+        "process, by the host's clock, no second twice; what a GPU still does when the host goes on is counted where "
+        "the host waits for it",
+        "most of an update where completions are long",
+    ),
+    Metric(
+        ("time/rewards",),
+        "the same of waiting for scores once all completions are there. What streaming rewards did before, while "
+        "others were generated, was not waited for: `rewards/NAME/time` has it",
+        "large: isolate a slow function, so that it runs during generation, or give it more workers",
+    ),
+    Metric(
+        ("time/reference",),
+        "the same of the reference's forwards; 0 with `beta` = 0. On a GPU, of launching them: they run while rewards "
+        "are awaited",
+    ),
+    Metric(
+        ("time/update",),
+        "the same of forwards, backwards, the exchange between processes and the optimizer's step",
+        "large: raise `max_tokens_per_micro_batch` while memory allows it",
+    ),
+    Metric(
+        ("time/saving",),
+        "the same of checkpoints; those of the updates before, since a checkpoint is written after its update's log",
+        "large: raise `save_steps`",
+    ),
     Metric(("aux_loss",), "a mixture of experts' load-balancing loss"),
     Metric(("epoch", "step"), "counted by transformers", reduction="last"),
 )

@@ -1,30 +1,32 @@
-"""A live view of a run in a terminal or a notebook: progress and key metrics."""
+"""A live view of a run in a terminal or a notebook: progress, key metrics, where the time goes."""
 
 from __future__ import annotations
 
-import math
+import html
+import logging
+import sys
 import time
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console, Group
 from rich.live import Live
 from rich.panel import Panel
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
-from transformers import TrainerCallback, TrainerControl, TrainerState
+from transformers import ProgressCallback, TrainerControl, TrainerState
+
+from rloom.observe.clock import PhaseClock
+from rloom.observe.numbers import SHOWN, WINDOW, counted, duration, evaluation_of, in_shares, is_number, memory_in_use
+from rloom.observe.numbers import shown_value as shown
+from rloom.observe.view import Rows, View, as_lines, log_line
+from rloom.printable import printable
 
 if TYPE_CHECKING:
     from rloom.config import RLOOConfig
 
-SHOWN = {
-    "reward": "reward",
-    "kl": "KL per token",
-    "entropy": "entropy",
-    "completions/mean_length": "completion length",
-}
 REDRAW_SECONDS = 0.25
-"""The shortest time between two redraws."""
+"""The shortest time between two redraws, but for logs."""
 BLOCKS = "▁▂▃▄▅▆▇█"
 
 
@@ -63,103 +65,182 @@ def plot(values: list[float], *, title: str, height: int = 10, width: int = 60) 
     return Text("\n".join(lines))
 
 
-class LiveProgress(TrainerCallback):
-    """Shows progress and key metrics while training: live in a terminal, as one updated display in a notebook.
-    Elsewhere it only prints the last view. It replaces transformers' own progress bar."""
+class LiveProgress(View, ProgressCallback):
+    """Shows progress, key metrics and where the time goes: live in a terminal, as one updated display in a notebook.
+    Elsewhere it only prints the last view. It replaces transformers' own progress bar.
 
-    def __init__(self, console: Console | None = None) -> None:
-        self.console = console or Console()
-        self.history: dict[str, list[float]] = {name: [] for name in SHOWN}
-        self.progress = Progress(
-            TextColumn("update"),
-            BarColumn(bar_width=None),
-            MofNCompleteColumn(),
-            TimeElapsedColumn(),
-            TextColumn("left"),
-            TimeRemainingColumn(),
-            console=self.console,
-        )
+    A run in a terminal or a notebook has one without being asked; pass one to choose its `console`, or to have it where
+    `disable_tqdm` is set. `narrate=False` leaves out what is said at the start and the end.
+
+    >>> import io
+    >>> progress = LiveProgress(Console(file=io.StringIO(), width=60))
+    >>> print(*(label for label, _, _ in progress.lines()), sep=", ")
+    reward, KL per token, entropy, completion length, truncated, groups without signal
+    """
+
+    def __init__(self, console: Console | None = None, *, narrate: bool = True) -> None:
+        super().__init__()
+        self.console: Console = console or Console()
+        self.narrate = narrate
+        # What is going on is asked of the trainer's clock, once there is a trainer.
+        self.clock: PhaseClock | None = None
         self.drawn = 0.0
-        # There is no task until training begins. An evaluation may come before.
-        self.task: Any = None
+        # An evaluation may come before training begins.
+        self.open = False
         self.screen: InNotebook | InTerminal = InNotebook() if self.console.is_jupyter else InTerminal(self.console)
+
+    @property
+    def history(self) -> dict[str, list[float]]:
+        """The values of each metric that is shown, oldest first."""
+        return self.numbers.history
 
     def on_train_begin(self, args: RLOOConfig, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Start the display."""
-        self.task = self.progress.add_task("train", total=state.max_steps)
+        super().on_train_begin(args, state, control, **kwargs)
+        self.open = True
         self.screen.start(self)
 
     def on_step_end(self, args: RLOOConfig, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Move the bar, and redraw it if the last time is long enough ago."""
-        self._move(state)
+        super().on_step_end(args, state, control, **kwargs)
         if time.monotonic() - self.drawn > REDRAW_SECONDS:
             self._draw()
 
-    def on_log(
-        self,
-        args: RLOOConfig,
-        state: TrainerState,
-        control: TrainerControl,
-        logs: dict[str, Any] | None = None,
-        **kwargs: Any,
-    ) -> None:
-        """Add the new values and redraw."""
-        for name, values in self.history.items():
-            value = (logs or {}).get(name)
-            if value is not None and math.isfinite(float(value)):
-                values.append(float(value))
-        self._move(state)
+    def show(self, state: TrainerState, logs: dict[str, Any]) -> None:
+        """Redraw with the new values. An evaluation before or after training is a line of its own."""
         self._draw()
-
-    def _move(self, state: TrainerState) -> None:
-        if self.task is not None:
-            self.progress.update(self.task, completed=state.global_step)
+        if not self.open and evaluation_of(logs) and not self.console.is_jupyter:
+            self.console.print(Text(log_line(self.numbers, logs)), soft_wrap=True)
 
     def _draw(self) -> None:
         self.drawn = time.monotonic()
-        if self.task is not None:
+        if self.open:
             self.screen.update(self)
 
-    def on_train_end(self, args: RLOOConfig, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+    def say(self, rows: Rows) -> None:
+        """Print lines above the panel, or below it when that is closed."""
+        if self.narrate:
+            self.screen.say(rows)
+
+    def close(self) -> None:
         """Leave the last view on the screen."""
-        self.screen.stop(self)
+        super().close()
+        if self.open:
+            self.open = False
+            self.screen.stop(self)
+
+    # -- what is shown
 
     def view(self) -> Panel:
-        """The panel: bar, numbers, sparklines."""
+        """The panel: bar, numbers, sparklines, times."""
         table = Table.grid(padding=(0, 2))
         for label, latest, line in self.lines():
-            table.add_row(label, latest.rjust(8), line)
-        return Panel(Group(self.progress, table), title="rloom", expand=False)
+            table.add_row(label, Text(latest.rjust(8)), Text(line))
+        below = Table.grid(padding=(0, 2))
+        below.add_column(min_width=max(map(len, SHOWN.values())), no_wrap=True)
+        for label, text in self.rest():
+            below.add_row(Text(printable(label)), Text(printable(text)))
+        return Panel(Group(self._bar(), table, below), title="rloom", expand=False)
+
+    def _bar(self) -> Table:
+        numbers = self.numbers
+        bar = Table.grid(padding=(0, 2), expand=True)
+        for ratio in (None, 1, None, None):
+            bar.add_column(ratio=ratio, no_wrap=True)
+        total = max(numbers.total, 1)
+        bar.add_row("update", ProgressBar(total=total, completed=numbers.step), self.count(), self.times())
+        return bar
+
+    def count(self) -> str:
+        """How many updates are done, of how many."""
+        return f"{self.numbers.step}/{self.numbers.total}"
+
+    def times(self) -> str:
+        """How long it has taken and will take."""
+        so_far = f"{duration(self.numbers.elapsed())} so far"
+        left = self.numbers.left()
+        return so_far if left is None or self.numbers.step >= self.numbers.total else f"{so_far}, {duration(left)} left"
 
     def lines(self) -> list[tuple[str, str, str]]:
         """The lines below the bar: a label, the latest value, a sparkline."""
-        return [
-            (label, f"{values[-1]:.3f}" if values else "–", sparkline(values))
-            for label, values in ((label, self.history[name]) for name, label in SHOWN.items())
-        ]
+        found = []
+        for name, label in SHOWN.items():
+            values = self.history[name]
+            line = sparkline(values)
+            if name == "reward" and (trend := self.numbers.trend()) is not None:
+                line += f"  {trend:+.3f} over {counted(min(WINDOW, len(values) // 2), 'log')}"
+            found.append((label, shown(name, values[-1]) if values else "–", line))
+        return found
+
+    def rest(self) -> list[tuple[str, str]]:
+        """The lines below those: evaluations, where the time goes, and the latest diagnosis."""
+        numbers = self.numbers
+        rows = [(prefix.replace("eval", "evaluation", 1).replace("_", " "), _course(values))
+                for prefix, values in list(numbers.evaluations.items())]  # fmt: skip
+        if shares := in_shares(numbers.shares()):
+            rows.append(("time", f"{duration(numbers.seconds)} per update: {shares}"))
+        speed = f"{numbers.tokens_per_second:,.0f} tokens/s, " if is_number(numbers.tokens_per_second) else ""
+        rows.append(("speed", f"{speed}memory {memory_in_use()}"))
+        if (now := self.clock.current() if self.clock and self.open else None) is not None:
+            rows.append(("now", f"{now[0]}, for {duration(now[1])}"))
+        if numbers.diagnosis:
+            rows.append(("diagnosis", numbers.diagnosis))
+        return rows
+
+
+def _course(values: list[tuple[int, float]]) -> str:
+    """Rewards of evaluations, by the update that they came after: the first and the last.
+
+    >>> _course([(0, 0.1), (50, 0.2), (100, 0.4)])
+    'reward 0.100 after update 0 → 0.400 after update 100'
+    """
+    ends = [values[0], values[-1]][: len(values)]
+    return "reward " + " → ".join(f"{value:.3f} after update {step}" for step, value in ends)
 
 
 class InTerminal:
-    """Redraws the view in place. Without a terminal, the view is printed once at the end."""
+    """Redraws the view in place, once a second and when something happens. Without a terminal, the view is printed once
+    at the end."""
 
     def __init__(self, console: Console) -> None:
         self.console = console
-        self.live = Live(console=console, auto_refresh=False, transient=True)
+        self.live: Live | None = None
+        self._handlers: list[tuple[Any, Any]] = []
 
     def start(self, progress: LiveProgress) -> None:
         """Start the live display."""
         if self.console.is_terminal:
-            self.live.start()
+            before = {id(sys.stdout), id(sys.stderr)}
+            self.live = Live(console=self.console, refresh_per_second=1, transient=True, get_renderable=progress.view)
+            self.live.start(refresh=True)
+            self._take_over_handlers(before)
+
+    def _take_over_handlers(self, streams: set[int]) -> None:
+        """Let log messages appear above the panel: handlers that write to the terminal directly would write into it."""
+        loggers = [logging.root, *logging.root.manager.loggerDict.values()]
+        for handler in {handler for logger in loggers for handler in getattr(logger, "handlers", ())}:
+            if isinstance(handler, logging.StreamHandler) and id(handler.stream) in streams:
+                self._handlers.append((handler, handler.setStream(sys.stderr)))
 
     def update(self, progress: LiveProgress) -> None:
         """Redraw the view."""
-        if self.console.is_terminal:
-            self.live.update(progress.view(), refresh=True)
+        if self.live is not None:
+            self.live.refresh()
 
     def stop(self, progress: LiveProgress) -> None:
         """Stop the live display, and print the last view."""
-        self.live.stop()
+        for handler, stream in self._handlers:
+            handler.setStream(stream)
+        self._handlers.clear()
+        if self.live is not None:
+            self.live.stop()
+            self.live = None
         self.console.print(progress.view())
+
+    def say(self, rows: Rows) -> None:
+        """Print some lines."""
+        # `Text` has no markup, and soft wrapping leaves paths and commands whole.
+        self.console.print(Text(as_lines(rows)), soft_wrap=True)
 
 
 class InNotebook:
@@ -167,33 +248,45 @@ class InNotebook:
 
     handle: Any = None
 
+    def __init__(self) -> None:
+        # What was said at the start, and at the end.
+        self.said: list[Rows] = []
+
     def start(self, progress: LiveProgress) -> None:
         """Create the output."""
         # IPython is installed in every notebook.
         from IPython.display import HTML, display
 
-        self.handle = display(HTML(as_html(progress)), display_id=True)
+        self.handle = display(HTML(as_html(progress, self.said)), display_id=True)
 
     def update(self, progress: LiveProgress) -> None:
         """Update the output."""
         from IPython.display import HTML
 
         if self.handle is not None:
-            self.handle.update(HTML(as_html(progress)))
+            self.handle.update(HTML(as_html(progress, self.said)))
 
     stop = update
 
+    def say(self, rows: Rows) -> None:
+        """Keep some lines for the output: those of the start above the numbers, those of the end below."""
+        self.said.append(rows)
 
-def as_html(progress: LiveProgress) -> str:
+
+def as_html(progress: LiveProgress, said: list[Rows]) -> str:
     """The view as HTML for a notebook."""
-    task = progress.progress.tasks[-1]
-    done, total = int(task.completed), int(task.total or 0)
-    times = [f"{seconds:.0f} s {what}" for seconds, what in ((task.elapsed, "so far"), (task.time_remaining, "left"))
-             if seconds is not None]  # fmt: skip
+    numbers = progress.numbers
     rows = "".join(
         f'<tr><td style="text-align:left">{label}</td><td>{latest}</td>'
         f'<td style="text-align:left;font-family:monospace">{line}</td></tr>'
         for label, latest, line in progress.lines()
     )
-    bar = f'<progress value="{done}" max="{total}" style="width:300px;vertical-align:middle"></progress>'
-    return f"<div>{bar} update {done}/{total}, {', '.join(times)}</div><table>{rows}</table>"
+    below = "".join(
+        f'<tr><td style="text-align:left">{html.escape(label)}</td>'
+        f'<td style="text-align:left" colspan="2">{html.escape(printable(text))}</td></tr>'
+        for label, text in progress.rest()
+    )
+    style = f'value="{numbers.step}" max="{numbers.total}" style="width:300px;vertical-align:middle"'
+    bar = f"<div><progress {style}></progress> update {progress.count()}, {progress.times()}</div>"
+    start, *end = [f"<pre>{html.escape(as_lines(one))}</pre>" for one in said] or [""]
+    return f"{start}{bar}<table>{rows}{below}</table>{''.join(end)}"

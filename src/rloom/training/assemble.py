@@ -27,6 +27,7 @@ from rloom.models.fused import FusedLayers
 from rloom.models.model_checks import check_head, proves_packed_images, proves_packing
 from rloom.models.reference import Reference, make_reference
 from rloom.models.triton_support import runs_kernels
+from rloom.observe.clock import PhaseClock
 from rloom.observe.completions import TABLE_COLUMNS, CompletionLog
 from rloom.observe.journal import Journal
 from rloom.observe.metrics import Metrics, check_loggable
@@ -76,6 +77,7 @@ class Parts:
     credit: Credit
     shaper: Shaper
     metrics: Metrics
+    clock: PhaseClock
     journal: Journal
     collector: Collector
     assigner: CreditAssigner
@@ -153,7 +155,7 @@ def build(
     compile_kernels(trainer.model, args)
     rewards, classes, composition = _rewards(trainer, functions, terms, reward_classes, args)
     reference = _reference(trainer, policy, reference_path, args) if args.beta != 0.0 else None
-    metrics, processes = Metrics(), trainer.processes
+    metrics, clock, processes = Metrics(), PhaseClock(), trainer.processes
     journal = Journal(
         CompletionLog(args.generation_batch_size),
         RunStore(args.output_dir, texts=args.store_completions),
@@ -164,7 +166,7 @@ def build(
     if not datasets.is_iterable(trainer.train_dataset):
         encoder.check_early(trainer.train_dataset)
     passes = _passes(trainer, policy, reference, encoder, args)
-    assigner = CreditAssigner(args, passes=passes, credit=credit, metrics=metrics, processes=processes)
+    assigner = CreditAssigner(args, passes=passes, credit=credit, metrics=metrics, clock=clock, processes=processes)
     learner = Learner(
         args,
         passes=passes,
@@ -183,6 +185,7 @@ def build(
         decode=lambda ids: policy.processing_class.batch_decode(ids, skip_special_tokens=True),
         truncation=args.truncation,
         metrics=metrics,
+        clock=clock,
         table=journal.table,
         # With dynamic sampling, groups may be replaced. The reference pass for them would be wasted.
         meanwhile=assigner.begin if reference is not None and not args.dynamic_sampling else None,
@@ -196,6 +199,7 @@ def build(
         credit=credit,
         shaper=shaper,
         metrics=metrics,
+        clock=clock,
         journal=journal,
         collector=collector,
         assigner=assigner,

@@ -24,6 +24,7 @@ from rloom.models.head import exact_kl_chunks
 from rloom.models.load import has_dropout
 from rloom.models.logprobs import TokenStats
 from rloom.models.verify import evaluating
+from rloom.observe.clock import PhaseClock
 from rloom.observe.metrics import Metrics
 from rloom.observe.older_metrics import RolloutFacts, rollout_metrics
 from rloom.training.credit import Credit
@@ -36,9 +37,16 @@ class CreditAssigner:
     """Fills a rollout's `policy_logprobs`, `reference_logprobs`, `kl` and `advantages`."""
 
     def __init__(
-        self, config: RLOOConfig, *, passes: Passes, credit: Credit, metrics: Metrics, processes: Processes = ALONE
+        self,
+        config: RLOOConfig,
+        *,
+        passes: Passes,
+        credit: Credit,
+        metrics: Metrics,
+        clock: PhaseClock | None = None,
+        processes: Processes = ALONE,
     ) -> None:
-        self.processes = processes
+        self.clock, self.processes = clock or PhaseClock(), processes
         self.config, self.passes, self.credit, self.metrics = config, passes, credit, metrics
         self.estimator = KL_ESTIMATORS[config.choices.kl_estimator]
 
@@ -114,7 +122,8 @@ class CreditAssigner:
         def run(batch: MicroBatch) -> None:
             keep(rollout.reference_logprobs, batch, self.passes.by_reference(batch).logprobs)
 
-        self.passes.without_gradient(rollout, run)
+        with self.clock.measuring("reference"):
+            self.passes.without_gradient(rollout, run)
 
     # -- from a forward
 
@@ -140,7 +149,7 @@ class CreditAssigner:
             return self._exact_kl(batch, stats)
         known = batch.rollout.reference_logprobs
         if any(known[row] is None for row in batch.rows):
-            keep(known, batch, self.passes.by_reference(batch).logprobs)
+            keep(known, batch, self._by_reference(batch).logprobs)
         return self.estimator.function(stats.logprobs, gather(known, batch))
 
     def _exact_kl(self, batch: MicroBatch, stats: TokenStats) -> Tensor:
@@ -151,7 +160,12 @@ class CreditAssigner:
         using = functools.partial(reference.use, policy, head_only=True)
         # The reference leaves the device before the backward, which needs the memory. Its head is loaded again there.
         with reference.staying():
-            return batch.to_table(exact_kl_chunks(stats.head, self.passes.by_reference(batch).head, size, using))
+            return batch.to_table(exact_kl_chunks(stats.head, self._by_reference(batch).head, size, using))
+
+    def _by_reference(self, batch: MicroBatch) -> TokenStats:
+        """The reference's forward in the middle of an update, which is counted as the reference's time."""
+        with self.clock.measuring("reference"):
+            return self.passes.by_reference(batch)
 
     def advantages(self, batch: MicroBatch) -> Tensor:
         """A micro-batch's advantages: (B,), or (B, C) where each token has its own."""

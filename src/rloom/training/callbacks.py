@@ -1,10 +1,12 @@
-"""Callbacks that the trainer adds by itself: budget, reference, samples, diagnosis."""
+"""Callbacks that the trainer adds by itself: budget, reference, samples, diagnosis, the view."""
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 import torch
+from rich.console import Console
 from transformers import PrinterCallback, ProgressCallback, TrainerCallback
 
 from rloom.config import RLOOConfig
@@ -14,12 +16,16 @@ from rloom.observe.completions import CompletionLog
 from rloom.observe.diagnose import Doctor
 from rloom.observe.progress import LiveProgress
 from rloom.observe.trackers import tensorboard_writer
+from rloom.observe.view import LogDict, LogLines, View
 from rloom.printable import get_logger
 from rloom.training.budget import random_state, restore_random_state
 from rloom.training.learner import Learner
 from rloom.training.processes import Processes
 
 logger = get_logger(__name__)
+
+USUAL = (ProgressCallback, PrinterCallback)
+"""What transformers shows a run with, outside of notebooks."""
 
 
 class SyncReference(TrainerCallback):
@@ -89,8 +95,10 @@ class SampleTable(TrainerCallback):
 class Diagnose(TrainerCallback):
     """Logs what is going wrong in a run, and what to change."""
 
-    def __init__(self) -> None:
+    def __init__(self, callbacks: list[Any] | None = None) -> None:
         self.doctor = Doctor()
+        # Among them are the views that keep the latest diagnosis.
+        self.callbacks = [] if callbacks is None else callbacks
 
     def on_log(
         self, args: RLOOConfig, state: Any, control: Any, logs: dict[str, Any] | None = None, **kwargs: Any
@@ -99,24 +107,60 @@ class Diagnose(TrainerCallback):
         if state.is_world_process_zero and "loss" in (logs or {}):
             for line in self.doctor.look(state.log_history, args, state.global_step):
                 logger.warning("diagnosis at step %d: %s", state.global_step, line)
+                for view in [callback for callback in self.callbacks if isinstance(callback, View)]:
+                    view.note(f"at update {state.global_step}: {line}")
 
 
-def one_progress(trainer: Any) -> None:
-    """Leave one view of the run: a [`LiveProgress`] replaces transformers' bar and its printed logs.
-
-    A notebook always gets one. transformers shows only the loss there, which says nothing in RLOO.
-    """
-    present = trainer.callback_handler.callbacks
+def one_view(trainer: Any) -> None:
+    """Leave one view of the run: ours replaces transformers' bar and its printed logs, which show a dictionary, or only
+    the loss, which says nothing in RLOO. A view that the user passed is left, and takes the place of ours."""
+    handler = trainer.callback_handler
+    for callback in [callback for callback in handler.callbacks if _is_usual(callback)]:
+        trainer.remove_callback(callback)
+    own = [callback for callback in handler.callbacks if isinstance(callback, (*USUAL, View))]
     # Of several processes, only the main one shows progress.
     if not trainer.is_world_process_zero():
-        for callback in [callback for callback in present if isinstance(callback, LiveProgress)]:
+        for callback in own:
             trainer.remove_callback(callback)
         return
-    for_notebooks = [callback for callback in present if type(callback).__name__ == "NotebookProgressCallback"]
-    live = any(isinstance(callback, LiveProgress) for callback in present)
-    if for_notebooks and not live:
-        trainer.add_callback(LiveProgress())
-    if for_notebooks or live:
-        usual = [callback for callback in present if isinstance(callback, (ProgressCallback, PrinterCallback))]
-        for callback in (*for_notebooks, *usual):
-            trainer.remove_callback(callback)
+    if not own:
+        own = [_view_for(trainer.args)]
+        trainer.add_callback(own[0])
+
+
+def connect_view(trainer: Any) -> None:
+    """When training begins: tell the view what it shows, and lend its console to tables. Of several the last one stays,
+    since a user may have added one to the trainer."""
+    views = [callback for callback in trainer.callback_handler.callbacks if isinstance(callback, View)]
+    for view in views[:-1]:
+        trainer.remove_callback(view)
+    for view in views[-1:]:
+        view.report, trainer.completion_log.console = trainer.report, view.console
+        if isinstance(view, LiveProgress):
+            view.clock = trainer.clock
+
+
+def _is_usual(callback: Any) -> bool:
+    """Whether transformers has added a callback by itself."""
+    return type(callback) in USUAL or type(callback).__name__ == "NotebookProgressCallback"
+
+
+def _view_for(args: RLOOConfig) -> View:
+    """The view that the options ask for."""
+    if args.log_format == "dict":
+        return LogDict()
+    wanted = args.log_format == "panel"
+    if args.log_format == "auto" and not args.disable_tqdm:
+        console = Console()
+        # The variables that make rich colour its output in a file must not make it draw there.
+        terminal = sys.stdout is not None and sys.stdout.isatty() and not console.is_dumb_terminal
+        wanted = console.is_jupyter or terminal
+    return LiveProgress() if wanted else LogLines()
+
+
+def close_view(trainer: Any) -> None:
+    """Leave the terminal as it was, also where a run ends with an error."""
+    for callback in trainer.callback_handler.callbacks:
+        if isinstance(callback, View):
+            callback.close()
+    trainer.completion_log.console = None

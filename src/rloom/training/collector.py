@@ -14,6 +14,7 @@ from rloom.algo.shaping import Truncation
 from rloom.data.prompts import PromptEncoder, as_reply
 from rloom.errors import EngineError, NoCompletionError
 from rloom.generation.base import Engine, abilities_of
+from rloom.observe.clock import PhaseClock
 from rloom.observe.completions import CompletionLog
 from rloom.observe.metrics import Metrics
 from rloom.rewards.base import RewardBatch
@@ -49,12 +50,13 @@ class Collector:
         truncation: Truncation,
         metrics: Metrics,
         table: CompletionLog,
+        clock: PhaseClock,
         meanwhile: Callable[[Rollout], None] | None = None,
         processes: Processes = ALONE,
     ) -> None:
         self.encoder, self.engine, self.score, self.state = encoder, engine, score, state
         self.rewards, self.shaper, self.decode, self.truncation = rewards, shaper, decode, truncation
-        self.metrics, self.table = metrics, table
+        self.metrics, self.table, self.clock = metrics, table, clock
         self.meanwhile, self.processes = meanwhile, processes
         # The scoring of the current rollout. TRL's override point has no argument for it.
         self._scoring: Scoring | None = None
@@ -73,17 +75,19 @@ class Collector:
         In training all processes collect one rollout together. Each has its own rows; `places` are their positions
         among the rows of all. In evaluation each process collects batches by itself.
         """
-        prompts = self.encoder.encode(rows)
-        if mode == "train":
-            seed = self._share_noise(prompts, seed, places)
         with self._begun() as scoring:
-            groups = self._generate(prompts, num_generations, seed, scoring)
-            rollout = Rollout.of(groups, train_truncated=self.truncation.trained)
+            with self.clock.measuring("generation"):
+                prompts = self.encoder.encode(rows)
+                if mode == "train":
+                    seed = self._share_noise(prompts, seed, places)
+                groups = self._generate(prompts, num_generations, seed, scoring)
+                rollout = Rollout.of(groups, train_truncated=self.truncation.trained)
             if self.meanwhile is not None:
                 self.meanwhile(rollout)
             if not self._decodes_early:
                 self._decode(groups)
-            scored = self._score(groups, scoring)
+            with self.clock.measuring("rewards"):
+                scored = self._score(groups, scoring)
         self._set_scores(rollout, groups, scored, mode)
         rollout.total = self.shaper.total(scored.scores, scored.failed)
         rollout.records = rollout.drawn = self._records(groups, rollout, scored)
@@ -155,7 +159,9 @@ class Collector:
 
     def _decode(self, groups: list[Group]) -> None:
         completions = [c for group in groups for c in group.completions]
-        for completion, text in zip(completions, self.decode([c.token_ids for c in completions]), strict=True):
+        with self.clock.measuring("generation"):
+            texts = self.decode([c.token_ids for c in completions])
+        for completion, text in zip(completions, texts, strict=True):
             completion.text = text
 
     def _batch(

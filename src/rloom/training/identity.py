@@ -28,6 +28,7 @@ SOME_ROWS = 100
 """How many rows of a data set are compared, evenly spread. Reading all of a large one takes long."""
 ABOUT_THIS_CALL = {
     "output_dir", "resume_from_checkpoint", "resume_changed_run", "overwrite_output_dir", "run_name", "logging_dir",
+    "log_format", "disable_tqdm",
 }  # fmt: skip
 """Options that describe this call of a script, and not the run."""
 SECRET = re.compile(r"token$|url$|key$|password", re.IGNORECASE)

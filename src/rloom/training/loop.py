@@ -13,6 +13,7 @@ from transformers import Trainer
 from rloom.config import RLOOConfig
 from rloom.data.plan import UpdatePlan
 from rloom.models.optimizers import optimizer_with_low_bits
+from rloom.training.callbacks import close_view, connect_view
 from rloom.training.saving import CheckpointedTrainer
 from rloom.training.sharding_options import hidden_from_accelerate
 
@@ -48,8 +49,13 @@ class UpdateLoop(CheckpointedTrainer):
     def _inner_training_loop(self, *args: Any, **kwargs: Any) -> Any:
         self.buffer.rollouts.clear()
         self._episodes, self._elapsed, self._train_began = 0, 0.0, time.time()
-        with self._one_batch_per_update():
-            result = super()._inner_training_loop(*args, **kwargs)
+        self.clock.reset()
+        connect_view(self)
+        try:
+            with self._one_batch_per_update():
+                result = super()._inner_training_loop(*args, **kwargs)
+        finally:
+            close_view(self)
         self.processes.check_same_weights(self.model)
         return result
 
@@ -64,10 +70,17 @@ class UpdateLoop(CheckpointedTrainer):
 
     def _maybe_log_save_evaluate(self, *args: Any, **kwargs: Any) -> None:
         """All processes do what a callback asks for in one of them. Otherwise they would wait for each other."""
+        self._note_times()
         self._agree()
         super()._maybe_log_save_evaluate(*args, **kwargs)
         # Callbacks also ran after the log, the evaluation and the checkpoint.
         self._agree()
+
+    def _note_times(self) -> None:
+        """Log where an update's time went. The loop comes here at the end of an epoch too, without an update."""
+        if self.clock.leave("update"):
+            for phase, seconds in self.clock.take().items():
+                self.metrics.add("train", f"time/{phase}", seconds)
 
     def _agree(self) -> None:
         """Make the flags of the Trainer's control equal in all processes."""

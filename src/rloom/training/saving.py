@@ -25,6 +25,7 @@ from rloom.data.plan import Schedule
 from rloom.errors import DiskError, DivergedError
 from rloom.models.load import base_of, is_peft_model
 from rloom.models.reference import Reference, without_reference_adapter
+from rloom.observe.clock import PhaseClock
 from rloom.observe.completions import CompletionLog
 from rloom.observe.metrics import Metrics
 from rloom.observe.store import RunStore
@@ -42,6 +43,7 @@ from rloom.training.interrupts import Interrupts
 from rloom.training.learner import Learner
 from rloom.training.precision import Precision
 from rloom.training.processes import Processes
+from rloom.training.report import RunReport
 
 logger = get_logger(__name__)
 
@@ -83,12 +85,14 @@ class CheckpointedTrainer(Trainer):
     shaper: Shaper
     rewards: RewardSet
     metrics: Metrics
+    clock: PhaseClock
     completion_log: CompletionLog
     store: RunStore
     precision: Precision
     finite: FiniteUpdates
     interrupts: Interrupts
     folder: OutputFolder
+    report: RunReport
     reference: Reference | None
     _tag_names = ("rloom", "rloo")
     _resumed: dict[str, Any] | None = None  # the loop's state from a checkpoint, until the first epoch begins
@@ -108,6 +112,7 @@ class CheckpointedTrainer(Trainer):
         another run is refused. Files of another run in the output folder are moved to `_previous` in it."""
         with self._folder_held():
             folder = self._where_it_begins(resume_from_checkpoint)
+            self.report.resumed_from = folder if isinstance(folder, str) else None
             with self._rewards_open(), self.interrupts.listening():
                 result = super().train(folder, *args, **kwargs)
         self.interrupts.leave(self.args.output_dir, self.state.global_step)
@@ -210,7 +215,7 @@ class CheckpointedTrainer(Trainer):
         self._check_finite(folder.name)
         name, there = self.args.hub_model_id or Path(self.args.output_dir).name, folder.exists()
         try:
-            with checkpoint.writing(folder.parent, folder.name):
+            with self.clock.measuring("saving"), checkpoint.writing(folder.parent, folder.name):
                 self.create_model_card(model_name=name.split("/")[-1])
                 if not self.args.save_only_model:
                     self._save_own(folder)

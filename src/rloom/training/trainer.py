@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import functools
-import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -32,6 +31,7 @@ from rloom.evaluation.statistics import Estimate
 from rloom.generation.base import Engine, abilities_of
 from rloom.models.load import is_peft_model
 from rloom.models.optimizers import warn_of_lost_bits
+from rloom.observe.clock import EVALUATION
 from rloom.observe.journal import Page, in_turns
 from rloom.observe.trackers import tensorboard_writer
 from rloom.printable import get_logger
@@ -39,7 +39,7 @@ from rloom.seeds import derive_seed
 from rloom.training import arguments, assemble, launch
 from rloom.training.advice import advise
 from rloom.training.buffer import RolloutBuffer
-from rloom.training.callbacks import Diagnose, FitBudget, SampleTable, SyncReference, one_progress
+from rloom.training.callbacks import Diagnose, FitBudget, SampleTable, SyncReference, one_view
 from rloom.training.dynamic_sampling import replace_degenerate
 from rloom.training.finite import FiniteUpdates
 from rloom.training.folder import OutputFolder
@@ -47,6 +47,7 @@ from rloom.training.interrupts import Interrupts
 from rloom.training.loop import UpdateLoop
 from rloom.training.precision import choose_precision
 from rloom.training.processes import Processes
+from rloom.training.report import RunReport
 from rloom.types import MicroBatch, Rollout
 
 logger = get_logger(__name__)
@@ -151,10 +152,9 @@ class RLOOTrainer(UpdateLoop):
             warn_of_lost_bits(self.model)
         parts = assemble.build(self, policy, functions, terms, reward_classes, reference_path, engine)
         self.processes.shard(self.model)
+        self.report = RunReport(self, own_engine=engine is not None)
         self._keep_parts(parts, args)
         self._publish(policy, functions, parts)
-        if self.processes.is_main:
-            print(f"rloom: {self.chosen()}", file=sys.stderr, flush=True)
         # Each process draws its own dropout. The engine draws completions from other seeds.
         set_seed(args.seed, device_specific=True)
         self._add_own_callbacks(args)
@@ -164,7 +164,7 @@ class RLOOTrainer(UpdateLoop):
         self.rewards, self.collector, self.learner = parts.rewards, parts.collector, parts.learner
         self.assigner, self.credit, self.shaper = parts.assigner, parts.credit, parts.shaper
         self.reference = parts.reference
-        self.metrics, self.journal = parts.metrics, parts.journal
+        self.metrics, self.clock, self.journal = parts.metrics, parts.clock, parts.journal
         self.completion_log, self.store = parts.journal.table, parts.journal.store
         self.finite, self.interrupts = FiniteUpdates(self.metrics), Interrupts()
         self.folder = OutputFolder(args.output_dir, main=self.processes.is_main)
@@ -183,9 +183,9 @@ class RLOOTrainer(UpdateLoop):
             # The config refuses sync_ref_model without a KL.
             assert self.reference is not None
             self.add_callback(SyncReference(self.reference, self.processes))
-        one_progress(self)
+        one_view(self)
         if args.diagnosis:
-            self.add_callback(Diagnose())
+            self.add_callback(Diagnose(self.callback_handler.callbacks))
         if self.processes.is_main:
             advise(args, adapter=is_peft_model(self.model))
         if args.num_sample_generations:
@@ -222,6 +222,8 @@ class RLOOTrainer(UpdateLoop):
             # Schedule-free optimizers have a training mode.
             self.optimizer.train()
         shares = self.buffer.take(inputs)
+        # The update ends with the optimizer's step, which the loop makes: `_maybe_log_save_evaluate` leaves it.
+        self.clock.enter("update")
         # Generation has waited for the device, so reading the last update's flag costs nothing here.
         self.finite.begin(shares, self.state.global_step + 1)
         # An override of `compute_loss` may add a term of its own.
@@ -343,7 +345,7 @@ class RLOOTrainer(UpdateLoop):
         self._eval_prefix, self._batches = prefix, []
         self.processes.gather_weights()
         try:
-            with self._rewards_open():
+            with self._rewards_open(), self.clock.measuring(EVALUATION):
                 yield
         finally:
             self._eval_prefix, self._batches = before

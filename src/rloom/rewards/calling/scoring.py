@@ -14,6 +14,7 @@ from rloom.errors import RewardError
 from rloom.printable import get_logger
 from rloom.rewards.base import RewardBatch, as_score, one_per_completion
 from rloom.rewards.calling.caller import CallResult, PendingCall
+from rloom.rewards.calling.still_running import StillRunning
 from rloom.rewards.scored import Scored
 
 if TYPE_CHECKING:
@@ -94,13 +95,30 @@ class Scoring:
         self.scored = scored = Scored.nothing(len(batch), len(self.callers))
         # What runs elsewhere is started first, so that it goes on while plain functions run here.
         order = sorted(range(len(self.callers)), key=lambda index: self.callers[index].runs_here)
-        begun = {index: self._calls(index, batch, groups) for index in order}
-        columns = [_Column(self.rewards, i, batch, scored).of(begun[i]) for i in range(len(self.callers))]
+        with StillRunning() as watch:
+            begun = {index: self._calls(index, batch, groups, watch) for index in order}
+            columns = [self._column(index, batch, begun[index], watch) for index in range(len(self.callers))]
         scored.scores = torch.tensor(columns, dtype=torch.float32).T.contiguous()
         _warn_unscored(scored.scores, batch)
         return scored
 
-    def _calls(self, index: int, batch: RewardBatch, groups: list[StreamedGroup]) -> list[PendingCall]:
+    def _column(self, index: int, batch: RewardBatch, calls: list[PendingCall], watch: StillRunning) -> list[float]:
+        assert self.scored is not None
+        column = _Column(self.rewards, index, batch, self.scored).of(calls)
+        watch.end(self.rewards.names[index])
+        return column
+
+    def _calls(
+        self, index: int, batch: RewardBatch, groups: list[StreamedGroup], watch: StillRunning
+    ) -> list[PendingCall]:
+        """The calls of one function, which is watched from here on: a plain one runs here and now."""
+        name = self.rewards.names[index]
+        watch.begin(name, count=len(batch))
+        calls = self._begun_calls(index, batch, groups)
+        watch.begun(name, [(len(call.rows), call.future) for call in calls])
+        return calls
+
+    def _begun_calls(self, index: int, batch: RewardBatch, groups: list[StreamedGroup]) -> list[PendingCall]:
         """The calls of one function, whose rows are those of the whole batch."""
         if not groups or not self.callers[index].streaming:
             return self.callers[index].begin(batch)
