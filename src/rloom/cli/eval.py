@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from rloom.cli.written import Written
 
 SUMMARY = "rewards, pass@k, KL and win rate of a model on a split"
+FLAGS_TAKE_SECONDS = True
 
 
 @dataclass

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from rloom.training.trainer import RLOOTrainer
 
 SUMMARY = "train a model with RLOO, on your prompts and rewards"
+FLAGS_TAKE_SECONDS = True
 
 CLASSES = (ModelOptions, LoraOptions, DataOptions, RewardOptions)
 """What is given beside `RLOOConfig`."""
@@ -93,17 +94,15 @@ def run(options: argparse.Namespace) -> int:
 def make_plan(values: dict[str, Any]) -> Plan:
     """Each class made of what was given."""
     from rloom.cli.flags import split
+
+    # Told before torch is imported, which takes seconds.
+    _check_given(values)
     from rloom.config import RLOOConfig
     from rloom.data.images import folder_of
 
     *parts, own = split(values, [*CLASSES, RLOOConfig])
     model, lora, data, rewards = (cls(**part) for cls, part in zip(CLASSES, parts, strict=True))
-    if not data.dataset_name:
-        raise ConfigError("no prompts: --dataset_name takes a hub id, a folder or a file")
-    if not (rewards.reward_funcs or own.get("reward_model_path")):
-        raise ConfigError("no reward: --reward_funcs takes names, file.py:function, addresses or models")
-    if not (model.model_name_or_path or own.get("sft_model_path")):
-        raise ConfigError("no model: --model_name_or_path takes a hub id or a folder")
+    assert data.dataset_name is not None
     if not (own.get("log_completions") or "num_sample_generations" in own):
         own["num_sample_generations"] = SAMPLE_TABLES
     config = RLOOConfig(**own)
@@ -119,6 +118,16 @@ def make_plan(values: dict[str, Any]) -> Plan:
         quantization=quantization_of(model, set(values), adapter=lora.use_peft),
         evaluate_last="eval_strategy" not in own,
     )
+
+
+def _check_given(values: dict[str, Any]) -> None:
+    """Refuse a command without a model, prompts or a reward."""
+    if not values.get("dataset_name"):
+        raise ConfigError("no prompts: --data takes a hub id, a folder or a file")
+    if not (values.get("reward_funcs") or values.get("reward_model_path")):
+        raise ConfigError("no reward: --reward takes names, file.py:function, addresses or models")
+    if not (values.get("model_name_or_path") or values.get("sft_model_path")):
+        raise ConfigError("no model: --model takes a hub id or a folder")
 
 
 def _trainer(plan: Plan) -> RLOOTrainer:
