@@ -120,6 +120,9 @@ class RLOOTrainer(UpdateLoop):
         )
         self.win_rate = choose_win_rate(args, eval_judge)
         train_dataset, eval_dataset = arguments.check_data(train_dataset, eval_dataset, args)
+        # An override may give the functions more than the data set has.
+        if type(self)._calculate_rewards is RLOOTrainer._calculate_rewards:
+            arguments.check_reward_columns(functions, train_dataset, eval_dataset)
         # All arguments have been checked; models are loaded from here on. The seed is set first, since new adapters
         # have random weights.
         set_seed(args.seed)
