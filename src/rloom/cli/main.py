@@ -67,9 +67,11 @@ def _guarded(run: Callable[[], int]) -> int:
     except UnicodeDecodeError as error:
         print(printable(f"rloom: the data has text that is not UTF-8: {error}"), file=sys.stderr)
         return 1
-    # The error of a reward, say, has words that may be a service's.
-    except Exception:
-        print(printable(traceback.format_exc()), end="", file=sys.stderr)
+    except Exception as error:
+        from rloom.rewards.calling.frames import reward_trace
+
+        # The error of a reward has words that may be a service's, and of its frames only the user's are of use.
+        print(printable(reward_trace(error) or traceback.format_exc()), end="", file=sys.stderr)
         return 1
 
 
