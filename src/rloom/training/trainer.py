@@ -126,8 +126,8 @@ class RLOOTrainer(UpdateLoop):
         # All arguments have been checked; models are loaded from here on. The seed is set first, since new adapters
         # have random weights.
         set_seed(args.seed)
-        chat = is_chat(train_dataset)
-        policy = assemble.load(model, processing_class, args, quantization_config, peft_config, chat=chat)
+        self.chat = is_chat(train_dataset)
+        policy = assemble.load(model, processing_class, args, quantization_config, peft_config, chat=self.chat)
         assemble.check_images(policy, image_column(train_dataset, eval_dataset), args)
         use_cache = getattr(policy.model.config, "use_cache", None)
         super().__init__(
