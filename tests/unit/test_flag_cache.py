@@ -121,6 +121,16 @@ def test_no_place_to_write(monkeypatch, tmp_path, capsys):
     assert parser_of("eval").flags()
 
 
+def test_a_write_that_fails_leaves_nothing_behind(cache, monkeypatch):
+    def full(*paths):
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as changed:
+        changed.setattr(flag_cache.os, "replace", full)
+        assert parser_of("eval").flags()
+    assert list(cache.iterdir()) == []
+
+
 def test_help_shows_the_names_that_the_docs_use(capsys):
     with pytest.raises(SystemExit):
         main(["train", "--help"])

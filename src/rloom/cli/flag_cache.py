@@ -145,8 +145,14 @@ def _write(path: Path, table: dict[str, Any]) -> None:
     content = json.dumps(table)
     path.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.NamedTemporaryFile("w", dir=path.parent, delete=False, encoding="utf-8") as file:
-        file.write(content)
-    os.replace(file.name, path)
+        try:
+            file.write(content)
+            file.flush()
+            os.replace(file.name, path)
+        except OSError:
+            # Half a file, on a full disk, would only take up space.
+            os.unlink(file.name)
+            raise
 
 
 def _say_once() -> None:
