@@ -62,6 +62,12 @@ def make_model(seed: int = 0, **changes) -> LlamaForCausalLM:
     return LlamaForCausalLM(LlamaConfig(**(options | changes)))
 
 
+@pytest.fixture(scope="session", autouse=True)
+def own_cache(tmp_path_factory):
+    """What rloom keeps between commands goes into no home."""
+    os.environ["RLOOM_CACHE"] = str(tmp_path_factory.mktemp("cache"))
+
+
 @pytest.fixture
 def tokenizer():
     return make_tokenizer()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import shlex
 
@@ -35,6 +36,35 @@ def here(tmp_path, monkeypatch):
 
 
 BASE = ["eval", "--model", "model", "--data", "p.jsonl", "--max_completion_length", "6"]
+
+
+MORE = """
+def wants(completions, solution):
+    return [0.0] * len(completions)
+async def later(completions):
+    return [0.0] * len(completions)
+def where(completions):
+    import os
+    return [float(os.getpid())] * len(completions)
+"""
+
+
+def test_mistakes_are_told_before_the_model_is_loaded(here, capsys):
+    (here / "more.py").write_text(MORE)
+    for reward, flags, message in (
+        ("wants", [], "Its signature is wants(completions, solution)"),
+        ("later", ["--isolate_rewards"], "--isolate_rewards has no effect"),
+    ):
+        assert main(["eval", "--model", "no/model", *BASE[3:], "--reward", f"more.py:{reward}", *flags]) == 1
+        assert message in capsys.readouterr().err
+
+
+def test_isolated_rewards_run_elsewhere(here):
+    (here / "more.py").write_text(MORE)
+    for flags, here_too in ([], True), (["--isolate_rewards", "--reward_time_limit", "20"], False):
+        assert main([*BASE, "--reward", "more.py:where", *flags, "--output_file", "out.json"]) == 0
+        found = json.loads((here / "out.json").read_text())["rewards/where"]["value"]
+        assert (found == os.getpid()) == here_too
 
 
 def test_rewards_pass_at_k_and_kl(here, capsys):

@@ -200,7 +200,7 @@ def test_what_an_earlier_run_left_is_moved(make, tmp_path, capsys):
     mine = {"notes.txt", "vocab.txt", "generation_config.yaml", "log.txt"}
     assert mine <= names(out)
     assert names(out) - mine == {"checkpoint-1", "checkpoint-2", "_rollouts", "_previous", "_lock", "_run.json",
-                                 "README.md"}  # fmt: skip
+                                 "README.md", "trainer_state.json"}  # fmt: skip
     make(max_steps=2, reward=letters).train(resume_from_checkpoint="auto")  # which moves nothing
     again.train()  # the same run
     assert names(out / "_previous") == {"1"}
@@ -214,7 +214,7 @@ def test_overwriting_deletes_what_an_earlier_run_left(make, tmp_path, capsys):
     make(overwrite_output_dir=True, save_strategy="no").train()
     assert f"deleted what an earlier run left in {out}: " in capsys.readouterr().err
     assert names(out) == {"notes.txt", "vocab.txt", "generation_config.yaml", "log.txt", "_rollouts", "_lock",
-                          "_run.json"}  # fmt: skip
+                          "_run.json", "trainer_state.json"}  # fmt: skip
 
 
 def test_a_folder_of_an_older_version_or_of_trl_is_known_by_names(tmp_path):

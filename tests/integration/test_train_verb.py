@@ -74,6 +74,48 @@ def test_lora_quantized_and_merged(here, capsys):
     assert (here / "q" / "adapter_model.safetensors").exists()
 
 
+FAILING = """
+import json
+
+def parsed(completions):
+    return [number(text) for text in completions]
+
+def number(text):
+    return json.loads("x" + text)
+
+def wants(completions, solution):
+    return [0.0] * len(completions)
+"""
+
+
+def test_a_failing_reward_shows_its_own_frames(here, capsys):
+    """In this process and in a worker's; and one that cannot be called is told before the model is looked for."""
+    save_llama(here / "model")
+    save_jsonl(here / "p.jsonl", prompts(8))
+    (here / "failing.py").write_text(FAILING)
+    arguments = ["train", "--model", "model", "--data", "p.jsonl", "--output_dir", "o", *QUICK]
+    for more in ([], ["--isolate_rewards", "--reward_time_limit", "20"]):
+        assert main([*arguments, "--reward", "failing.py:parsed", *more]) == 1
+        err = capsys.readouterr().err
+        assert 'return json.loads("x" + text)' in err
+        assert "JSONDecodeError" in err
+        assert "in a worker process" in err if more else "in the reward 'parsed'" in err
+        for stranger in ("trainer.py", "scoring.py", "decoder.py", "worker.py"):
+            assert stranger not in err
+    arguments[2] = "no/model"
+    assert main([*arguments, "--reward", "failing.py:wants"]) == 1
+    assert "Its signature is wants(completions, solution)" in capsys.readouterr().err
+
+
+def test_a_time_limit_without_isolation_is_refused(here, capsys):
+    save_jsonl(here / "p.jsonl", prompts(8))
+    arguments = ["train", "--model", "no/model", "--data", "p.jsonl", "--output_dir", "o", "--reward_time_limit", "2"]
+    with pytest.raises(SystemExit) as stop:
+        main([*arguments, "--reward", "length(maximum=4)"])
+    assert stop.value.code == 2
+    assert "--reward_time_limit has no effect on rewards that are not isolated" in capsys.readouterr().err
+
+
 def test_a_file_has_no_splits_but_can_be_cut(here, capsys):
     save_llama(here / "model")
     save_jsonl(here / "p.jsonl", prompts(8))

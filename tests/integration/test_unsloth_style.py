@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from datasets import Dataset
+from transformers import AutoModelForCausalLM
 
 from rloom import (
     FastLanguageModel,
@@ -106,6 +107,9 @@ def test_the_document_with_its_imports_changed(here, reward):
     assert all(layer in {n.split(".")[-4] for n in before} for layer in LAYERS)
     trainer.save_model()
     assert (here / "rloo_output" / "adapter_config.json").exists()
+    # As Unsloth's scripts end.
+    model.save_pretrained_merged("merged", tokenizer, save_method="merged_16bit")
+    assert AutoModelForCausalLM.from_pretrained("merged").dtype == torch.bfloat16
 
 
 def test_loading_in_the_trainer_s_own_names(here):

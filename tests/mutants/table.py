@@ -873,4 +873,40 @@ MUTANTS = [
         "        return self.forward(model, batch).logprobs.sum() * 0.1",
         "tests/integration/test_sharded.py::test_two_halves_are_as_one[token]",
     ),
+    Mutant(
+        "cli/flag_cache.py",
+        "argparse.SUPPRESS if row[name] == argparse.SUPPRESS else row[name]",
+        "row[name]",
+        "tests/unit/test_flag_cache.py::test_values_are_read_alike",
+    ),
+    Mutant(
+        "cli/flag_cache.py",
+        '        if table["key"] != key:',
+        "        if False:",
+        "tests/unit/test_flag_cache.py::test_a_cache_that_is_old_or_broken_is_made_again",
+    ),
+    Mutant(
+        "training/arguments.py",
+        '            rewards_check(rewards, columns, f"`{name}`")',
+        "            pass",
+        "tests/unit/test_reward_columns.py::test_it_is_refused_before_the_model_is_looked_for",
+    ),
+    Mutant(
+        "rewards/check.py",
+        "    if share > 0.5:",
+        "    if share > 5:",
+        "tests/unit/test_check_reward.py::test_noise_is_told",
+    ),
+    Mutant(
+        "training/saving.py",
+        "            self._save_last_state()",
+        "            pass",
+        "tests/integration/test_card_runs.py::test_the_state_is_there_without_a_checkpoint",
+    ),
+    Mutant(
+        "models/export.py",
+        "weight.data = weight.data.float() + change.to(weight.device)",
+        "weight.data = weight.data.float()",
+        "tests/unit/test_export.py::test_the_merged_model_is_the_adapted_one",
+    ),
 ]

@@ -7,11 +7,11 @@ import json
 import pytest
 
 from rloom.cli.check_reward import read_samples
-from rloom.cli.main import main
+from rloom.cli.main import main, parser_of
 from tests.conftest import make_model, make_tokenizer
 
 REWARDS = """
-import re
+import json, random, re, time
 
 def right(completions, answer):
     found = [re.findall(r"-?\\d+", c if isinstance(c, str) else c[0]["content"]) for c in completions]
@@ -34,6 +34,28 @@ def nothing(completions):
 
 def fails(completions):
     raise ValueError("no")
+
+noise = random.Random(0)
+
+def noisy(completions):
+    return [noise.random() for _ in completions]
+
+def a_little_noisy(completions, answer):
+    return [r + 0.1 * n for r, n in zip(right(completions, answer), noisy(completions))]
+
+def wants(completions, solution):
+    return [float(s in c) for c, s in zip(completions, solution)]
+
+def deep(completions):
+    return [helper(c) for c in completions]
+
+def helper(text):
+    return json.loads("x" + text)
+
+def hangs(completions, **kwargs):
+    if "no idea" in completions[0]:
+        time.sleep(30)
+    return [float(len(completions[0]))]
 
 def fragile(completions, answer):
     return [float(c.split()[-1] == a) for c, a in zip(completions, answer)]
@@ -147,7 +169,7 @@ def test_data_that_cannot_be_used(here, capsys, content, message):
 def test_a_file_that_marks_its_encoding(here):
     path = here / "marked.jsonl"
     path.write_text('{"prompt": "a\u2028b", "completions": ["b", "c"]}\n', encoding="utf-8-sig")
-    (sample,) = read_samples(str(path), 3)
+    (sample,) = read_samples(parser_of("check-reward").parse_args(["a:b", "--data", str(path)]))
     assert (sample.prompt, sample.completions) == ("a\u2028b", ["b", "c"])
 
 
@@ -166,3 +188,68 @@ def test_wrong_usage(capsys):
     with pytest.raises(SystemExit):
         main(["check-rewards", "a:b"])
     assert "did you mean 'check-reward'" in capsys.readouterr().err
+
+
+def test_noise_is_told(here, capsys):
+    code, out = check(capsys, "noisy")
+    assert code == 1
+    assert "scored again, 100% of the same completions had another score" in out
+    assert "more than half of what sets a prompt's completions apart is noise" in out
+    _, out = check(capsys, "a_little_noisy")
+    assert "note: scored again, 100%" in out
+    assert "of the variance within groups is noise" in out
+    code, out = check(capsys, "right")
+    assert "scored again," not in out
+    assert "± 0 " in out
+    _, out = check(capsys, "noisy", more=["--once"])
+    assert "not looked at" in out
+    assert "scored again," not in out
+
+
+def test_a_missing_column_is_refused_before_a_model_is_loaded(here, capsys):
+    (here / "bare.jsonl").write_text('{"prompt": "a", "solutions": "b"}\n' * 2)
+    assert main(["check-reward", "checked_rewards.py:wants", "--data", "bare.jsonl", "--model", "no/model"]) == 1
+    err = capsys.readouterr().err
+    assert "did you mean 'solutions'? Its signature is wants(completions, solution). The columns are: solutions" in err
+    more = ["--model", "no/model", "--columns", "solution=solutions"]
+    assert main(["check-reward", "checked_rewards.py:wants", "--data", "bare.jsonl", *more]) == 1
+    assert "wants an argument" not in capsys.readouterr().err
+
+
+def test_conversations_and_json(here, capsys):
+    talk = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "x"}]
+    rows = [{"messages": talk, "answer": "12", "completions": ["it is 12", "it is 13"]}] * 2
+    (here / "talk.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    code, out = check(capsys, "right", "nothing", data="talk.jsonl", more=["--json"])
+    found = json.loads(out)
+    assert (found["completions"], found["prompts"]) == (4, 2)
+    right, nothing = found["rewards"]
+    assert (right["name"], right["mean"], right["noise"], right["problems"]) == ("right", 0.5, 0.0, [])
+    assert nothing["mean"] is None
+    assert code == 1
+
+
+def test_a_failure_shows_the_users_frames_once(here, capsys):
+    main(["check-reward", "checked_rewards.py:deep", "--data", "data.jsonl"])
+    err = capsys.readouterr().err
+    assert err.count("in helper") == 1
+    assert 'return json.loads("x" + text)' in err
+    for stranger in ("json/decoder.py", "caller.py", "functions.py"):
+        assert stranger not in err
+    main(["check-reward", "checked_rewards.py:deep", "--data", "data.jsonl", "--isolate-rewards"])
+    err = capsys.readouterr().err
+    assert "in a worker process" in err
+    assert "in helper" in err
+    for stranger in ("json/decoder.py", "worker.py"):
+        assert stranger not in err
+
+
+def test_isolation_and_time_limit_are_flags(here, capsys):
+    more = ["--isolate_rewards", "--reward_time_limit", "1", "--once", "--prompts", "1", "--json"]
+    _, out = check(capsys, "hangs", more=more)
+    [report] = json.loads(out)["rewards"]
+    assert report["errors"] == 1
+    assert report["none"] == 0.25
+    (here / "late.py").write_text("async def late(completions):\n    return [0.0] * len(completions)\n")
+    assert main(["check-reward", "late.py:late", "--data", "data.jsonl", "--isolate-rewards"]) == 1
+    assert "--isolate_rewards has no effect" in capsys.readouterr().err

@@ -27,8 +27,8 @@ def write(path, rows):
 
 def test_the_other_verbs_flags_are_understood(folder, tmp_path, capsys):
     prompts = write(tmp_path / "prompts.jsonl", [{"prompt": "abc"}])
-    flags = ["--data", prompts, "--num_generations", "2", "--max_completion_length=5"]
-    assert main(["generate", "--model", folder, *flags]) == 0
+    flags = ["--dataset_name", prompts, "--num_generations", "2", "--max_completion_length=5", "--json"]
+    assert main(["generate", "--model_name_or_path", folder, *flags]) == 0
     (line,) = capsys.readouterr().out.splitlines()
     found = json.loads(line)["completions"]
     assert len(found) == 2
@@ -55,7 +55,9 @@ def test_completions_with_their_logprobs(folder, tmp_path, capsys):
 def test_numbers_that_an_engine_does_not_give_are_missed_aloud(folder, tmp_path, capsys):
     prompts = write(tmp_path / "prompts.jsonl", [{"prompt": "abc"}, {"prompt": "ab"}])
     for engine, told in (("transformers", 1), ("forked", 0), ("native", 0)):
-        assert main(["generate", "--model", folder, "--prompts", prompts, "--engine", engine, "--n", "2"]) == 0
+        assert (
+            main(["generate", "--model", folder, "--prompts", prompts, "--engine", engine, "--n", "2", "--json"]) == 0
+        )
         out, err = capsys.readouterr()
         assert err.count("completions without logprobs and entropies") == told
         for line in out.splitlines():
@@ -64,7 +66,7 @@ def test_numbers_that_an_engine_does_not_give_are_missed_aloud(folder, tmp_path,
 
 def test_they_are_a_plain_forwards(folder, tmp_path, capsys):
     prompts = write(tmp_path / "prompts.jsonl", [{"prompt": "abcab"}])
-    assert main(["generate", "--model", folder, "--prompts", prompts, "--max-completion-length", "6"]) == 0
+    assert main(["generate", "--model", folder, "--prompts", prompts, "--max-completion-length", "6", "--json"]) == 0
     (line,) = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
     (completion,) = line["completions"]
     ids = make_tokenizer()("abcab")["input_ids"]
@@ -138,7 +140,7 @@ def test_tokens_that_end_a_completion(folder, tmp_path, capsys, engine):
     """All but the first five end one: each then is of one such token, or began with one of the five."""
     prompts = write(tmp_path / "prompts.jsonl", [{"prompt": "abc"}])
     stops = [str(token) for token in range(5, 46)]
-    flags = ["--engine", engine, "--n", "8", "--max-completion-length", "9", "--stop-token-ids", *stops]
+    flags = ["--engine", engine, "--n", "8", "--max-completion-length", "9", "--json", "--stop-token-ids", *stops]
     assert main(["generate", "--model", folder, "--prompts", prompts, *flags]) == 0
     (line,) = capsys.readouterr().out.splitlines()
     for completion in json.loads(line)["completions"]:
@@ -158,3 +160,60 @@ def test_an_unknown_flag_names_the_nearest(folder, capsys):
     with pytest.raises(SystemExit) as stopped:
         main(["generate", "--model", folder, "--prompts", "p", "--max-tokens", "9"])
     assert stopped.value.code == 2
+
+
+def test_prompts_are_typed_and_answers_are_for_people(folder, capsys):
+    flags = ["--prompt", "ab", "--prompt", "hi\x1b[31m", "--n", "2", "--max-completion-length", "4"]
+    assert main(["generate", "--model", folder, *flags]) == 0
+    out = capsys.readouterr().out
+    for words in ("── prompt 0\nab\n", "── prompt 1\nhi\\x1b[31m\n", "── completion 2 of 2: "):
+        assert words in out
+    assert "{" not in out
+    assert "\x1b" not in out
+
+
+def test_what_training_takes(folder, tmp_path, capsys):
+    """Conversations, other names of columns, other kinds of files, and texts as a user's messages."""
+    talk = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "ab"}]
+    chat = write(tmp_path / "chat.jsonl", [{"messages": talk}])
+    named = write(tmp_path / "named.jsonl", [{"question": "hi"}])
+    (tmp_path / "rows.csv").write_text("question,answer\nhi,1\n")
+    shown = {
+        ("--data", chat): talk[:1],
+        ("--data", named, "--columns", "prompt=question"): "hi",
+        ("--data", str(tmp_path / "rows.csv"), "--columns", "prompt=question"): "hi",
+        ("--prompt", "hi", "--chat"): talk[:1],
+    }
+    for flags, prompt in shown.items():
+        assert main(["generate", "--model", folder, *flags, "--json", "--max-completion-length", "2"]) == 0
+        assert json.loads(capsys.readouterr().out)["prompt"] == prompt
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ([], "no prompts: --data takes"),
+        (["--data", "a.jsonl", "--prompt", "b"], "prompts are given twice"),
+        (["--prompt", "b", "--columns", "prompt=x"], "--columns renames columns of --data"),
+    ],
+)
+def test_prompts_that_do_not_go_together(flags, message, capsys):
+    with pytest.raises(SystemExit) as stopped:
+        main(["generate", "--model", "m", *flags])
+    assert stopped.value.code == 2
+    assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("row", "flags", "message"),
+    [
+        ({"promt": "a"}, [], "line 1 has no \"prompt\"; did you mean 'promt'?"),
+        ({"question": "a"}, ["--columns", "prompt=qestion"], "no column 'qestion'; did you mean 'question'?"),
+        ({"question": "a"}, ["--columns", "prompt"], "not of the form new=old"),
+        ({"messages": "a"}, [], "line 1: no prompt can be made of its messages"),
+    ],
+)
+def test_rows_without_a_prompt(row, flags, message, tmp_path, capsys):
+    prompts = write(tmp_path / "p.jsonl", [row])
+    assert main(["generate", "--model", "no/model", "--data", prompts, *flags]) == 1
+    assert message in capsys.readouterr().err

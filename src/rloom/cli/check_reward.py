@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
+import json
+import math
 from argparse import Namespace
-from dataclasses import replace
 from itertools import islice
 from typing import TYPE_CHECKING, Any
 
@@ -11,10 +13,10 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from rloom.cli.json_lines import read_rows
 from rloom.cli.messages import show_messages
-from rloom.cli.parser import Parser, count
-from rloom.cli.spec import find_reward
+from rloom.cli.parser import Parser, as_usage, count
+from rloom.cli.prompt_rows import add_prompt_arguments, check_prompt_arguments, prompt_rows
+from rloom.cli.spec import find_rewards
 from rloom.errors import ConfigError, DataError
 from rloom.printable import printable
 
@@ -30,13 +32,23 @@ def add_arguments(parser: Parser) -> None:
     named = "named as for rloom train: ready-made, file.py:function(option=1), …"
     add("rewards", nargs="*", metavar="REWARD", help=named)
     add("--reward", "--reward-funcs", nargs="+", default=[], dest="more", metavar="REWARD", help="the same, as there")
-    add("--data", required=True, help='prompts as JSON lines: "prompt", further columns, and maybe "completions"')
-    add("--model", help="what writes the completions, where the file has none: a name or path")
+    add_prompt_arguments(parser)
+    model_help = 'what writes the completions, where the data has no column "completions": a name or path'
+    add("--model", "--model-name-or-path", dest="model", metavar="MODEL", help=model_help)
     add("--prompts", type=count, default=16, help="how many prompts to take (default 16)")
     add("--num-generations", type=count, default=8, help="completions per prompt from the model (default 8)")
     add("--max-completion-length", type=count, default=256, help="tokens (default 256)")
+    add("--temperature", type=float, default=1.0, help="of the model's sampling (default 1)")
     add("--seed", type=int, default=0, help="of the model's sampling (default 0)")
-    add("--time-limit", type=float, default=60.0, help="seconds per sample for isolated functions (default 60)")
+    add("--dtype", help="of the model's weights: float32, bfloat16, … (default: as saved; float32 on a CPU)")
+    add("--trust-remote-code", action="store_true", help="allow models that bring their own Python code")
+    add(
+        "--isolate-rewards", action="store_true", help="call functions in worker processes, as rloom train does with it"
+    )
+    limit_help = "seconds per sample for isolated functions (default 60)"
+    add("--reward-time-limit", "--time-limit", type=float, default=60.0, metavar="SECONDS", help=limit_help)
+    add("--once", action="store_true", help="score once, not twice to see noise: for rewards that cost money")
+    add("--json", action="store_true", help="print what was found as JSON")
 
 
 def run(options: Namespace) -> int:
@@ -44,26 +56,41 @@ def run(options: Namespace) -> int:
     from rloom.cli.written import build_rewards
     from rloom.rewards.calling.reward_set import RewardSet
     from rloom.rewards.check import check_rewards
+    from rloom.rewards.functions import check_reward_columns
 
     show_messages()
+    with as_usage():
+        check_prompt_arguments(options)
     named = [*options.rewards, *options.more]
     if not named:
         raise ConfigError("name a reward: `rloom check-reward math_accuracy --data …`")
-    built = build_rewards([find_reward(spec) for spec in named])
-    samples = read_samples(options.data, options.prompts)
+    built = build_rewards(find_rewards(named, isolate=options.isolate_rewards))
+    samples = read_samples(options)
+    # Known before a model is loaded, and writes.
+    check_reward_columns(built, [name for sample in samples for name in sample.columns])
     if not samples[0].completions:
         samples = _sampled(samples, options)
-    rewards = RewardSet(built, None, on_error="none", time_limit=options.time_limit)
+    rewards = RewardSet(built, None, on_error="none", time_limit=options.reward_time_limit)
     try:
-        reports = check_rewards(rewards, samples)
+        reports = check_rewards(rewards, samples, twice=not options.once)
     finally:
         rewards.close()
     number = sum(len(sample.completions) for sample in samples)
-    console = Console()
-    console.print(f"{number} completions of {len(samples)} prompts.")
-    for report in reports:
-        _show(report, console)
+    if options.json:
+        found = {"completions": number, "prompts": len(samples), "rewards": [_plain(report) for report in reports]}
+        print(json.dumps(found, indent=1, allow_nan=False))
+    else:
+        console = Console()
+        console.print(f"{number} completions of {len(samples)} prompts.")
+        for report in reports:
+            _show(report, console)
     return int(any(report.problems for report in reports))
+
+
+def _plain(report: Report) -> dict[str, Any]:
+    """As JSON knows it: null for what is no number."""
+    fields = dataclasses.asdict(report)
+    return {name: None if isinstance(x, float) and not math.isfinite(x) else x for name, x in fields.items()}
 
 
 def _show(report: Report, console: Console) -> None:
@@ -76,13 +103,13 @@ def _show(report: Report, console: Console) -> None:
         console.print(f"  nothing stands against training with {_shown(report.name)}")
 
 
-def read_samples(path: str, limit: int) -> list[Sample]:
-    """Prompts from a file of JSON lines, with their completions: all have some, or none has."""
-    samples = [_sample(row, where) for where, row in islice(read_rows(path), limit)]
+def read_samples(options: Namespace) -> list[Sample]:
+    """Prompts with their completions: all have some, or none has."""
+    samples = [_sample(row, where) for where, row in islice(prompt_rows(options), options.prompts)]
     if not samples:
-        raise DataError(f"{path} holds no prompts")
+        raise DataError(f"{options.data} holds no prompts")
     if len({bool(sample.completions) for sample in samples}) > 1:
-        raise DataError(f'{path}: some rows have "completions" and others do not')
+        raise DataError(f'{options.data}: some rows have "completions" and others do not')
     return samples
 
 
@@ -101,14 +128,23 @@ def _sample(row: dict[str, Any], where: str) -> Sample:
 def _sampled(samples: list[Sample], options: Namespace) -> list[Sample]:
     """The samples, each with completions that a model wrote, as it would in training."""
     if options.model is None:
-        raise DataError(f'{options.data} has no "completions": add them, or say with --model what shall write them')
+        source = options.data or "--prompt"
+        raise DataError(f'{source} has no "completions": add them, or say with --model what shall write them')
     from rloom.cli.written import write
 
     rows = [{"prompt": sample.prompt} for sample in samples]
-    limit = options.max_completion_length
-    written = write(options.model, rows, options.num_generations, seed=options.seed, max_completion_length=limit)
+    written = write(
+        options.model,
+        rows,
+        options.num_generations,
+        seed=options.seed,
+        max_completion_length=options.max_completion_length,
+        temperature=options.temperature,
+        dtype=options.dtype,
+        trust_remote_code=options.trust_remote_code,
+    )
     return [
-        replace(sample, completions=replies, completion_ids=[c.token_ids for c in group.completions])
+        dataclasses.replace(sample, completions=replies, completion_ids=[c.token_ids for c in group.completions])
         for sample, replies, group in zip(samples, written.replies, written.groups, strict=True)
     ]
 
@@ -131,6 +167,7 @@ def _table(report: Report) -> Table:
         "pairs of a group that tie": f"{report.ties:.0%}",
         "without a score (None)": f"{report.none:.0%}",
         "errors": str(report.errors + sum(report.degenerate_errors.values())),
+        "noise: change when scored again": "not looked at" if report.noise is None else f"± {report.noise:.3g}",
         "time per completion": f"{report.seconds_per_sample * 1000:.2f} ms",
         "correlation with length": f"{report.length_correlation:+.2f}",
     }

@@ -18,7 +18,7 @@ from rich.table import Table
 from rloom.cli.messages import show_messages
 from rloom.cli.options import option
 from rloom.cli.parser import Parser, as_usage
-from rloom.cli.spec import find_reward
+from rloom.cli.spec import find_rewards
 from rloom.data.sources import load_rows
 from rloom.errors import ConfigError, DataError, did_you_mean, in_words
 from rloom.evaluation.statistics import Estimate, estimate, over_prompts, pass_at, per_token
@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from rloom.cli.written import Written
 
 SUMMARY = "rewards, pass@k, KL and win rate of a model on a split"
+FLAGS_TAKE_SECONDS = True
 
 
 @dataclass
@@ -43,6 +44,8 @@ class EvalOptions:
     columns: list[str] | None = option(None, "Columns under other names: prompt=question answer=solution.")
     num_examples: int | None = option(None, "Prompts to take, from the start. Unset: all.")
     reward_funcs: list[str] | None = option(None, "Rewards, named as for rloom train.", "--reward")
+    isolate_rewards: bool = option(False, "Call reward functions in worker processes.")
+    reward_time_limit: float = option(60.0, "Seconds per sample for isolated reward functions.")
     pass_threshold: float | None = option(None, "A score from which a completion passes. Unset: 1, for 0/1 scores.")
     pass_at: list[int] | None = option(None, "The k of pass@k. Unset: 1 and num_generations.")
     num_generations: int = option(1, "Completions per prompt.")
@@ -145,7 +148,8 @@ def evaluate(options: EvalOptions) -> dict[str, Estimate]:
     """All numbers by name."""
     rows = _rows(options)
     # What is misspelt is known before minutes pass.
-    rewards = [find_reward(spec) for spec in options.reward_funcs or ()]
+    rewards = find_rewards(options.reward_funcs or (), isolate=options.isolate_rewards)
+    _check_columns(rewards, rows)
     written = _write(options, str(options.model_name_or_path), rows, options.num_generations)
     if options.save_completions:
         _save_completions(options.save_completions, written)
@@ -160,6 +164,13 @@ def evaluate(options: EvalOptions) -> dict[str, Estimate]:
     if options.against or options.reference_column:
         found["win_rate"] = _win_rate(options, rows, written)
     return found
+
+
+def _check_columns(rewards: list[Any], rows: list[dict[str, Any]]) -> None:
+    from rloom.data.datasets import RowList
+    from rloom.training.arguments import check_reward_columns
+
+    check_reward_columns(rewards, RowList(rows), None)
 
 
 def _save_completions(path: str, written: Written) -> None:
@@ -216,7 +227,7 @@ def _rewards(
     from rloom.cli.written import score
 
     result: dict[str, Estimate] = {}
-    for name, groups in score(rewards, rows, written).items():
+    for name, groups in score(rewards, rows, written, time_limit=options.reward_time_limit).items():
         result[f"rewards/{name}"] = over_prompts(groups)
         ks = options.pass_at or (1, options.num_generations)
         for k, rate in pass_at(groups, ks, options.pass_threshold).items():

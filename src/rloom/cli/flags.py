@@ -12,8 +12,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from transformers import HfArgumentParser
-
 from rloom.cli.parser import Parser
 from rloom.errors import ConfigError, UnknownOptionError, did_you_mean
 
@@ -27,13 +25,16 @@ def add_fields(parser: Parser, classes: Sequence[Any], *, shown: Sequence[str], 
     >>> given(parser.parse_args(["--dataset-name", "prompts.jsonl"]))
     {'dataset_name': 'prompts.jsonl'}
     """
+    # It takes seconds to import, and what is in the cache needs it not.
+    from transformers import HfArgumentParser
+
     flags = HfArgumentParser(list(classes), add_help=False)
     for action in flags._actions:
         _loosen(action)
     parser._add_container_actions(flags)
-    parser.add_argument("--help-all", action=_HelpAll, nargs=0, default=argparse.SUPPRESS, help="all options")
+    parser.add_argument("--help-all", action=HelpAll, nargs=0, default=argparse.SUPPRESS, help="all options")
     parser.add_argument(
-        "--config", metavar="FILE", action=_Recipe, default=argparse.SUPPRESS, help="Options as YAML; flags win"
+        "--config", metavar="FILE", action=Recipe, default=argparse.SUPPRESS, help="Options as YAML; flags win"
     )
     parser._option_string_actions["--help"].help = "the options used most"
     parser.usage = f"{parser.prog} [--config RECIPE.yaml] [OPTIONS]"
@@ -46,13 +47,15 @@ def given(options: argparse.Namespace) -> dict[str, Any]:
     return {**values.pop("config", {}), **values}
 
 
-class _HelpAll(argparse.Action):
+class HelpAll(argparse.Action):
+    """`--help-all`."""
+
     def __call__(self, parser: Any, *args: Any) -> None:
         print(parser.full_help(), end="")
         parser.exit(0)
 
 
-class _Recipe(argparse.Action):
+class Recipe(argparse.Action):
     """Reads a recipe as soon as it is named. Its values are kept apart: flags may stand before it."""
 
     def __call__(self, parser: Any, namespace: argparse.Namespace, path: Any, flag: str | None = None) -> None:
@@ -76,15 +79,44 @@ def _loosen(action: argparse.Action) -> None:
     elif kind.startswith("dict["):
         action.type = json.loads
     elif "ParallelismConfig" in kind:
-        action.type = _parallelism
-    elif "string_to_bool" in kind and action.nargs is None:
-        # `--bf16` alone is yes.
-        action.nargs, action.const = "?", True
+        action.type = parallelism
+    elif "DebugOption" in kind:
+        action.type = debug_option
+    elif "string_to_bool" in kind:
+        action.type = yes_or_no
+        if action.nargs is None:
+            # `--bf16` alone is yes.
+            action.nargs, action.const = "?", True
     if action.choices is not None:
-        action.metavar = action.dest.upper()
+        action.metavar, action.choices = action.dest.upper(), list(action.choices)
+        # transformers' reader turns the text of a choice into the choice.
+        if all(isinstance(choice, str) for choice in action.choices):
+            action.type = str
 
 
-def _parallelism(text: str) -> Any:
+def yes_or_no(text: str) -> bool:
+    """A flag's text as True or False, by the words that transformers takes.
+
+    >>> yes_or_no("True"), yes_or_no("no")
+    (True, False)
+    """
+    word = str(text).lower()
+    if word in ("yes", "true", "t", "y", "1"):
+        return True
+    if word in ("no", "false", "f", "n", "0"):
+        return False
+    raise argparse.ArgumentTypeError(f"must be true or false, not {text}")
+
+
+def debug_option(text: str) -> Any:
+    """An entry of `TrainingArguments.debug`."""
+    from transformers.debug_utils import DebugOption
+
+    return DebugOption(text)
+
+
+def parallelism(text: str) -> Any:
+    """`TrainingArguments.parallelism_config`, given as JSON."""
     from accelerate.parallelism_config import ParallelismConfig
 
     return ParallelismConfig(**json.loads(text))

@@ -1,4 +1,4 @@
-"""`rloom generate --model M --prompts file.jsonl --n 8`: completions with their log-probabilities, as JSON lines."""
+"""`rloom generate --model M --prompt "text" --n 8`: completions for people; with log-probabilities as JSON lines."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from argparse import Namespace
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any, TextIO
 
-from rloom.cli.json_lines import read_rows
 from rloom.cli.messages import show_messages
-from rloom.cli.parser import Parser, count
+from rloom.cli.parser import Parser, as_usage, count
+from rloom.cli.prompt_rows import add_prompt_arguments, check_prompt_arguments, prompt_rows
 from rloom.errors import DataError
-from rloom.printable import get_logger
+from rloom.printable import get_logger, printable
 from rloom.sampling_rules import ENGINES, RULES
 from rloom.seeds import derive_seed
 
@@ -35,11 +35,11 @@ SUMMARY = "write completions of prompts, with their log-probabilities"
 def add_arguments(parser: Parser) -> None:
     """The verb's flags."""
     add = parser.add_argument
-    add("--model", required=True, help="a name or path")
-    file_help = 'JSON lines with a "prompt" each: text or messages'
-    add("--prompts", "--data", required=True, metavar="FILE", help=file_help)
+    add("--model", "--model-name-or-path", dest="model", required=True, metavar="MODEL", help="a name or path")
+    add_prompt_arguments(parser, "--prompts")
     add("--n", "--num-generations", type=count, default=1, metavar="N", help="completions per prompt (default 1)")
-    add("--output", metavar="FILE", help="where the JSON lines go (default: standard output)")
+    add("--json", action="store_true", help="print JSON lines, with token ids and log-probabilities")
+    add("--output", metavar="FILE", help="write the JSON lines to a file")
     add("--max-completion-length", type=count, default=512, help="tokens (default 512)")
     add("--temperature", type=float, default=1.0, help="0 takes the likeliest token (default 1)")
     add("--top-p", type=float, default=1.0, help="keep the smallest set of tokens with this probability")
@@ -61,20 +61,20 @@ def add_arguments(parser: Parser) -> None:
 def run(options: Namespace) -> int:
     """Write each group as it finishes; a line says how fast it went."""
     show_messages()
-    rows = read_prompts(options.prompts)
+    with as_usage():
+        check_prompt_arguments(options)
+    rows = read_prompts(options)
     writer = _writer(options, chat=not isinstance(rows[0]["prompt"], str))
+    show = _as_json if options.json or options.output else _as_text
     start, tokens, missing = time.perf_counter(), 0, list[str]()
     with _opened(options.output) as file:
         for first in range(0, len(rows), PROMPTS_AT_ONCE):
             some = rows[first : first + PROMPTS_AT_ONCE]
             for index, group in writer.write(some, options.n, seed=derive_seed(options.seed, first)):
-                completions = [_written(completion) for completion in group.completions]
                 # Groups come as they finish: the index says which prompt it was.
-                line = {"index": first + index, **some[index], "completions": completions}
-                # A terminal obeys some characters.
-                file.write(json.dumps(line, ensure_ascii=file.isatty()) + "\n")
+                file.write(show(first + index, some[index], group, file))
                 tokens += sum(len(c.token_ids) for c in group.completions)
-                missing = missing or _tell_missing(group)
+                missing = missing or (_tell_missing(group) if show is _as_json else [])
     seconds = time.perf_counter() - start
     print(
         f"{len(rows) * options.n} completions, {tokens} tokens in {seconds:.1f} s ({tokens / seconds:.0f} per second), "
@@ -94,17 +94,17 @@ def _writer(options: Namespace, *, chat: bool) -> Writer:
         engine=options.engine,
         dtype=options.dtype,
         trust_remote_code=options.trust_remote_code,
-        images=ImageSources(options.fetch_images, options.image_folder or folder_of(options.prompts)),
+        images=ImageSources(options.fetch_images, options.image_folder or folder_of(options.data)),
         stop_token_ids=options.stop_token_ids,
         extra={"stop_strings": options.stop} if options.stop else {},
         **{name: getattr(options, name) for name in RULES},
     )
 
 
-def read_prompts(path: str) -> list[dict[str, Any]]:
-    """Rows with a "prompt", text or messages, from JSON lines; other columns are passed through."""
+def read_prompts(options: Namespace) -> list[dict[str, Any]]:
+    """Rows with a "prompt", text or messages; other columns are passed through."""
     rows = []
-    for where, row in read_rows(path):
+    for where, row in prompt_rows(options):
         if not row["prompt"]:
             raise DataError(f"{where}: the prompt is empty; there is nothing to continue from")
         for name in WRITTEN:
@@ -112,7 +112,7 @@ def read_prompts(path: str) -> list[dict[str, Any]]:
                 raise DataError(f'{where} has a column "{name}", which is what the verb writes itself: rename it')
         rows.append(row)
     if not rows:
-        raise DataError(f"{path} has no prompts")
+        raise DataError(f"{options.data} has no prompts")
     return rows
 
 
@@ -130,6 +130,27 @@ def _tell_missing(group: Group) -> list[str]:
             " and ".join(found),
         )
     return found
+
+
+def _as_json(index: int, row: dict[str, Any], group: Group, file: TextIO) -> str:
+    """A line of all that is known."""
+    line = {"index": index, **row, "completions": [_written(completion) for completion in group.completions]}
+    # A terminal obeys some characters.
+    return json.dumps(line, ensure_ascii=file.isatty(), default=str) + "\n"
+
+
+def _as_text(index: int, row: dict[str, Any], group: Group, file: TextIO) -> str:
+    """For people: a prompt and what was written to it."""
+    from rloom.rewards.completion_text import text_of
+
+    prompt = row["prompt"]
+    turns = [prompt] if isinstance(prompt, str) else [f"{turn['role']}: {text_of([turn])}" for turn in prompt]
+    blocks = [f"── prompt {index}", *turns]
+    for number, completion in enumerate(group.completions, 1):
+        size = len(completion.token_ids)
+        words = f"{size} token{'s' * (size != 1)}, ended by {completion.stop_reason}"
+        blocks += [f"── completion {number} of {len(group.completions)}: {words}", completion.text]
+    return printable("\n".join(blocks)) + "\n\n"
 
 
 def _written(completion: Completion) -> dict[str, Any]:

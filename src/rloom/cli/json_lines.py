@@ -12,7 +12,7 @@ from rloom.errors import DataError
 
 
 def read_rows(path: str) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Each object with a "prompt", and where it stands ("prompts.jsonl, line 3"). Empty lines are passed over.
+    """Each object, and where it stands ("prompts.jsonl, line 3"). Empty lines are passed over.
 
     Read as bytes, whose lines end with a line feed and nothing else: U+2028 and its like may stand in a text.
     """
@@ -34,7 +34,7 @@ def _parsed(line: bytes, where: str) -> dict[str, Any]:
         row = json.loads(line.decode())
     except (ValueError, RecursionError) as error:
         raise DataError(f"{where} is not JSON in UTF-8: {error}") from None
-    if not isinstance(row, dict) or "prompt" not in row:
+    if not isinstance(row, dict):
         raise DataError(f'{where} has no "prompt": an object with one is expected')
     _check_text(row, where)
     return row

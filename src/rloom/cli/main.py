@@ -1,7 +1,8 @@
 """`rloom VERB …`
 
 A verb is one module with a one-line `SUMMARY`, `add_arguments(parser)` and `run(options)`, which returns the exit code.
-Its module is imported for `rloom --help` too: what takes seconds to import is imported where it is used.
+Its module is imported for `rloom --help` too: what takes seconds to import is imported where it is used. A verb whose
+flags need such imports sets `FLAGS_TAKE_SECONDS`: they are kept in a file (flag_cache.py).
 """
 
 from __future__ import annotations
@@ -67,9 +68,11 @@ def _guarded(run: Callable[[], int]) -> int:
     except UnicodeDecodeError as error:
         print(printable(f"rloom: the data has text that is not UTF-8: {error}"), file=sys.stderr)
         return 1
-    # The error of a reward, say, has words that may be a service's.
-    except Exception:
-        print(printable(traceback.format_exc()), end="", file=sys.stderr)
+    except Exception as error:
+        from rloom.rewards.calling.frames import reward_trace
+
+        # The error of a reward has words that may be a service's, and of its frames only the user's are of use.
+        print(printable(reward_trace(error) or traceback.format_exc()), end="", file=sys.stderr)
         return 1
 
 
@@ -79,8 +82,12 @@ def _module(verb: str) -> Any:
 
 def parser_of(verb: str) -> Parser:
     """The parser of a verb's flags."""
-    parser = Parser(prog=f"rloom {verb}")
-    _module(verb).add_arguments(parser)
+    parser, module = Parser(prog=f"rloom {verb}"), _module(verb)
+    if getattr(module, "FLAGS_TAKE_SECONDS", False):
+        from rloom.cli.flag_cache import with_flags
+
+        return with_flags(parser, verb, module.add_arguments)
+    module.add_arguments(parser)
     return parser
 
 

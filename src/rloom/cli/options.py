@@ -69,6 +69,9 @@ class RewardOptions:
     reward_funcs: list[str] | None = option(
         None, "Rewards: ready-made names, file.py:function, module:function, addresses, or models.", "--reward"
     )
+    isolate_rewards: bool = option(
+        False, "Call reward functions in worker processes, each sample for `reward_time_limit` seconds at most."
+    )
 
 
 def lora_config(options: LoraOptions, given: set[str], **changes: Any) -> Any:

@@ -101,5 +101,15 @@ class Parser(argparse.ArgumentParser):
             action = by_name[name]
             help, _, default = (action.help or "").replace("%%", "%").partition(" (default ")
             help = help.split(". ")[0].rstrip(".") + (f" (default {default}" if default else "")
-            lines.append(f"  {action.option_strings[0]:32}{help}")
+            lines.append(f"  {', '.join(_names(action)):32}{help}")
         return "\n".join([*lines, "", self.footer, ""])
+
+
+def _names(action: argparse.Action) -> list[str]:
+    """A flag's names without the spelling with dashes: the further ones first, which are short and what documents use.
+
+    >>> _names(argparse.Action(["--model_name", "--model-name", "--model"], "model_name"))
+    ['--model', '--model_name']
+    """
+    first, *others = action.option_strings
+    return [*(name for name in others if name[2:].replace("-", "_") != first[2:]), first]

@@ -7,6 +7,7 @@ from argparse import Namespace
 from rloom.cli.parser import Parser
 
 SUMMARY = "supervised training, before RLOO"
+FLAGS_TAKE_SECONDS = True
 
 COLUMNS = [["prompt", "completion"], ["messages"], ["input_ids"]]
 """The columns that rows may have; or texts, whose column is an option."""

@@ -7,10 +7,11 @@ import importlib
 import importlib.util
 import os
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from rloom.errors import RewardError, did_you_mean
+from rloom.errors import ConfigError, RewardError, did_you_mean
 
 
 def load_reward(spec: str) -> Any:
@@ -71,6 +72,38 @@ def _parsed(what: str, spec: str) -> tuple[str, dict[str, Any] | None]:
     except (SyntaxError, ValueError):
         pass
     raise RewardError(f"{spec!r}: after the colon stands a name, or a name with options: name(option=1)")
+
+
+def find_rewards(specs: Sequence[str], *, isolate: bool = False) -> list[Any]:
+    """The rewards that flags name. `isolate`: functions that would be called in this process get one of their own.
+
+    >>> from rloom.rewards.calling.call_options import call_options_of
+    >>> call_options_of(find_rewards(["length(maximum=3)"], isolate=True)[0]).isolated
+    True
+    """
+    found = [find_reward(spec) for spec in specs]
+    if not isolate or not found:
+        return found
+    from rloom.rewards.calling.call_options import call_options_of
+
+    found = [_isolated(reward) for reward in found]
+    if not any(call_options_of(reward).isolated for reward in found):
+        raise ConfigError(
+            "--isolate_rewards has no effect: models, services and async functions are called as they are"
+        )
+    return found
+
+
+def _isolated(found: Any) -> Any:
+    """Left as they are: models, services, objects, and functions that wait for others, in threads or async."""
+    from rloom.rewards.calling.call_options import call_options_of, is_coroutine_function, reward
+
+    if not callable(found) or hasattr(found, "get_rewards") or hasattr(found, "parameters"):
+        return found
+    options = call_options_of(found)
+    return (
+        found if options.isolated or options.threads or is_coroutine_function(found) else reward(found, isolated=True)
+    )
 
 
 def find_reward(spec: str) -> Any:

@@ -10,8 +10,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import torch
-
 from rloom.cli.flags import add_fields, given, split
 from rloom.cli.messages import show_messages
 from rloom.cli.options import (
@@ -26,7 +24,6 @@ from rloom.cli.options import (
 )
 from rloom.cli.options import quantization as quantization_of
 from rloom.cli.parser import Parser, as_usage
-from rloom.config.training import bf16_is_fast
 from rloom.errors import ConfigError, DataError, needs_extra
 
 
@@ -88,6 +85,10 @@ def _make(
     values: dict[str, Any], config: Any, trainer: Any, columns: Sequence[Sequence[str]], lora: dict[str, Any]
 ) -> tuple[Any, LoraOptions]:
     """The trainer, and the options of its adapter."""
+    import torch
+
+    from rloom.config.training import bf16_is_fast
+
     *parts, own = split(values, [*CLASSES, config])
     model, adapter, data, held_out = (cls(**part) for cls, part in zip(CLASSES, parts, strict=True))
     if not model.model_name_or_path:

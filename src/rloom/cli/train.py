@@ -20,8 +20,8 @@ from rloom.cli.options import (
     save_trained,
 )
 from rloom.cli.options import quantization as quantization_of
-from rloom.cli.parser import Parser, as_usage
-from rloom.cli.spec import find_reward
+from rloom.cli.parser import Parser, UsageError, as_usage
+from rloom.cli.spec import find_rewards
 from rloom.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -29,12 +29,14 @@ if TYPE_CHECKING:
     from rloom.training.trainer import RLOOTrainer
 
 SUMMARY = "train a model with RLOO, on your prompts and rewards"
+FLAGS_TAKE_SECONDS = True
 
 CLASSES = (ModelOptions, LoraOptions, DataOptions, RewardOptions)
 """What is given beside `RLOOConfig`."""
 
 SHOWN = (
-    "model_name_or_path", "dataset_name", "dataset_train_split", "columns", "reward_funcs", "output_dir",
+    "model_name_or_path", "dataset_name", "dataset_train_split", "columns", "reward_funcs",
+    "isolate_rewards", "reward_time_limit", "output_dir",
     "num_generations", "max_completion_length", "per_device_train_batch_size", "gradient_accumulation_steps",
     "learning_rate", "beta", "max_steps", "num_train_epochs", "objective", "use_peft", "load_in_4bit", "logging_steps",
     "log_completions", "log_format", "resume_from_checkpoint", "report_to",
@@ -60,6 +62,7 @@ class Plan:
     config: RLOOConfig
     peft: Any
     quantization: Any
+    time_limit_given: bool  # by a flag or a recipe
     evaluate_last: bool  # evaluation prompts, where there are some: no strategy says when
 
 
@@ -113,17 +116,15 @@ def next_command(plan: Plan) -> str:
 def make_plan(values: dict[str, Any]) -> Plan:
     """Each class made of what was given."""
     from rloom.cli.flags import split
+
+    # Told before torch is imported, which takes seconds.
+    _check_given(values)
     from rloom.config import RLOOConfig
     from rloom.data.images import folder_of
 
     *parts, own = split(values, [*CLASSES, RLOOConfig])
     model, lora, data, rewards = (cls(**part) for cls, part in zip(CLASSES, parts, strict=True))
-    if not data.dataset_name:
-        raise ConfigError("no prompts: --dataset_name takes a hub id, a folder or a file")
-    if not (rewards.reward_funcs or own.get("reward_model_path")):
-        raise ConfigError("no reward: --reward_funcs takes names, file.py:function, addresses or models")
-    if not (model.model_name_or_path or own.get("sft_model_path")):
-        raise ConfigError("no model: --model_name_or_path takes a hub id or a folder")
+    assert data.dataset_name is not None
     if not (own.get("log_completions") or "num_sample_generations" in own):
         own["num_sample_generations"] = SAMPLE_TABLES
     config = RLOOConfig(**own)
@@ -137,8 +138,19 @@ def make_plan(values: dict[str, Any]) -> Plan:
         config=config,
         peft=lora_config(lora, set(values)),
         quantization=quantization_of(model, set(values), adapter=lora.use_peft),
+        time_limit_given="reward_time_limit" in own,
         evaluate_last="eval_strategy" not in own,
     )
+
+
+def _check_given(values: dict[str, Any]) -> None:
+    """Refuse a command without a model, prompts or a reward."""
+    if not values.get("dataset_name"):
+        raise ConfigError("no prompts: --data takes a hub id, a folder or a file")
+    if not (values.get("reward_funcs") or values.get("reward_model_path")):
+        raise ConfigError("no reward: --reward takes names, file.py:function, addresses or models")
+    if not (values.get("model_name_or_path") or values.get("sft_model_path")):
+        raise ConfigError("no model: --model takes a hub id or a folder")
 
 
 def _trainer(plan: Plan) -> RLOOTrainer:
@@ -151,7 +163,7 @@ def _trainer(plan: Plan) -> RLOOTrainer:
         print(f"rloom: {EVALUATED_LAST if callbacks else NOT_EVALUATED}", file=sys.stderr)
     return RLOOTrainer(
         plan.model.model_name_or_path,
-        [find_reward(spec) for spec in plan.rewards.reward_funcs or ()] or None,
+        _rewards(plan) or None,
         plan.config,
         train,
         evaluation,
@@ -159,6 +171,18 @@ def _trainer(plan: Plan) -> RLOOTrainer:
         quantization_config=plan.quantization,
         peft_config=plan.peft,
     )
+
+
+def _rewards(plan: Plan) -> list[Any]:
+    """The rewards; a time limit that none of them would keep is refused."""
+    from rloom.rewards.calling.call_options import call_options_of
+
+    found = find_rewards(plan.rewards.reward_funcs or (), isolate=plan.rewards.isolate_rewards)
+    if plan.time_limit_given and not any(call_options_of(one).isolated for one in found):
+        raise UsageError(
+            "--reward_time_limit has no effect on rewards that are not isolated: add --isolate_rewards, or leave it out"
+        )
+    return found
 
 
 def _resume(value: str | None) -> str | bool | None:

@@ -9,6 +9,7 @@ from typing import Any
 from rloom.cli.parser import Parser
 
 SUMMARY = "a reward model from preference pairs"
+FLAGS_TAKE_SECONDS = True
 
 COLUMNS = [["chosen", "rejected"], ["chosen_ids", "rejected_ids"]]
 """The columns that rows may have."""

@@ -43,9 +43,11 @@ def write(name: str, rows: list[dict[str, Any]], count: int, *, seed: int, **opt
     return Written(model=writer.model, groups=[found[index] for index in range(len(rows))])
 
 
-def score(functions: list[Any], rows: list[dict[str, Any]], written: Written) -> dict[str, list[list[float]]]:
+def score(
+    functions: list[Any], rows: list[dict[str, Any]], written: Written, *, time_limit: float = 60.0
+) -> dict[str, list[list[float]]]:
     """Scores by reward's name, per group; NaN where a reward did not apply or failed."""
-    rewards = RewardSet(build_rewards(functions, written.model.device), None, on_error="none")
+    rewards = RewardSet(build_rewards(functions, written.model.device), None, on_error="none", time_limit=time_limit)
     sizes = [len(group.completions) for group in written.groups]
     repeated = [row for row, size in zip(rows, sizes, strict=True) for _ in range(size)]
     batch = RewardBatch(

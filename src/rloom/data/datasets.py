@@ -123,6 +123,19 @@ def image_column(*given: Any) -> str | None:
     return None
 
 
+def known_columns(dataset: Any) -> set[str]:
+    """The columns that rows have, for all that can be known without reading all of them; empty where nothing can.
+
+    >>> sorted(known_columns([{"prompt": "a"}, {"prompt": "b", "answer": "c"}]))
+    ['answer', 'prompt']
+    """
+    if isinstance(dataset, list):
+        return {name for row in dataset for name in row}
+    names = set(getattr(dataset, "column_names", None) or ())
+    # A transform of the data set may add some to what is stored.
+    return names | set(dataset[0]) if names and not is_iterable(dataset) else names
+
+
 def is_chat(dataset: Any) -> bool:
     """Whether the prompts are lists of messages, by the first row."""
     first = first_row(dataset)

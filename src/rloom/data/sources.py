@@ -6,7 +6,7 @@ Columns can be renamed, and a missing `prompt` is made from other columns.
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -109,11 +109,8 @@ def _from_disk(path: Path, split: str, config: str | None, streaming: bool) -> A
 
 def renamed(dataset: Any, columns: Sequence[str]) -> Any:
     """The data set with its columns under other names, given as `new=old`."""
-    for pair in columns:
-        new, equals, old = pair.partition("=")
+    for new, old in rename_pairs(columns):
         known = _columns(dataset)
-        if not equals or not new or not old:
-            raise DataError(f"columns: {pair!r} is not of the form new=old")
         if known and old not in known:
             hint = did_you_mean(old, known)
             raise DataError(f"columns: there is no column {old!r}{hint}; there are {', '.join(known)}")
@@ -124,18 +121,44 @@ def renamed(dataset: Any, columns: Sequence[str]) -> Any:
     return dataset
 
 
+def rename_pairs(columns: Sequence[str]) -> list[tuple[str, str]]:
+    """Renames, given as `new=old`, as pairs of a new and an old name.
+
+    >>> rename_pairs(["prompt=question"])
+    [('prompt', 'question')]
+    """
+    pairs = []
+    for pair in columns:
+        new, equals, old = pair.partition("=")
+        if not equals or not new or not old:
+            raise DataError(f"columns: {pair!r} is not of the form new=old")
+        pairs.append((new, old))
+    return pairs
+
+
 def with_prompt(dataset: Any) -> Any:
     """The data set with a column `prompt`: its own, a conversation without its last reply, or the common start of two
     answers."""
     known = _columns(dataset)
     if not known or "prompt" in known:
         return dataset
-    if "messages" in known:
-        return dataset.map(lambda row: {"prompt": before_reply(row["messages"])})
-    if {"chosen", "rejected"} <= set(known):
-        return dataset.map(lambda row: {"prompt": shared_start(row["chosen"], row["rejected"])})
+    if "messages" in known or {"chosen", "rejected"} <= set(known):
+        return dataset.map(lambda row: {"prompt": prompt_of(row)})
     # The trainer raises an error that names the missing column.
     return dataset
+
+
+def prompt_of(row: Mapping[str, Any]) -> Any:
+    """The prompt that other columns of a row hold; None where they hold none.
+
+    >>> prompt_of({"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]})
+    [{'role': 'user', 'content': 'a'}]
+    """
+    if "messages" in row:
+        return before_reply(row["messages"])
+    if "chosen" in row and "rejected" in row:
+        return shared_start(row["chosen"], row["rejected"])
+    return None
 
 
 def before_reply(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:

@@ -252,7 +252,13 @@ def _new_adapter(model: Any, peft_config: Any) -> Any:
             "the model is a PeftModel already and `peft_config` is given too; merge and unload the adapter first, or "
             "leave `peft_config` out to train the adapter that is there"
         )
+    own_saving = hasattr(model, "save_pretrained_merged")
     model = get_peft_model(model, peft_config)
+    if own_saving:
+        # Those of the base would save it without the adapter.
+        from rloom.models.export import add_saving
+
+        add_saving(model)
     if getattr(model, "is_loaded_in_4bit", False) or getattr(model, "is_loaded_in_8bit", False):
         # QLoRA trains its adapters in bfloat16; DoRA's magnitudes move by less than bfloat16 can hold.
         for name, parameter in model.named_parameters():

@@ -13,6 +13,7 @@ import torch
 from rloom.errors import ConfigError, UnknownOptionError, check_choice
 from rloom.models import load as loading
 from rloom.models.adapters import fast_dtype, lora, quantization_config
+from rloom.models.export import add_saving
 from rloom.printable import get_logger
 
 logger = get_logger(__name__)
@@ -32,7 +33,8 @@ def load_model(
 
     `max_seq_length` bounds prompt and completion together: the trainer refuses prompts that leave too little room,
     before training. `load_in_4bit` and `load_in_8bit` quantize through bitsandbytes; a checkpoint that is quantized
-    already is taken as it is. Further arguments go to `from_pretrained`.
+    already is taken as it is. Further arguments go to `from_pretrained`. The model has `save_pretrained_merged` and
+    `save_pretrained_gguf` (`rloom.models.export`).
 
     ```python
     model, tokenizer = rloom.load_model("Qwen/Qwen3-4B", max_seq_length=512, load_in_4bit=True)
@@ -56,7 +58,7 @@ def load_model(
         if own is not None and max_seq_length > own:
             logger.warning("max_seq_length=%d is more than the model's %d positions", max_seq_length, own)
         model.max_seq_length = max_seq_length
-    return model, tokenizer
+    return add_saving(model), tokenizer
 
 
 def add_lora(model: Any, *, r: int = 16, use_gradient_checkpointing: bool | str = True, **options: Any) -> Any:
@@ -79,7 +81,7 @@ def add_lora(model: Any, *, r: int = 16, use_gradient_checkpointing: bool | str 
         wrapped.gradient_checkpointing_disable()
     if limit is not None:
         wrapped.max_seq_length = limit
-    return wrapped
+    return add_saving(wrapped)
 
 
 NOT_SUPPORTED = {"fast_inference": "engine", "gpu_memory_utilization": "engine", "max_lora_rank": "r"}

@@ -50,16 +50,20 @@ class Report:
     errors: int
     seconds_per_sample: float
     length_correlation: float
+    noise: float | None = None  # standard deviation of a score when it is asked for again; None: it was not
+    changed: float = 0.0  # the share of completions whose score was another one
     degenerate: dict[str, float | None] = field(default_factory=dict)
     degenerate_errors: dict[str, int] = field(default_factory=dict)
     problems: list[str] = field(default_factory=list)
     remarks: list[str] = field(default_factory=list)
 
 
-def check_rewards(rewards: RewardSet, samples: Sequence[Sample]) -> list[Report]:
-    """Score the completions, then the degenerate ones, and say for each function what came of it."""
+def check_rewards(rewards: RewardSet, samples: Sequence[Sample], *, twice: bool = True) -> list[Report]:
+    """Score the completions, again for noise, then the degenerate ones, and say for each function what came of it."""
     batch = _batch(samples)
     scored = rewards.score(batch)
+    # There is nothing to see in what gave no scores, and its failures would be told twice.
+    again = rewards.score(batch).scores if twice and not scored.scores.isnan().all() else None
     costs = dict(scored.costs)
     groups = torch.tensor([index for index, sample in enumerate(samples) for _ in sample.completions])
     lengths = torch.tensor([float(len(ids)) for ids in batch.completion_ids])
@@ -67,6 +71,8 @@ def check_rewards(rewards: RewardSet, samples: Sequence[Sample]) -> list[Report]
     reports = []
     for i, name in enumerate(rewards.names):
         report = _measured(name, scored.scores[:, i], groups, lengths, costs)
+        if again is not None and not scored.scores[:, i].isnan().all():
+            report.noise, report.changed = _noise(scored.scores[:, i], again[:, i])
         for kind, odd in degenerate.items():
             mean = odd.scores.nanmean(0)[i].item()
             report.degenerate[kind] = None if math.isnan(mean) else mean
@@ -117,6 +123,19 @@ def _measured(name: str, column: Tensor, groups: Tensor, lengths: Tensor, costs:
         seconds_per_sample=costs.get(f"rewards/{name}/time", 0.0) / max(len(column), 1),
         length_correlation=_correlation(values, lengths[known].double()),
     )
+
+
+def _noise(first: Tensor, second: Tensor) -> tuple[float, float]:
+    """The standard deviation of a score around its own mean, from two of each; and the share that changed.
+
+    >>> _noise(torch.tensor([1.0, 0.0, torch.nan]), torch.tensor([1.0, 2.0, torch.nan]))
+    (1.0, 0.3333333333333333)
+    """
+    difference = (first - second).double()
+    known = difference[~difference.isnan()]
+    changed = (first != second) & ~(first.isnan() & second.isnan())
+    # Each of two independent draws has half of their difference's variance.
+    return math.sqrt(known.square().mean().item() / 2) if len(known) else 0.0, changed.double().mean().item()
 
 
 def _errors(costs: dict[str, float], name: str) -> int:
@@ -194,6 +213,7 @@ def _judged(report: Report) -> Report:
         problem("all completions of a prompt score alike: RLOO compares them with each other, and has nothing to go by")
     elif report.tied_groups > 0.5:
         remark(f"{report.tied_groups:.0%} of the prompts have completions that all score alike: these teach nothing")
+    _judge_noise(report, problem, remark)
     if report.none > 0.2:
         remark(f"{report.none:.0%} of the completions got no score")
     if abs(report.length_correlation) > 0.7 and report.std > 0:
@@ -203,6 +223,19 @@ def _judged(report: Report) -> Report:
         remark(f"it takes {report.seconds_per_sample:.1f} seconds per completion; see rloom.reward(…) for what helps")
     _judge_degenerate(report, problem)
     return report
+
+
+def _judge_noise(report: Report, problem: Callable[[str], None], remark: Callable[[str], None]) -> None:
+    """A score that differs from itself teaches that much less."""
+    if not report.changed or report.noise is None:
+        return
+    found = f"scored again, {report.changed:.0%} of the same completions had another score (± {report.noise:.3g})"
+    # Noise is part of the variance within groups.
+    share = (report.noise / report.std_within) ** 2 if report.std_within else 1.0
+    if share > 0.5:
+        problem(f"{found}: more than half of what sets a prompt's completions apart is noise")
+    else:
+        remark(f"{found}: about {share:.0%} of the variance within groups is noise")
 
 
 def _judge_degenerate(report: Report, problem: Callable[[str], None]) -> None:

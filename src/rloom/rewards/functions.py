@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Iterable
 from typing import Any
 
 from rloom.errors import RewardError, did_you_mean
@@ -29,6 +29,7 @@ class FunctionReward:
         self.required = [p.name for p in named if p.default is p.empty]
         takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters)
         self.accepted = None if takes_all else [p.name for p in named]
+        self.signature = f"{self.name}({', '.join(map(_shown, parameters))})"
         self.call_options = call_options_of(function)
 
     def score(self, batch: RewardBatch) -> Any:
@@ -40,17 +41,40 @@ class FunctionReward:
     def arguments(self, batch: RewardBatch) -> dict[str, Any]:
         """The arguments that the function takes, by name."""
         arguments = batch.arguments()
-        for name in self.required:
-            if name not in arguments:
-                nearest = did_you_mean(name, arguments) or "."
-                raise RewardError(
-                    f"The reward function '{self.name}' wants an argument '{name}', which is neither a column of the "
-                    f"data set nor one of the documented arguments{nearest} The columns are: "
-                    f"{', '.join(sorted(batch.columns)) or 'none'}"
-                )
+        self.check_columns(batch.columns)
         if self.accepted is None:
             return arguments
         return {name: arguments[name] for name in self.accepted if name in arguments}
+
+    def check_columns(self, columns: Collection[str], source: str = "the data set") -> None:
+        """Refuse a data set without a column that the function cannot do without."""
+        known = [*columns, *GIVEN]
+        for name in self.required:
+            if name not in known:
+                nearest = did_you_mean(name, known) or "."
+                raise RewardError(
+                    f"The reward function '{self.name}' wants an argument '{name}', which is neither a column of "
+                    f"{source} nor one of the documented arguments{nearest} Its signature is {self.signature}. The "
+                    f"columns are: {', '.join(sorted(columns)) or 'none'}"
+                )
+
+
+GIVEN = tuple(RewardBatch(prompts=[], completions=[], completion_ids=[]).arguments())
+"""What a function may ask for whatever the data set has."""
+
+
+def check_reward_columns(rewards: Iterable[Any], columns: Iterable[str], source: str = "the data set") -> None:
+    """Refuse functions that want a column which is not there. Models, objects and services take what there is.
+
+    >>> check_reward_columns([FunctionReward(lambda completions, answer: [])], ["answers"])
+    Traceback (most recent call last):
+        ...
+    rloom.errors.RewardError: ... did you mean 'answers'? Its signature is <lambda>(completions, answer). ...
+    """
+    known = {name for name in columns if name != "prompt"}
+    for reward in rewards:
+        if isinstance(reward, FunctionReward):
+            reward.check_columns(known, source)
 
 
 class ObjectReward:
@@ -71,6 +95,12 @@ def callable_name(function: Callable[..., Any]) -> str:
     while isinstance(function, functools.partial):
         function = function.func
     return getattr(function, "__name__", type(function).__name__)
+
+
+def _shown(parameter: inspect.Parameter) -> str:
+    """Without annotations and values, which may be long."""
+    stars = "*" * (parameter.kind is parameter.VAR_POSITIONAL) + "**" * (parameter.kind is parameter.VAR_KEYWORD)
+    return f"{stars}{parameter.name}{'' if parameter.default is parameter.empty else '=…'}"
 
 
 def _parameters(function: Callable[..., Any]) -> list[inspect.Parameter]:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from torch import nn
+
 from rloom.config import RLOOConfig
 from rloom.config.older_names import note_once
 from rloom.data import datasets
@@ -13,6 +15,8 @@ from rloom.errors import ConfigError, DataError, UnknownOptionError, did_you_mea
 from rloom.printable import get_logger
 from rloom.rewards.build import as_list, check_rewards
 from rloom.rewards.compose import Term, as_terms
+from rloom.rewards.functions import FunctionReward
+from rloom.rewards.functions import check_reward_columns as rewards_check
 
 logger = get_logger(__name__)
 
@@ -108,6 +112,18 @@ def check_data(train: Any, evaluation: Any, args: RLOOConfig) -> tuple[Any, Any]
         # The sampler refuses a data set that is too small for one rollout.
         PlanSampler(make_schedule(args), len(train), shuffle=False, seed=0)
     return train, evaluation
+
+
+def check_reward_columns(functions: list[Any], train: Any, evaluation: Any) -> None:
+    """Refuse a reward function that wants a column which is not there, before a rollout has been generated for it."""
+    rewards = [
+        FunctionReward(f) for f in functions if not (isinstance(f, (str, nn.Module)) or hasattr(f, "get_rewards"))
+    ]
+    evaluations = evaluation if isinstance(evaluation, dict) else {"": evaluation}
+    named = {f"eval_dataset[{name!r}]" if name else "eval_dataset": data for name, data in evaluations.items()}
+    for name, data in {"train_dataset": train, **named}.items():
+        if data is not None and (columns := datasets.known_columns(data)):
+            rewards_check(rewards, columns, f"`{name}`")
 
 
 def check_evaluation(evaluation: Any, args: RLOOConfig) -> None:

@@ -7,12 +7,14 @@ import importlib.metadata
 import json
 import os
 import re
+from dataclasses import dataclass
 from typing import Any
 from urllib.parse import quote
 
 from rloom.config import RLOOConfig
 from rloom.printable import printable
 from rloom.rewards.completion_text import without_surrogates
+from rloom.training.results import RunResults, curve
 from rloom.version import __version__
 
 CITATION = """\
@@ -38,14 +40,10 @@ TEMPLATE = """\
 ## Use
 
 ```python
-from transformers import pipeline
-
-generator = pipeline("text-generation", model={repository})
-messages = [{{"role": "user", "content": "What would you like to know?"}}]
-print(generator(messages, max_new_tokens=128, return_full_text=False)[0]["generated_text"])
+{snippet}
 ```
 
-## Training
+{results}## Training
 
 | option | value |
 |---|---|
@@ -59,6 +57,13 @@ Versions: {versions}.
 {citation}
 ```
 """
+
+SNIPPET = """\
+{needs}from transformers import pipeline
+
+generator = pipeline("{task}", model={repository})
+prompt = {prompt}
+print(generator({argument}, max_new_tokens=128, return_full_text=False)[0]["generated_text"])"""
 
 SHOWN = (
     "objective", "num_generations", "beta", "learning_rate", "temperature", "max_completion_length",
@@ -96,10 +101,26 @@ def as_markdown(value: Any) -> str:
     return re.sub(r"(?<=[^\W_])\\_(?=[^\W_])", "_", escaped)
 
 
+@dataclass(slots=True, kw_only=True)
+class ModelFacts:
+    """What a card says of the model: what it was trained from, and how it is used."""
+
+    base: str | None = None  # a hub id or a folder
+    adapter: str | None = None  # the kind of adapter that was saved, such as "lora"
+    chat: bool = False  # prompts are messages, and there is a template for them
+    vision: bool = False
+
+    @property
+    def hub_base(self) -> str | None:
+        """The base model where it has a name that others know."""
+        return self.base if self.base and not os.path.isdir(self.base) else None
+
+
 def model_card(
     args: RLOOConfig,
     *,
-    model_id: str | None,
+    model: ModelFacts,
+    results: RunResults,
     name: str,
     repository: str,
     dataset: str | None,
@@ -107,26 +128,62 @@ def model_card(
     front_matter: dict[str, str | None] | None = None,
 ) -> str:
     """The card as Markdown with front matter."""
-    base = model_id if model_id and not os.path.isdir(model_id) else None
-    front = ["library_name: transformers", f"model_name: {as_yaml(name)}"]
-    if base:
-        front.append(f"base_model: {as_yaml(base)}")
+    front = [f"library_name: {'peft' if model.adapter else 'transformers'}", f"model_name: {as_yaml(name)}"]
+    if model.hub_base:
+        front.append(f"base_model: {as_yaml(model.hub_base)}")
     if dataset:
         front.append(f"datasets: {as_yaml(dataset)}")
     front += [f"{key}: {as_yaml(value)}" for key, value in (front_matter or {}).items() if value]
-    front += ["tags:", *(f"- {as_yaml(tag)}" for tag in sorted(tags | {"generated_from_trainer"}))]
-    origin = "This is a fine-tuned language model"
-    if base:
-        origin = f"This model is a fine-tuned version of [{as_markdown(base)}](https://huggingface.co/{quote(base)})"
-    origin += f", trained on {as_markdown(dataset)}." if dataset else "."
+    tags = tags | {"generated_from_trainer"} | ({model.adapter} if model.adapter else set())
+    front += ["tags:", *(f"- {as_yaml(tag)}" for tag in sorted(tags))]
     versions = [f"{p} {importlib.metadata.version(p)}" for p in ("transformers", "torch", "accelerate")]
     return TEMPLATE.format(
         front_matter="\n".join(front),
         name=as_markdown(name),
-        origin=origin,
+        origin=_origin(model, dataset),
         rloom=__version__,
-        repository=json.dumps(printable(repository), ensure_ascii=False),
+        snippet=_snippet(model, repository),
+        results=_results(results),
         options="\n".join(f"| `{option}` | {as_markdown(getattr(args, option))} |" for option in SHOWN),
         versions=", ".join(versions),
         citation=CITATION,
     )
+
+
+def _origin(model: ModelFacts, dataset: str | None) -> str:
+    """One sentence: of what, and on what. Of a folder only the name is told: paths are nobody else's."""
+    what = f"an adapter ({as_markdown(model.adapter)}) of" if model.adapter else "a fine-tuned version of"
+    if model.hub_base:
+        base = f"[{as_markdown(model.hub_base)}](https://huggingface.co/{quote(model.hub_base)})"
+    else:
+        base = as_markdown(os.path.basename((model.base or "").rstrip("/"))) or "a language model"
+    return f"This model is {what} {base}" + (f", trained on {as_markdown(dataset)}." if dataset else ".")
+
+
+def _snippet(model: ModelFacts, repository: str) -> str:
+    """Code that runs: with messages where the model has a template for them and was trained so, else with a text."""
+    text = '"What would you like to know?"'
+    content = f'[{{"type": "text", "text": {text}}}]' if model.vision else text
+    return SNIPPET.format(
+        needs="# pip install peft: the adapter is loaded on its base model\n" if model.adapter else "",
+        task="image-text-to-text" if model.vision else "text-generation",
+        repository=json.dumps(printable(repository), ensure_ascii=False),
+        prompt=f'[{{"role": "user", "content": {content}}}]' if model.chat else text,
+        argument="text=prompt" if model.vision else "prompt",
+    )
+
+
+def _results(results: RunResults) -> str:
+    """The section on rewards and what became of them; empty where there are none."""
+    if not results.rewards:
+        return ""
+    named = [as_markdown(name) + ("" if weight == 1.0 else f" (weight {weight:g})") for name, weight in results.rewards]
+    lines = ["## Results", "", f"Rewards: {', '.join(named)}.", ""]
+    rows = [
+        f"| {as_markdown(name)} | {values[0]:.4g} | {values[-1]:.4g} | {max(values):.4g} | `{curve(values)}` |"
+        for name, values in results.rows()
+    ]
+    if rows:
+        head = ["| mean of | first log | last log | highest | curve |", "|---|---|---|---|---|"]
+        lines += [f"After {results.last_step()} updates:", "", *head, *rows, ""]
+    return "\n".join([*lines, ""])

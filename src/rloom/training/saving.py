@@ -22,6 +22,7 @@ from transformers import Trainer
 from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME
 
 from rloom.data.plan import Schedule
+from rloom.data.vision import is_vision
 from rloom.errors import DiskError, DivergedError
 from rloom.models.load import base_of, is_peft_model
 from rloom.models.reference import Reference, without_reference_adapter
@@ -33,7 +34,7 @@ from rloom.printable import get_logger
 from rloom.rewards.calling.reward_set import RewardSet
 from rloom.training import checkpoint, weights
 from rloom.training.buffer import RolloutBuffer
-from rloom.training.card import model_card
+from rloom.training.card import ModelFacts, model_card
 from rloom.training.credit import Credit, Shaper
 from rloom.training.finite import FiniteUpdates, check_finite
 from rloom.training.folder import OutputFolder
@@ -44,6 +45,7 @@ from rloom.training.learner import Learner
 from rloom.training.precision import Precision
 from rloom.training.processes import Processes
 from rloom.training.report import RunReport
+from rloom.training.results import RunResults
 
 logger = get_logger(__name__)
 
@@ -94,6 +96,7 @@ class CheckpointedTrainer(Trainer):
     folder: OutputFolder
     report: RunReport
     reference: Reference | None
+    chat: bool = False  # prompts are messages
     _tag_names = ("rloom", "rloo")
     _resumed: dict[str, Any] | None = None  # the loop's state from a checkpoint, until the first epoch begins
     _facts: dict[str, Any] | None = None  # what identifies this run, from the start of its training
@@ -115,6 +118,7 @@ class CheckpointedTrainer(Trainer):
             self.report.resumed_from = folder if isinstance(folder, str) else None
             with self._rewards_open(), self.interrupts.listening():
                 result = super().train(folder, *args, **kwargs)
+            self._save_last_state()
         self.interrupts.leave(self.args.output_dir, self.state.global_step)
         return result
 
@@ -427,7 +431,11 @@ class CheckpointedTrainer(Trainer):
         given = {tags} if isinstance(tags, str) else set(tags or ())
         card = model_card(
             self.args,
-            model_id=finetuned_from or getattr(self.model.config, "_name_or_path", None),
+            model=self._facts_for_card(finetuned_from),
+            results=RunResults(
+                rewards=list(zip(self.rewards.names, self.rewards.weights.tolist(), strict=True)),
+                logs=self.state.log_history,
+            ),
             name=name or Path(self.args.output_dir).name,
             repository=self.hub_model_id or str(folder),
             dataset=dataset,
@@ -437,6 +445,27 @@ class CheckpointedTrainer(Trainer):
         with self.folder.writing(folder):
             folder.mkdir(parents=True, exist_ok=True)
             (folder / "README.md").write_text(card)
+
+    def _facts_for_card(self, finetuned_from: str | None) -> ModelFacts:
+        adapter, active = is_peft_model(self.model), getattr(self.model, "active_adapter", None)
+        config = self.model.peft_config[active] if adapter else None
+        return ModelFacts(
+            base=finetuned_from
+            or getattr(config, "base_model_name_or_path", None)
+            or getattr(self.model.config, "_name_or_path", None),
+            adapter=str(getattr(config.peft_type, "value", config.peft_type)).lower() if config is not None else None,
+            chat=self.chat and bool(getattr(self.processing_class, "chat_template", None)),
+            vision=is_vision(self.processing_class),
+        )
+
+    def _save_last_state(self) -> None:
+        """`trainer_state.json` at the end of a run, also of one without checkpoints: its log is the run's curve."""
+        try:
+            with checkpoint.writing(self.args.output_dir, "trainer_state.json"):
+                self.save_state()
+        except DiskError as error:
+            # The model is trained: it may still be saved elsewhere.
+            logger.warning("%s", error)
 
     def save_state(self) -> None:
         """As in transformers: `trainer_state.json` in the output folder."""

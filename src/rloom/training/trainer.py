@@ -121,11 +121,14 @@ class RLOOTrainer(UpdateLoop):
         )
         self.win_rate = choose_win_rate(args, eval_judge)
         train_dataset, eval_dataset = arguments.check_data(train_dataset, eval_dataset, args)
+        # An override may give the functions more than the data set has.
+        if type(self)._calculate_rewards is RLOOTrainer._calculate_rewards:
+            arguments.check_reward_columns(functions, train_dataset, eval_dataset)
         # All arguments have been checked; models are loaded from here on. The seed is set first, since new adapters
         # have random weights.
         set_seed(args.seed)
-        chat = is_chat(train_dataset)
-        policy = assemble.load(model, processing_class, args, quantization_config, peft_config, chat=chat)
+        self.chat = is_chat(train_dataset)
+        policy = assemble.load(model, processing_class, args, quantization_config, peft_config, chat=self.chat)
         assemble.check_images(policy, image_column(train_dataset, eval_dataset), args)
         use_cache = getattr(policy.model.config, "use_cache", None)
         super().__init__(

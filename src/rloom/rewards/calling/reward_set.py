@@ -56,6 +56,7 @@ class RewardSet:
         self.rewards = list(rewards)
         self.names = unique_names([reward.name for reward in rewards])
         self.weights = torch.tensor(weights if weights is not None else [1.0] * len(rewards), dtype=torch.float32)
+        self._told: set[str] = set()
         self.on_error, self.table_columns, self.check_metric = on_error, table_columns, check_metric
         defaults = CallDefaults(workers=workers or min(_cores(), 8), time_limit=time_limit, concurrency=concurrency)
         self.pool = WorkerPool(defaults.workers)
@@ -73,6 +74,13 @@ class RewardSet:
     def score_on_error(self) -> float | None:
         """The score of a sample on which a function failed, where that does not end the run."""
         return None if isinstance(self.on_error, str) else float(self.on_error)
+
+    def told_once(self, frames: str) -> str:
+        """The frames of a failure the first time, then nothing: a reward that fails tends to fail in one place."""
+        if frames in self._told:
+            return ""
+        self._told.add(frames)
+        return frames
 
     def begin(self) -> Scoring:
         """The scoring of one rollout, whose groups can be added as they come."""

@@ -14,6 +14,7 @@ from rloom.errors import RewardError
 from rloom.printable import get_logger
 from rloom.rewards.base import RewardBatch, as_score, one_per_completion
 from rloom.rewards.calling.caller import CallResult, PendingCall
+from rloom.rewards.calling.frames import reward_frames
 from rloom.rewards.calling.still_running import StillRunning
 from rloom.rewards.scored import Scored
 
@@ -209,8 +210,9 @@ class _Column:
 
     def _warn(self, error: BaseException, kind: str, rows: list[int]) -> None:
         limit = self.rewards.callers[self.index].time_limit
+        frames = self.rewards.told_once(reward_frames(error))
         what, why = {
-            "errors": ("failed", f": {type(error).__name__}: {_message(error)}"),
+            "errors": ("failed", f": {type(error).__name__}: {_message(error)}{frames and f'{chr(10)}{frames}'}"),
             "timeouts": (
                 f"was not done after {limit:g} seconds and was cut off",
                 "",

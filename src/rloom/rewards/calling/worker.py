@@ -100,9 +100,20 @@ def call(function: Any, arguments: dict[str, Any]) -> dict[str, Any]:
 def described(error: BaseException) -> list[str]:
     """An exception's class, message and traceback; only the class, where the exception cannot be shown."""
     try:
-        return [type(error).__name__, str(error)[:1000], "".join(traceback.format_exception(error))[-4000:]]
+        told = traceback.TracebackException.from_exception(error)
+        # The user's frames, as in frames.py.
+        own = [frame for frame in told.stack if not frame.filename.startswith((__file__, *libraries(), "<frozen"))]
+        told.stack = traceback.StackSummary.from_list(own or told.stack)
+        return [type(error).__name__, str(error)[:1000], "".join(told.format())[-4000:]]
     except Exception:
         return [type(error).__name__, "", ""]
+
+
+def libraries() -> set[str]:
+    """The folders of Python's own modules and of installed packages."""
+    import sysconfig
+
+    return {sysconfig.get_path(name) + os.sep for name in ("stdlib", "platstdlib", "purelib", "platlib")}
 
 
 def as_json(reply: dict[str, Any]) -> str:
