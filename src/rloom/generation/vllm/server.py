@@ -70,7 +70,8 @@ class VllmServerEngine(VllmBase):
 
     def words(self) -> str:
         """What generates, in one line."""
-        return "generation by a vLLM server" if len(self.servers) == 1 else f"{len(self.servers)} vLLM servers"
+        servers = "a vLLM server" if len(self.servers) == 1 else f"{len(self.servers)} vLLM servers"
+        return f"generation by {servers}"
 
     def generate(self, prompts: Sequence[Prompt], num_generations: int, *, seed: int) -> Iterator[Group]:
         """Yield each prompt's group as it finishes; equal `seed` and weights, equal tokens."""
