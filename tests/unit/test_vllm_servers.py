@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import socket
 import threading
 import time
 from contextlib import ExitStack
@@ -14,6 +15,8 @@ import torch
 from rloom.cli.main import main
 from rloom.errors import EngineError
 from rloom.generation.vllm import VllmOptions, VllmServerEngine, dispatch, proof, server, shared
+from rloom.generation.vllm.outgoing import version_of
+from rloom.generation.vllm.weights import fingerprint
 from rloom.types import Completion
 from tests.conftest import make_model
 from tests.services import free_port
@@ -98,7 +101,7 @@ def test_a_server_that_dies_is_left_out_and_comes_back(two, caplog):
         assert f"{second.address} is back and has the policy's weights" in caplog.text
     first.die()
     engine.options = replace(engine.options, timeout=0.2)
-    with pytest.raises(EngineError, match=r"cannot be reached.* waited 0.2 s"):
+    with pytest.raises(EngineError, match=r"none of 2 vLLM servers has answered for 0.2 s"):
         list(engine.generate(prompts(*LENGTHS), 2, seed=0))
 
 
@@ -128,6 +131,16 @@ def test_a_server_whose_engine_has_died_is_left_out(two, caplog):
     found = list(engine.generate(prompts(*LENGTHS), 2, seed=0))
     assert sorted(len(g.prompt.token_ids) for g in found) == list(LENGTHS)
     assert "answered /v1/completions with 500" in caplog.text
+
+
+def test_a_server_that_dies_after_its_last_answer_costs_nothing(two):
+    model, first, second = two
+    engine = engine_of([first, second], model)
+    groups = engine.generate(prompts(*LENGTHS), 2, seed=0)
+    found = [next(groups) for _ in LENGTHS]  # all are there; what follows is the look at versions
+    second.die()
+    assert not list(groups)
+    assert_drawn_from(model, found)
 
 
 def test_a_server_that_dies_while_it_is_sent_weights(two, caplog):
@@ -184,14 +197,10 @@ def test_rounding_is_the_policys_own():
 # -- several processes
 
 
-@pytest.mark.parametrize("older", [False, True])
-def test_one_process_sends_and_all_ask(two, older, monkeypatch):
+def test_one_process_sends_and_all_ask(two, monkeypatch):
     """The engine of a process that does not send waits for the weights that it has itself."""
     monkeypatch.setattr(server, "LOOK_SECONDS", 0.01)
     model, *services = two
-    for service in services:
-        service.missing = OLDER if older else ()
-        service.reset_prefix_cache = (lambda _: None) if older else (lambda _: {"success": True})
     main, copy = engine_of(services, model), make_model()
     other = engine_of(services, copy, sends=False)
     first = list(other.generate(prompts(*LENGTHS[:3]), 2, seed=1))
@@ -210,11 +219,40 @@ def test_one_process_sends_and_all_ask(two, older, monkeypatch):
     assert (main.syncs, other.syncs) == (2, 0)
 
 
+def test_several_processes_need_servers_that_name_their_weights(two):
+    """What a server answers does not tell two updates apart."""
+    model, *services = two
+    for service in services:
+        service.missing, service.reset_prefix_cache = OLDER, lambda _: None
+    engine_of(services, model)
+    with pytest.raises(EngineError, match=r"older than 0.32 and does not say which weights it has"):
+        list(engine_of(services, model, sends=False).generate(prompts(3), 2, seed=0))
+
+
+def test_while_weights_are_sent_a_server_names_none_that_anybody_has(two):
+    model, first, _ = two
+    engine, named = engine_of([first], model), []
+    load = first.collective_rpc
+    first.collective_rpc = lambda content: (named.append(first.version), load(content))[1]
+    before = first.version
+    model.model.norm.weight.data[0] += 0.5
+    list(engine.generate(prompts(3), 2, seed=0))
+    assert named[0].startswith("sending-")
+    assert before != first.version == version_of(fingerprint(model))
+
+
+def test_buffers_that_no_checkpoint_has_do_not_make_another_version():
+    """A rotary embedding's frequencies may follow the longest text that a process has seen."""
+    one, other = make_model(), make_model()
+    other.model.rotary_emb.inv_freq = other.model.rotary_emb.inv_freq * 2
+    assert fingerprint(one) == fingerprint(other)
+
+
 def test_a_process_whose_weights_nobody_sends_says_so(two):
     model, *services = two
     engine_of(services, model)
     other = engine_of(services, make_model(seed=5), sends=False, timeout=0.3)
-    with pytest.raises(EngineError, match=r"no vLLM server has the weights of this process after 0 s.* 2 of 2 answer"):
+    with pytest.raises(EngineError, match=r"no vLLM server has the weights of this process after 1 s.* 2 of 2 answer"):
         list(other.generate(prompts(3), 2, seed=0))
 
 
@@ -233,6 +271,30 @@ def test_weights_by_broadcast(count, tmp_path):
         called = [path for path, _ in services[0].calls]
         assert "/finish_weight_update" in called
         assert not (tmp_path / "weights").exists()
+
+
+def test_a_port_that_is_taken_is_named(two):
+    model, first, _ = two
+    first.backend = "gloo"
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        with pytest.raises(EngineError, match=rf"cannot listen at 127.0.0.1:{port}.* set vllm_group_port"):
+            engine_of([first], model, timeout=3.0, group_port=port)
+
+
+def test_a_server_that_refuses_an_update_is_heard(two):
+    """At once, and the next one may use the port again."""
+    model, first, second = two
+    first.backend = second.backend = "gloo"
+    port = free_port()
+    first.sick, first.sick_with = ("update_weights",), 500
+    first.update_weights = lambda _: {"error": "no room"}
+    with pytest.raises(EngineError, match=r"answered /update_weights with 500: .*no room"):
+        engine_of([first], model, group_port=port, timeout=3.0)
+    engine = engine_of([second], model, group_port=port)
+    assert_drawn_from(model, engine.generate(prompts(3), 2, seed=0))
 
 
 @pytest.mark.parametrize(
@@ -297,6 +359,7 @@ def test_the_verb_serves_adapters_and_gpus(installed, monkeypatch):
     [
         (["--transfer", "ipc"], "--transfer ipc needs an NVIDIA GPU"),
         (["--transfer", "gloo", "--max-lora-rank", "8"], "adapters go through a folder"),
+        (["--max-lora-rank", "513"], "vLLM knows ranks of up to 512"),
     ],
 )
 def test_what_the_verb_refuses(installed, monkeypatch, capsys, words, message):

@@ -220,6 +220,8 @@ def test_adapters_alone(folder, tmp_path, config, rows):
         assert max(found) < 1e-4
         with trainer.model.disable_adapter():
             assert_drawn_from(trainer.model, prompts("ab"), in_order(made, prompts("ab"), 4))
+        again = engine(server, trainer.model)  # as a run that was started again: the same adapter, by the same name
+        assert_drawn_from(trainer.model, prompts("ab"), in_order(again, prompts("ab"), 4))
         with pytest.raises(EngineError, match="does not draw from the policy"):  # another base than is served
             engine(server, get_peft_model(tiny(8), lora))
         with pytest.raises(EngineError, match="takes adapters alone"):

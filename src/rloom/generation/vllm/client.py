@@ -87,13 +87,14 @@ class Client:
             connection.request(method, urlsplit(self.address).path + path, data, headers)
             with connection.getresponse() as answer:
                 body = answer.read()
-        except TimeoutError as error:
-            raise EngineError(
-                f"the vLLM server at {self.address} did not answer {path} within {connection.timeout:g} s: see its "
-                "messages, or raise vllm_server_timeout"
-            ) from error
         # Refused, reset, no such host; or the server went in the middle of an answer.
         except (OSError, HTTPException) as error:
+            # The kernel has a time limit too, where we have none.
+            if isinstance(error, TimeoutError) and connection.timeout is not None:
+                raise EngineError(
+                    f"the vLLM server at {self.address} did not answer {path} within {connection.timeout:g} s: see its "
+                    "messages, or raise vllm_server_timeout"
+                ) from error
             raise EngineError(
                 f"the vLLM server at {self.address} cannot be reached: {type(error).__name__}: {error}"
             ) from error

@@ -59,10 +59,10 @@ class Dispatch:
 
     def replies(self) -> Generator[Reply, None, None]:
         """Each request's answer, as they come. When nobody asks on, servers are left alone, and stop."""
-        for index in range(min(AT_ONCE * len(self.clients), self._count)):
-            self._start(self.clients[index % len(self.clients)], self._todo.popleft())
         left = set(range(self._count))
         try:
+            for index in range(min(AT_ONCE * len(self.clients), self._count)):
+                self._start(self.clients[index % len(self.clients)], self._todo.popleft())
             while left:
                 reply = self._next()
                 if reply.error is not None:
@@ -128,7 +128,6 @@ class Dispatch:
                 client.wait(self._patience)
             except EngineError as error:
                 self._lose(client, error)
-                self._hang_up([client])
 
     def _ask_another(self, reply: Reply) -> None:
         error = reply.error
@@ -143,8 +142,11 @@ class Dispatch:
         if len(self.clients) == 1:
             raise error
         self.clients.remove(client)
-        logger.warning("left out for the rest of this rollout, its requests go to %d others: %s",
-                       len(self.clients), error)  # fmt: skip
+        # Its other requests fail now, and are asked of others.
+        self._hang_up([client])
+        logger.warning(
+            "left out for the rest of this rollout, its requests go to %d others: %s", len(self.clients), error
+        )
 
     def _hang_up(self, clients: Any) -> None:
         gone = list(clients)

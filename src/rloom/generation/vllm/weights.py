@@ -151,8 +151,17 @@ def fingerprint(model: nn.Module) -> tuple[Any, ...]:
     >>> before == fingerprint(layer), fingerprint(layer) == fingerprint(layer)
     (False, True)
     """
-    bits = checksums_of((*model.parameters(), *model.buffers()))
+    bits = checksums_of((*model.parameters(), *_saved_buffers(model)))
     return (*bits, *(_adapters_of(module) for module in model.modules() if is_wrapped(module)))
+
+
+def _saved_buffers(model: nn.Module) -> Iterator[Tensor]:
+    """Those that are part of a checkpoint. Others, such as a rotary embedding's frequencies, may depend on what a
+    process has run last, and no server is sent them."""
+    for module in model.modules():
+        for name, tensor in module._buffers.items():
+            if tensor is not None and name not in module._non_persistent_buffers_set:
+                yield tensor
 
 
 def _adapters_of(module: Any) -> str:
