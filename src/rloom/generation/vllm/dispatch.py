@@ -59,10 +59,12 @@ class Dispatch:
 
     def replies(self) -> Generator[Reply, None, None]:
         """Each request's answer, as they come. When nobody asks on, servers are left alone, and stop."""
-        left = set(range(self._count))
+        clients, left = list(self.clients), set(range(self._count))
+        # Taken before the first thread starts, which would take some too.
+        first = [self._todo.popleft() for _ in range(min(AT_ONCE * len(clients), self._count))]
         try:
-            for index in range(min(AT_ONCE * len(self.clients), self._count)):
-                self._start(self.clients[index % len(self.clients)], self._todo.popleft())
+            for index, number in enumerate(first):
+                self._start(clients[index % len(clients)], number)
             while left:
                 reply = self._next()
                 if reply.error is not None:
