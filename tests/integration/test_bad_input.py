@@ -30,6 +30,7 @@ def build(config, rows, *, model="no/such-model", reward=ones, **options):
         (None, "`train_dataset` is required"),
         ([], "empty"),
         ([{"text": "a"}, {"text": "b"}], "no column 'prompt'; its columns are 'text'"),
+        ([{"promt": "a"}, {"promt": "b"}], r"rename_column\('promt', 'prompt'\), or --columns prompt=promt"),
         ([{"prompts": "a"}, {"prompts": "b"}], "did you mean 'prompts'"),
         ([{"prompt": "a"}, CHAT_ROWS[0]], "mixes prompt formats: row 0 is text, row 1 is messages"),
         ([{"prompt": "a"}, {"prompt": 3}], r"\[1\]: a prompt is text, or a list of messages"),

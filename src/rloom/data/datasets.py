@@ -6,12 +6,13 @@ The package `datasets` is used when installed, never required.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from difflib import get_close_matches
 from typing import Any
 
 from torch.utils.data import IterableDataset as TorchIterableDataset
 
 from rloom.data.images import IMAGE_COLUMNS
-from rloom.errors import DataError, did_you_mean
+from rloom.errors import DataError
 
 RESERVED = {"prompts", "completions", "completion_ids", "trainer_state", "log_extra", "log_metric"}
 """Arguments of reward functions. A data set must not have columns with these names."""
@@ -84,10 +85,11 @@ def _check_columns(dataset: Any, name: str) -> None:
     if columns is None and not is_iterable(dataset):
         columns = list(dataset[0])
     if columns is not None and "prompt" not in columns:
-        hint = did_you_mean("prompt", columns)
+        near = get_close_matches("prompt", list(columns), n=1, cutoff=0.7)
+        old, quoted = (near[0], repr(near[0])) if near else ("old", "old")
         raise DataError(
-            f"`{name}` has no column 'prompt'; its columns are {', '.join(map(repr, columns))}{hint}. "
-            "Rename one: dataset.rename_column(old, 'prompt'), or --columns prompt=old on the command line"
+            f"`{name}` has no column 'prompt'; its columns are {', '.join(map(repr, columns))}. Rename one: "
+            f"dataset.rename_column({quoted}, 'prompt'), or --columns prompt={old} on the command line"
         )
     taken = sorted(RESERVED & set(columns or ()))
     if taken:
