@@ -31,7 +31,7 @@ def build(config, rows, *, model="no/such-model", reward=ones, **options):
         ([], "empty"),
         ([{"text": "a"}, {"text": "b"}], "no column 'prompt'; its columns are 'text'"),
         ([{"promt": "a"}, {"promt": "b"}], r"rename_column\('promt', 'prompt'\), or --columns prompt=promt"),
-        ([{"prompts": "a"}, {"prompts": "b"}], "did you mean 'prompts'"),
+        ([{"prompts": "a"}, {"prompts": "b"}], r"rename_column\('prompts', 'prompt'\)"),
         ([{"prompt": "a"}, CHAT_ROWS[0]], "mixes prompt formats: row 0 is text, row 1 is messages"),
         ([{"prompt": "a"}, {"prompt": 3}], r"\[1\]: a prompt is text, or a list of messages"),
         ([{"prompt": "a"}], "has 1 prompts, and one rollout needs 2"),
