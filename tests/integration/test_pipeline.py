@@ -144,7 +144,8 @@ def test_wrong_columns_are_named(here, capsys):
     assert "texts.jsonl is one file without splits, so 'test' would be what is trained on" in capsys.readouterr().err
 
 
-def test_without_trl(monkeypatch, capsys):
+def test_without_trl(monkeypatch, capsys, tmp_path):
+    monkeypatch.setenv("RLOOM_CACHE", str(tmp_path))  # no help of a time when it was there
     monkeypatch.setitem(sys.modules, "trl", None)
     assert main(["sft", "--help"]) == 1
     assert 'pip install "rloom[sft]"' in capsys.readouterr().err
