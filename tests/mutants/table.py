@@ -947,14 +947,14 @@ MUTANTS = [
     ),
     Mutant(
         "generation/vllm/weights.py",
-        "            if tensor is not None and name not in module._non_persistent_buffers_set:\n                yield tensor",
-        "            if tensor is not None:\n                yield tensor",
+        "_non_persistent_buffers_set:\n                yield tensor",
+        "_non_persistent_buffers_set or True:\n                yield tensor",
         "tests/unit/test_vllm_servers.py::test_buffers_that_no_checkpoint_has_do_not_make_another_version",
     ),
     Mutant(
         "generation/vllm/outgoing.py",
-        "        if key not in self._written:\n            path = self._written[key] = self.folder / _new_name()\n            _write(",
-        "        if True:\n            path = self._written[key] = self.folder / _new_name()\n            _write(",
+        "        key = (dtype, names, other)",
+        "        key = object()",
         "tests/unit/test_vllm_servers.py::test_weights_are_written_once_for_all_servers",
     ),
     Mutant(
