@@ -912,7 +912,7 @@ MUTANTS = [
     Mutant(
         "generation/vllm/dispatch.py",
         "        self._start(self.clients[reply.number % len(self.clients)], reply.number)",
-        "        pass",
+        "        raise error",
         "tests/unit/test_vllm_servers.py::test_a_server_that_dies_is_left_out_and_comes_back",
     ),
     Mutant(
