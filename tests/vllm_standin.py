@@ -188,7 +188,8 @@ class Service:
 
     def init_weight_transfer_engine(self, content):
         info = content["init_info"]
-        self.group = GlooGroup(info["master_address"], info["master_port"], info["rank_offset"], info["world_size"])
+        place = info["master_address"], info["master_port"], info["rank_offset"], info["world_size"]
+        self.group = GlooGroup(*place, seconds=10.0)
 
     def start_weight_update(self, _):
         return {}
