@@ -96,11 +96,18 @@ def test_bfloat16_weights_learn_in_float32(two, tmp_path):
 
 
 def test_a_process_that_is_killed_in_an_update_ends_the_others(tmp_path):
-    """`launch` waits for two minutes at most. The others wait for its part of a layer, and say who has gone."""
-    done = launch(str(tmp_path), "sharded killed")
-    assert done.returncode != 0
-    assert "has ended, or did not answer" in done.stderr
-    assert not list(tmp_path.glob("sharded killed/result_*"))
+    """`launch` waits for two minutes at most. The others wait for its part of a layer, and say who has gone.
+
+    Unless torchrun, which sees the kill too, ends them first: on a busy machine it may. One launch of three must say it.
+    """
+    for attempt in range(3):
+        folder = tmp_path / str(attempt)
+        done = launch(str(folder), "sharded killed")
+        assert done.returncode != 0
+        assert not list(folder.glob("sharded killed/result_*"))
+        if "has ended, or did not answer" in done.stderr:
+            return
+    raise AssertionError(done.stderr[-2000:])
 
 
 def test_the_copy_runs_what_the_policy_runs(two):
