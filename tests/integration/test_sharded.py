@@ -98,7 +98,7 @@ def test_bfloat16_weights_learn_in_float32(two, tmp_path):
 def test_a_process_that_is_killed_in_an_update_ends_the_others(tmp_path):
     """`launch` waits for two minutes at most. The others wait for its part of a layer, and say who has gone.
 
-    Unless torchrun, which sees the kill too, ends them first: on a busy machine it may. One launch of three must say it.
+    Unless torchrun, which sees the kill too, ends them first: on a busy machine it may. One of three must say it.
     """
     for attempt in range(3):
         folder = tmp_path / str(attempt)
