@@ -1,7 +1,7 @@
 """Whole runs with vLLM on an NVIDIA GPU, in the trainer's process and behind servers on the same GPU.
 
-In the trainer's process one after the other (`-n 10 --dist loadgroup`): vLLM measures the GPU's free memory at its
-start, which others would change. Servers are told how much they may take, and measure nothing.
+Run this file alone, and without `-n`: in the trainer's process vLLM measures the GPU's free memory at its start, which
+other tests would change. Servers are told how much they may take, and measure nothing.
 """
 
 from __future__ import annotations
@@ -56,7 +56,6 @@ def assert_learns(folder, options):
     assert max(mismatch) < 0.1
 
 
-@pytest.mark.xdist_group("vllm")
 @pytest.mark.parametrize(
     "options",
     [[], [*EAGER, "--vllm_enable_sleep_mode"], [*LORA, *EAGER], [*LORA, *EAGER, "--vllm_enable_sleep_mode"]],
@@ -102,7 +101,6 @@ def test_servers(folder, count, flags):
             print((folder / f"{port}.log").read_text()[-2000:])
 
 
-@pytest.mark.xdist_group("vllm")
 def test_the_same_seed_draws_the_same():
     """vLLM's newer model runner, which it uses on GPUs, draws by seeds; the older from torch's generators."""
     for runner in ("0", "1"):
