@@ -14,6 +14,7 @@ from transformers import LlamaConfig, LlamaForSequenceClassification
 from rloom.errors import ConfigError, RewardError
 from rloom.rewards import FunctionReward, RewardBatch, RewardSet, judge
 from rloom.rewards.library.judging import reply_cache
+from rloom.rewards.library.judging.judge import _load
 from rloom.rewards.library.judging.replies import read_preference, read_score
 from tests.conftest import LETTERS, make_tokenizer
 from tests.services import serving
@@ -220,8 +221,11 @@ def test_a_reward_model_as_judge(tmp_path):
         vocab_size=len(LETTERS) + 4, hidden_size=16, intermediate_size=16, num_hidden_layers=1,
         num_attention_heads=2, num_labels=1, pad_token_id=0,
     )  # fmt: skip
-    LlamaForSequenceClassification(config).save_pretrained(tmp_path)
+    LlamaForSequenceClassification(config).to(torch.bfloat16).save_pretrained(tmp_path)
     make_tokenizer().save_pretrained(tmp_path)
+    loaded = _load(str(tmp_path), None).model
+    cuda = torch.cuda.is_available()
+    assert (loaded.device.type, loaded.dtype) == (("cuda", torch.bfloat16) if cuda else ("cpu", torch.float32))
     logits = judge(reward_model=str(tmp_path))(PROMPTS, ANSWERS)
     assert judge(reward_model=str(tmp_path))(["q"], ["\ud800"])[0] is not None  # half a surrogate pair
     wins = judge(reward_model=str(tmp_path), mode="pairwise")(PROMPTS, ANSWERS)

@@ -211,10 +211,15 @@ def _model_judge(model: nn.Module | str, tokenizer: Any, mode: str) -> Callable[
 
 
 def _load(model: nn.Module | str, tokenizer: Any) -> ModelReward:
+    import torch
+
     from rloom.rewards.build import load_reward_model, reward_tokenizer
     from rloom.rewards.model import ModelReward
 
     if isinstance(model, str):
-        model = load_reward_model(model, trust_remote_code=False, init_kwargs=None)
+        # By name it is ours to place: on a GPU as it was saved, on a CPU in float32, which is the faster one there.
+        cuda = torch.cuda.is_available()
+        init = {"dtype": "auto" if cuda else "float32"}
+        model = load_reward_model(model, trust_remote_code=False, init_kwargs=init).to("cuda" if cuda else "cpu")
     tokenizer = reward_tokenizer(model, tokenizer, revision=None, trust_remote_code=False)
     return ModelReward(model, tokenizer, name="judge", template_kwargs={})
