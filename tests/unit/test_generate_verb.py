@@ -35,6 +35,14 @@ def test_the_other_verbs_flags_are_understood(folder, tmp_path, capsys):
     assert all(len(completion["token_ids"]) <= 5 for completion in found)
 
 
+@pytest.mark.parametrize("flags", [["--num-examples", "2"], ["--split", "train[:2]"]])
+def test_the_first_prompts_alone(folder, tmp_path, capsys, flags):
+    prompts = write(tmp_path / "prompts.jsonl", [{"prompt": text} for text in ("abc", "de", "f")])
+    assert main(["generate", "--model", folder, "--data", prompts, "--json", *flags]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [json.loads(line)["prompt"] for line in lines] == ["abc", "de"]
+
+
 def test_completions_with_their_logprobs(folder, tmp_path, capsys):
     rows = [{"prompt": "abc", "answer": 3}, {"prompt": [{"role": "user", "content": "hi"}]}]
     for row in rows:

@@ -7,6 +7,7 @@ import sys
 import time
 from argparse import Namespace
 from contextlib import AbstractContextManager, nullcontext
+from itertools import islice
 from typing import TYPE_CHECKING, Any, TextIO
 
 from rloom.cli.messages import show_messages
@@ -37,6 +38,7 @@ def add_arguments(parser: Parser) -> None:
     add = parser.add_argument
     add("--model", "--model-name-or-path", dest="model", required=True, metavar="MODEL", help="a name or path")
     add_prompt_arguments(parser, "--prompts")
+    add("--num-examples", type=count, metavar="N", help="prompts to take, from the start (default: all)")
     add("--n", "--num-generations", type=count, default=1, metavar="N", help="completions per prompt (default 1)")
     add("--json", action="store_true", help="print JSON lines, with token ids and log-probabilities")
     add("--output", metavar="FILE", help="write the JSON lines to a file")
@@ -104,7 +106,7 @@ def _writer(options: Namespace, *, chat: bool) -> Writer:
 def read_prompts(options: Namespace) -> list[dict[str, Any]]:
     """Rows with a "prompt", text or messages; other columns are passed through."""
     rows = []
-    for where, row in prompt_rows(options):
+    for where, row in islice(prompt_rows(options), options.num_examples):
         if not row["prompt"]:
             raise DataError(f"{where}: the prompt is empty; there is nothing to continue from")
         for name in WRITTEN:

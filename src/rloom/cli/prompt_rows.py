@@ -50,7 +50,7 @@ def _rows(options: Namespace) -> Iterator[tuple[str, dict[str, Any]]]:
     if options.prompt:
         for number, text in enumerate(options.prompt, 1):
             yield f"--prompt {number}", {"prompt": text}
-    elif _is_json_lines(options.data):
+    elif _is_json_lines(options.data) and "[" not in options.split:
         for where, row in read_rows(options.data):
             yield where, _as_loaded(row, where, options.columns or [])
     else:
