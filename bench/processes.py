@@ -1,9 +1,13 @@
 """What sharding costs: the same update by processes that hold the whole model, and by those that hold a part.
 
     python bench/processes.py cpu --processes 2 --ways plain fsdp zero2 zero3     # zero…: where DeepSpeed is installed
+    python bench/processes.py cpu --ways plain fsdp freed layered
+
+`freed`: FSDP2, and the whole copy that generates is let go of before each update; `layered`: FSDP2 without such a copy.
 
 A row for each way, in a launch of torchrun of its own: seconds of a step (the best after the first two, since the
-machine may be busy) and its ratio to processes that hold the whole model.
+machine may be busy), its ratio to processes that hold the whole model, what gathering the copy takes in a step (the
+median), and the copy's size in an update.
 """
 
 from __future__ import annotations
@@ -12,6 +16,7 @@ import argparse
 import itertools
 import json
 import os
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -30,6 +35,38 @@ def zero_config(stage: int) -> dict[str, Any]:
     }  # fmt: skip
 
 
+SHARDED: dict[str, dict[str, Any]] = {
+    "fsdp": {"fsdp": True, "keep_whole_copy": True},
+    "freed": {"fsdp": True, "keep_whole_copy": False},
+    "layered": {"fsdp": True, "ds3_gather_for_generation": False},
+}
+
+
+def watch(trainer: Any) -> tuple[list[float], list[int]]:
+    """Seconds of each gathering of the whole copy, and its bytes in each update; empty where there is no copy."""
+    import torch
+
+    gathers, sizes, processes = list[float](), list[int](), trainer.processes
+    if getattr(processes, "_copy", None) is None:
+        return gathers, sizes
+    gather, enter = processes.gather_weights, processes.in_step
+
+    def gathering() -> None:
+        began = time.perf_counter()
+        gather()
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+        gathers.append(time.perf_counter() - began)
+
+    def entering() -> Any:
+        entered = enter()
+        sizes.append(processes._copy.nbytes)
+        return entered
+
+    processes.gather_weights, processes.in_step = gathering, entering
+    return gathers, sizes
+
+
 def run(name: str, way: str, steps: int, folder: str) -> None:
     """In each process: one run; the main one prints its row."""
     import torch
@@ -45,7 +82,7 @@ def run(name: str, way: str, steps: int, folder: str) -> None:
         def on_step_end(self, *args: Any, **kwargs: Any) -> None:
             ends.append(time.time())
 
-    more: dict[str, Any] = {"fsdp": True} if way == "fsdp" else {}
+    more = {**SHARDED.get(way, {})}
     if way.startswith("zero"):
         more = {"deepspeed": zero_config(int(way[-1]))}
     on_cpu = not torch.cuda.is_available()
@@ -58,10 +95,13 @@ def run(name: str, way: str, steps: int, folder: str) -> None:
     trainer = RLOOTrainer(
         model, reward, config, make_rows(shape, 64), processing_class=make_tokenizer(), callbacks=[Clock()]
     )
+    gathers, copy = watch(trainer)
     trainer.train()
     gaps = [b - a for a, b in itertools.pairwise(ends[1:])]
     if int(os.environ["RANK"]) == 0:
         row = {"shape": name, "way": way, "processes": world, "step_s": round(min(gaps), 3)}
+        if gathers:
+            row |= {"gather_s": round(statistics.median(gathers[1:]), 4), "copy_mib": round(max(copy) / 2**20, 1)}
         print("ROW", json.dumps(row), flush=True)
 
 

@@ -32,6 +32,13 @@ ROWS = [{"prompt": text, "summary": "a text."} for text in TEXTS]
 
 LAUNCHED_WITH_FSDP = {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2", "FSDP_CPU_RAM_EFFICIENT_LOADING": "true"}
 
+COPIES: dict[str, dict[str, Any]] = {
+    "kept": {"keep_whole_copy": True},
+    "freed": {"keep_whole_copy": False},
+    # instead of layer by layer
+    "whole": {"ds3_gather_for_generation": True},
+}
+
 COMPLETIONS = 16  # per rollout, over all processes
 KINDS: dict[str, dict[str, Any]] = {
     # whole completions, the KL in the reward, the training forward's own log-probabilities
@@ -80,6 +87,11 @@ KINDS: dict[str, dict[str, Any]] = {
     "failing": {"beta": 0.1},
     # by the server whose address is in RLOOM_TEST_SERVER
     "vllm": {"beta": 0.1, "engine": "vllm", "vllm_mode": "server", "learning_rate": 1e-2},
+    # sharded weights are run layer by layer, or the same engine runs the whole copy; completions end at other times
+    "layered": {"beta": 0.1, "max_steps": 2, "engine": "forked", "steps": 2, "max_tokens_per_micro_batch": 40,
+                "ds3_gather_for_generation": False},
+    "layered lora": {"beta": 0.1, "max_steps": 2, "engine": "forked", "learning_rate": 1e-2,
+                     "max_tokens_per_micro_batch": 40, "ds3_gather_for_generation": False},
     "corners": {"beta": 0.1, "engine": "forked", "log_completions": True, "num_completions_to_print": 1,
                 "per_device_eval_batch_size": 4},
 }  # fmt: skip
@@ -256,12 +268,14 @@ def run(output: Path, kind: str, *, resume: bool = False, **changes: Any) -> dic
     if kind == "killed":
         _kill_in_an_update(trainer)
     _look_after_updates(trainer, apart)
+    memory = _look_at_the_copy(trainer) if trainer.args.keep_whole_copy is not None else []
     trainer.train(resume_from_checkpoint=resume or None)
     trainer.processes.gather_weights()
     whole = trainer.processes.without_gradient(trainer.model)
     return {
         "world": trainer.accelerator.num_processes,
-        "weights": {name: p.detach().clone() for name, p in whole.named_parameters()},
+        "weights": {name: _whole(p).detach().clone() for name, p in whole.named_parameters()},
+        "memory": memory,
         "dtypes": {p.dtype for p in trainer.model.parameters()},
         "parts": sum(trainer.processes.own_part(p).numel() for p in trainer.model.parameters()),
         "history": [{k: v for k, v in e.items() if "time" not in k and "per_second" not in k}
@@ -272,6 +286,45 @@ def run(output: Path, kind: str, *, resume: bool = False, **changes: Any) -> dic
         "wrapped": type(trainer.model_wrapped).__name__,
         "state": checkpoint.state_of(trainer._components(), trainer._plan()),
     }  # fmt: skip
+
+
+def _whole(p: Any) -> Any:
+    if hasattr(p, "ds_id"):
+        import deepspeed
+
+        with deepspeed.zero.GatheredParameters([p]):
+            return p.data.clone()
+    return p.full_tensor() if hasattr(p, "full_tensor") else p
+
+
+def _look_at_the_copy(trainer: Any) -> list[tuple[int, int, int]]:
+    """In the first update: bytes of the copy before it and in it, and how many bytes less all tensors take in it."""
+    found: list[tuple[int, int, int]] = []
+    enter, processes = trainer.processes.in_step, trainer.processes
+
+    def looking() -> Any:
+        if found:  # once is enough: it takes a second
+            return enter()
+        before, whole = _tensor_bytes(), processes._copy.nbytes if getattr(processes, "_copy", None) else 0
+        entered = enter()
+        left = processes._copy.nbytes if whole else 0
+        found.append((whole, left, before - _tensor_bytes()))
+        return entered
+
+    trainer.processes.in_step = looking
+    return found
+
+
+def _tensor_bytes() -> int:
+    """Bytes of all tensors that are alive."""
+    import gc
+
+    gc.collect()
+    storages = {}
+    for thing in gc.get_objects():
+        if type(thing) in (torch.Tensor, torch.nn.Parameter):
+            storages[thing.untyped_storage().data_ptr()] = thing.untyped_storage().nbytes()
+    return sum(storages.values())
 
 
 def corners(output: Path) -> dict[str, Any]:
@@ -440,6 +493,10 @@ def main() -> None:
                 cut_off_after(Path(kind.removeprefix("sharded from ")), folder, step=2)
             torch.distributed.barrier()
             result = run(folder, "saved", resume=True, fsdp=True)
+        elif kind.split(" ")[1:2] and kind.split(" ")[1] in COPIES:  # the whole copy is kept, or let go of
+            way, how, what = kind.split(" ", 2)
+            sharding = {"deepspeed": zero_config(3)} if way == "zero3" else {"fsdp": True}
+            result = run(folder, what, **sharding, **COPIES[how])
         elif kind.startswith("zero"):
             name, _, kind = kind.partition(" ")
             if kind == "resumed":

@@ -48,7 +48,7 @@ def launch(*arguments: str, processes: int = 2) -> subprocess.CompletedProcess:
     environment = {**os.environ, "ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
     options = ["--nproc_per_node", str(processes), "--rdzv_backend", "c10d", "--rdzv_endpoint", "127.0.0.1:0"]
     line = [sys.executable, "-m", "torch.distributed.run", *options, str(SCRIPT), *arguments]
-    return subprocess.run(line, env=environment, capture_output=True, text=True, timeout=120)
+    return subprocess.run(line, env=environment, capture_output=True, text=True, timeout=240)
 
 
 @pytest.fixture(scope="module")

@@ -857,8 +857,8 @@ MUTANTS = [
     ),
     Mutant(
         "training/sharded.py",
-        "                if name in self._stale:",
-        "                if not self._stale:",
+        "[name for name in parts if name in self._stale]",
+        "[name for name in parts if not self._stale]",
         "tests/integration/test_sharded.py::test_two_halves_are_as_one[sequence]",
     ),
     Mutant(
@@ -866,6 +866,31 @@ MUTANTS = [
         "            p.data = p.data.float()",
         "            pass",
         "tests/integration/test_sharded.py::test_bfloat16_weights_learn_in_float32",
+    ),
+    # -- the whole copy
+    Mutant(
+        "training/whole_copy.py",
+        "    stays = left >= ROOM * total",
+        "    stays = free >= ROOM * total",
+        "tests/unit/test_whole_copy.py::test_a_copy_stays_where_a_quarter_of_the_memory_is_left",
+    ),
+    Mutant(
+        "training/whole_copy.py",
+        "            if name in self._filled:",
+        "            if True:",
+        "tests/unit/test_whole_copy.py::test_what_only_the_copy_has_stays",
+    ),
+    Mutant(
+        "training/sharded.py",
+        "            for release in self._users:",
+        "            for release in ():",
+        "tests/integration/test_sharded.py::test_a_copy_that_is_let_go_of_changes_nothing",
+    ),
+    Mutant(
+        "generation/forked.py",
+        "return unfinished if self.any_process is None else self.any_process(unfinished)",
+        "return unfinished",
+        "tests/integration/test_sharded.py::test_layer_by_layer_is_as_the_whole_copy",
     ),
     Mutant(
         "training/passes.py",

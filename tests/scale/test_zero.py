@@ -30,6 +30,7 @@ AS_ONE = ["sequence", "token", "several", "lora", "checkpointed", "evaluated"]
 def two(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("zero")
     kinds = [f"{stage} {kind}" for stage in STAGES for kind in [*AS_ONE, "degenerate", "dropout", "resumed"]]
+    kinds += [f"zero3 {kind}" for kind in ("freed sequence", "kept sequence", "layered", "whole layered")]
     environment = {**os.environ, "DS_ACCELERATOR": "cpu", "ACCELERATE_USE_DEEPSPEED": "true", "OMP_NUM_THREADS": "1"}
     # With this, accelerate would train without DeepSpeed, and say nothing.
     environment.pop("ACCELERATE_USE_CPU", None)
@@ -79,3 +80,14 @@ def test_resumed_is_as_never_stopped(two, stage):
     saved = AutoModelForCausalLM.from_pretrained(two / f"{stage} dropout" / "checkpoint-6")
     for name, p in saved.named_parameters():
         torch.testing.assert_close(p.detach(), whole[0]["weights"][name], rtol=0, atol=0)
+
+
+@pytest.mark.parametrize(("one", "other"), [("freed sequence", "kept sequence"), ("layered", "whole layered")])
+def test_what_becomes_of_the_whole_copy_changes_nothing(two, one, other):
+    """It is let go of in updates, or is not there at all: tokens and weights are those of a copy that stays."""
+    for ours, kept in zip(results(two, f"zero3 {one}"), results(two, f"zero3 {other}"), strict=True):
+        assert ours["drawn"] == kept["drawn"]
+        assert all(torch.equal(ours["weights"][name], weight) for name, weight in kept["weights"].items())
+    if "freed" in one:
+        whole, left, less = results(two, f"zero3 {one}")[0]["memory"][0]
+        assert left < 200 < 70_000 < whole <= less + left

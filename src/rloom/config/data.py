@@ -32,7 +32,11 @@ class DataTopic(Topic):
     max_seq_length: int | None = option(
         None, "Most tokens of prompt and completion together. Unset: what `load_model` was told, else the model's own."
     )
-    ds3_gather_for_generation: bool = option(True, "DeepSpeed ZeRO-3: gather the weights to generate.")
+    ds3_gather_for_generation: bool = option(
+        True,
+        "FSDP2 and ZeRO-3: gather a whole copy of the weights to generate. False: generate layer by layer, which is "
+        "slow, for models of which no whole copy fits beside the rest.",
+    )
     shuffle_dataset: bool | None = option(True, "Shuffle the training prompts, anew in each epoch.")
     pad_to_multiple_of: int | str | None = option("auto", "Pad prompts and completions to such a multiple.")
 

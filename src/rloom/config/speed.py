@@ -29,6 +29,11 @@ class SpeedTopic(Topic):
     offload_reference: bool = option(
         False, "Keep the reference's weights in the host's memory, and on the device only while they are used."
     )
+    keep_whole_copy: bool | None = option(
+        None,
+        "FSDP2 and ZeRO-3: keep the whole copy of the weights that generates in memory during updates; False: let go "
+        "of it before each. The result is the same. Unset: keep it if a quarter of the memory is left beside it.",
+    )
     dynamic_sampling: int = option(
         0,
         "Replace groups whose scores are all equal by groups of other prompts, in at most so many rounds per rollout.",

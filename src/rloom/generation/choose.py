@@ -40,12 +40,16 @@ def choose_engine(
     pad_to_multiple_of: int | None = None,
     never: Sequence[int] = (),
     vllm: VllmOptions | None = None,
+    any_process: Callable[[bool], bool] | None = None,
 ) -> Engine:
     """An engine for this model. What is asked for by name is had, or an error says why not.
 
     `never` are tokens that must not be sampled for a prompt with images: those that stand for images. `vllm` says how
-    vLLM is run, which is never chosen unasked.
+    vLLM is run, which is never chosen unasked. `any_process`: given where weights are gathered layer by layer, which
+    the forked engine alone can do.
     """
+    if any_process is not None:
+        return _layer_by_layer(get_model, sampling, wanted, tokenizer, any_process)
     makers: dict[str, Callable[[], Engine]] = {
         "native": lambda: _native(
             get_model,
@@ -85,6 +89,27 @@ def choose_engine(
         except EngineError as error:
             logger.warning("the %s engine does not fit, %s is used, which is slower: %s", name, NEXT[name], error)
     return makers["transformers"]()
+
+
+def _layer_by_layer(
+    get_model: Callable[[], Any],
+    sampling: Sampling,
+    wanted: str | None,
+    tokenizer: Any,
+    any_process: Callable[[bool], bool],
+) -> Engine:
+    foreign = sorted(set(sampling.extra) - OURS)
+    asked = f"engine={wanted!r}" if wanted not in (None, "forked") else f"generation_kwargs {', '.join(foreign)}"
+    if wanted not in (None, "forked") or foreign:
+        raise ConfigError(
+            f"ds3_gather_for_generation=False generates layer by layer, with engine='forked' alone: leave {asked} out"
+        )
+    try:
+        return ForkedEngine(get_model, sampling, tokenizer=tokenizer, any_process=any_process)
+    except EngineError as error:
+        raise ConfigError(
+            f"ds3_gather_for_generation=False: {error}. Leave it out, so that a copy generates"
+        ) from error
 
 
 def has_own_generate(model: Any) -> bool:

@@ -56,13 +56,25 @@ class _Fork:
 
 
 class ForkedEngine:
-    """Samples from the trained model, all groups in one batch, each prompt run once."""
+    """Samples from the trained model, all groups in one batch, each prompt run once.
+
+    `any_process`: whether a flag is true in any process. Where it is given, each forward gathers weights from all
+    processes, so each runs as many as the one that has most to do.
+    """
 
     keyed_by_prompt = True
     takes_images = False
 
-    def __init__(self, get_model: Callable[[], Any], sampling: Sampling, *, tokenizer: Any = None) -> None:
+    def __init__(
+        self,
+        get_model: Callable[[], Any],
+        sampling: Sampling,
+        *,
+        tokenizer: Any = None,
+        any_process: Callable[[bool], bool] | None = None,
+    ) -> None:
         self.get_model, self.sampling, self.tokenizer = get_model, sampling, tokenizer
+        self.any_process = any_process
         self.sampler = Sampler(sampling)
         reason = why_not_forked(get_model())
         if reason is not None:
@@ -70,7 +82,8 @@ class ForkedEngine:
 
     def words(self) -> str:
         """What generates, in one line."""
-        return "generation with the library's cache, forked for each group: slower than the native engine"
+        how = "layer by layer, which is slow" if self.any_process else "slower than the native engine"
+        return f"generation with the library's cache, forked for each group: {how}"
 
     def generate(self, prompts: Sequence[Prompt], num_generations: int, *, seed: int) -> Iterator[Group]:
         """Yield the groups in order, once all are done."""
@@ -96,13 +109,18 @@ class ForkedEngine:
                 if seen is not None:
                     seen.scatter_(1, drawn.tokens.unsqueeze(1), True)
                 self._take(rows, drawn)
-                if all(row.stop_reason for row in rows):
+                if not self._goes_on(rows):
                     break
                 fork.step(drawn.tokens)
         if not self.sampler.filters:
             for row in rows:
                 row.drawn_logprobs = None
         return rows
+
+    def _goes_on(self, rows: list[Completion]) -> bool:
+        """Whether another step is run: rows that have ended draw nothing in it."""
+        unfinished = not all(row.stop_reason for row in rows)
+        return unfinished if self.any_process is None else self.any_process(unfinished)
 
     def _seen(self, prompts: Sequence[Prompt], k: int, logits: Tensor) -> Tensor | None:
         """Which tokens occur in each row, (B·K, V), for the repetition penalty; None without one."""

@@ -33,6 +33,11 @@ class ImageRouter:
         """As the engine for text; the other is given a seed of its prompts' own."""
         return self.text.keyed_by_prompt
 
+    def release(self) -> None:
+        """Let go of what the engine for text keeps of the weights."""
+        if "text" in self.__dict__ and hasattr(self.text, "release"):
+            self.text.release()
+
     def words(self) -> str:
         """What generates, in one line."""
         return "generation by the first engine that fits: tried with the first prompts"

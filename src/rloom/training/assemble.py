@@ -25,7 +25,7 @@ from rloom.generation.vllm.options import VllmOptions
 from rloom.models import load as loading
 from rloom.models.fused import FusedLayers
 from rloom.models.model_checks import check_head, proves_packed_images, proves_packing
-from rloom.models.reference import Reference, make_reference
+from rloom.models.reference import AdapterReference, Reference, make_reference
 from rloom.models.triton_support import runs_kernels
 from rloom.observe.clock import PhaseClock
 from rloom.observe.completions import TABLE_COLUMNS, CompletionLog
@@ -175,9 +175,11 @@ def build(
         aux_loss_weight=_aux_loss_weight(trainer.model, args.router_aux_loss_coef),
         processes=processes,
     )
+    engine = engine or _engine(trainer, policy, encoder, args)
+    processes.uses_copy(getattr(engine, "release", None), in_updates=_reference_runs_in_updates(reference, assigner))
     collector = Collector(
         encoder=encoder,
-        engine=engine or _engine(trainer, policy, encoder, args),
+        engine=engine,
         score=lambda *inputs: trainer._calculate_rewards(*inputs),
         state=lambda: trainer.state,
         rewards=rewards,
@@ -207,6 +209,11 @@ def build(
     )
 
 
+def _reference_runs_in_updates(reference: Reference | None, assigner: CreditAssigner) -> bool:
+    """Whether a reference that is the policy with other adapters is run beside the training forward."""
+    return isinstance(reference, AdapterReference) and assigner.estimator.needs_distributions
+
+
 def _passes(
     trainer: Any, policy: Policy, reference: Reference | None, encoder: PromptEncoder, args: RLOOConfig
 ) -> Passes:
@@ -232,6 +239,7 @@ def _passes(
         compiled=bool(args.compile_layers),
         fused=fused,
         keep_logits=keep,
+        in_step_with=trainer.processes if trainer.processes.is_layered else None,
     )
 
 
@@ -358,6 +366,7 @@ def _engine(trainer: Any, policy: Policy, encoder: PromptEncoder, args: RLOOConf
                 pad_to_multiple_of=args.padding_multiple,
                 never=placeholder_ids(trainer.model.config) if policy.vision else (),
                 vllm=VllmOptions.of(args) if wanted == "vllm" else None,
+                any_process=trainer.processes.any if trainer.processes.is_layered else None,
             )
 
     if args.engine is not None or not policy.vision:

@@ -97,7 +97,9 @@ class CreditAssigner:
             return False
         batcher, tokens = self.passes.batcher, self.passes.budget.tokens
         plans = batcher.plan(rollout, trained_rows(rollout), tokens, whole_groups=True)
-        return all(batcher.size(rollout, rows) <= tokens for rows in plans)
+        fits = all(batcher.size(rollout, rows) <= tokens for rows in plans)
+        # Where one process runs a first pass layer by layer, all must.
+        return fits if not self.processes.is_layered else not self.processes.any(not fits)
 
     def _first_pass(self, model: Any, rollout: Rollout, *, keep_logprobs: bool) -> None:
         """A forward without gradient: token KLs where the reward needs them, and log-probabilities if asked for.
@@ -109,10 +111,12 @@ class CreditAssigner:
         def run(batch: MicroBatch) -> None:
             with evaluating(model):
                 stats = self.passes.run(model, batch)
+            if batch.idle:
+                return
             if keep_logprobs:
-                keep(rollout.policy_logprobs, batch, stats.logprobs)
+                keep(batch.rollout.policy_logprobs, batch, stats.logprobs)
             if self.credit.needs_kl:
-                keep(rollout.kl, batch, self.kl(batch, stats))
+                keep(batch.rollout.kl, batch, self.kl(batch, stats))
 
         self.passes.without_gradient(rollout, run)
 
@@ -120,7 +124,7 @@ class CreditAssigner:
         """The reference's log-probabilities of all rows that will be trained on."""
 
         def run(batch: MicroBatch) -> None:
-            keep(rollout.reference_logprobs, batch, self.passes.by_reference(batch).logprobs)
+            keep(batch.rollout.reference_logprobs, batch, self.passes.by_reference(batch).logprobs)
 
         with self.clock.measuring("reference"):
             self.passes.without_gradient(rollout, run)

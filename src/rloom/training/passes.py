@@ -22,6 +22,7 @@ from rloom.models.reference import FrozenReference, Reference
 from rloom.models.triton_support import has_triton
 from rloom.models.verify import evaluating
 from rloom.training.budget import TokenBudget
+from rloom.training.processes import Processes
 from rloom.types import MicroBatch, Prompt, Rollout
 
 
@@ -40,8 +41,11 @@ class Passes:
         compiled: bool = False,
         fused: bool = False,
         keep_logits: bool = False,
+        in_step_with: Processes | None = None,
     ) -> None:
         self.policy, self.reference = policy, reference
+        # Processes that must run a pass without gradient equally often, since weights are gathered in it.
+        self.in_step_with = in_step_with
         # What runs where nothing is learnt. Other than the policy, where that is sharded.
         self.whole = policy if without_gradient is None else without_gradient
         self.batcher, self.budget = batcher, budget
@@ -131,14 +135,26 @@ class Passes:
 
         @torch.no_grad()
         def passes() -> None:
-            budget = self.budget.without_gradient
+            plans = self.batcher.plan(rollout, trained_rows(rollout), self.budget.without_gradient, whole_groups=False)
             with self.attention(), self.reference_stays():
-                for rows in self.batcher.plan(rollout, trained_rows(rollout), budget, whole_groups=False):
-                    batch = self.batcher.make(rollout, rows, self.device)
+                for batch in self._batches_in_step(rollout, plans):
                     with attention_for(batch):
                         run(batch)
 
-        self.budget.retrying(passes, gradient=False)
+        if self.in_step_with is None:
+            self.budget.retrying(passes, gradient=False)
+        else:
+            # One process cannot repeat a pass by itself.
+            passes()
+            self.in_step_with.after_forwards()
+
+    def _batches_in_step(self, rollout: Rollout, plans: list[list[int]]) -> Iterator[MicroBatch]:
+        """A rollout's micro-batches, and idle ones where other processes have more."""
+        for rows in plans:
+            yield self.batcher.make(rollout, rows, self.device)
+        if self.in_step_with is not None:
+            for _ in range(self.in_step_with.rounds(len(plans)) - len(plans)):
+                yield self.idle_batch()
 
 
 def trained_rows(rollout: Rollout) -> list[int]:

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
 from typing import Any
@@ -57,6 +57,9 @@ class Processes:
     is_sharded = False
     """Whether each process holds only a part of the weights."""
 
+    is_layered = False
+    """Whether what needs no gradient runs on sharded weights, layer by layer, with all processes in step."""
+
     def __init__(
         self,
         rank: int = 0,
@@ -92,11 +95,12 @@ class Processes:
             },
         )
         half = torch.bfloat16 if accelerator.mixed_precision == "bf16" else None
-        if zero:
-            return ZeroProcesses(*place, stage=accelerator.state.deepspeed_plugin.zero_stage, half=half, **options)
-        if not asks_to_shard(args):
+        if not zero and not asks_to_shard(args):
             return cls(*place, **options)
-        return ShardedProcesses(*place, half=half, reshard=reshards(args), **options)
+        options |= {"half": half, "keep_copy": args.keep_whole_copy, "layered": not args.ds3_gather_for_generation}
+        if zero:
+            return ZeroProcesses(*place, stage=accelerator.state.deepspeed_plugin.zero_stage, **options)
+        return ShardedProcesses(*place, reshard=reshards(args), **options)
 
     @property
     def alone(self) -> bool:
@@ -241,8 +245,14 @@ class Processes:
         """The model to run where nothing is learnt: to generate, for a pass without gradient, to evaluate."""
         return model
 
+    def uses_copy(self, release: Callable[[], None] | None, *, in_updates: bool) -> None:
+        """Note what else depends on the model that runs without gradient."""
+
     def gather_weights(self) -> None:
         """Bring the present weights to the model that runs without gradient."""
+
+    def after_forwards(self) -> None:
+        """After forwards without gradient."""
 
     def shard(self, model: nn.Module) -> None:
         """Shard the model. Everything that needs the whole model has been built by now."""

@@ -4,8 +4,9 @@ Each of N processes holds 1/N of every weight, of its gradient and of the optimi
 it runs, forward or backward. So in an update all processes must run the model equally often (`rounds`).
 
 What runs without gradient (generation, the reference's and the first pass, evaluation) runs on a whole copy of the
-weights in each process, which is filled from the parts before each rollout and each evaluation. There, processes need
-not be in step.
+weights in each process (`whole_copy.py`), which is filled from the parts before each rollout and each evaluation.
+There, processes need not be in step. Without such a copy (`ds3_gather_for_generation=False`) it runs on the parts,
+layer by layer, and processes are in step there too.
 
 The model is loaded, checked and copied as a whole in each process, and is sharded when the trainer has been built.
 accelerate is not told: it would take the model apart before the checks, and on a CPU it would silently not shard.
@@ -13,7 +14,6 @@ accelerate is not told: it would take the model apart before the checks, and on 
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
@@ -32,6 +32,7 @@ from rloom.models.low_bits import Piece, Value, join_float32, split_float32
 from rloom.models.optimizers import LOW_BITS
 from rloom.models.split_weights import kept_in_float32
 from rloom.training.processes import Processes, together
+from rloom.training.whole_copy import WholeCopy, cast, fits_beside_update
 
 HALVES = (torch.bfloat16, torch.float16)
 
@@ -42,12 +43,24 @@ class ShardedProcesses(Processes):
     is_sharded = True
     can_repeat = False
 
-    def __init__(self, *place: int, half: torch.dtype | None, reshard: bool = True, **options: Any) -> None:
+    def __init__(
+        self,
+        *place: int,
+        half: torch.dtype | None,
+        reshard: bool = True,
+        layered: bool = False,
+        keep_copy: bool | None = None,
+        **options: Any,
+    ) -> None:
         super().__init__(*place, **options)
         # The dtype in which weights are gathered and run; None: their own.
-        self.half, self._reshard = half, reshard
+        self.half, self._reshard, self.is_layered = half, reshard, layered
         self._model: nn.Module | None = None
-        self._copy: nn.Module | None = None
+        self._copy: WholeCopy | None = None
+        # Whether the copy stays in memory during updates; None until that is decided.
+        self._keep_copy = keep_copy
+        # Called before the copy is let go of: others hold memory that belongs to it.
+        self._users: list[Callable[[], None]] = []
         # The dtypes of the weights that were loaded, in which they are saved.
         self._dtypes: dict[str, torch.dtype] = {}
         # Names of weights that the copy cannot have yet: all at first, then those that are or were trained.
@@ -56,33 +69,55 @@ class ShardedProcesses(Processes):
     # -- the whole copy
 
     def without_gradient(self, model: nn.Module) -> nn.Module:
-        """The whole copy, in this process alone."""
+        """The whole copy, in this process alone. Layer by layer: the model itself."""
+        if self.is_layered:
+            return model
         if self._copy is None:
             if kept_in_float32(base_of(model)):
                 self.half = None
             if self.half is not None and is_peft_model(model):
-                _cast((p for p in model.parameters() if not p.requires_grad), self.half)
-            # In evaluation mode: there is no dropout where nothing is learnt.
-            self._copy = copy.deepcopy(model).eval()
-            if self.half is not None and not is_peft_model(model):
-                # Buffers stay as they are: rounded angles would rotate otherwise.
-                _cast(self._copy.parameters(), self.half)
-        return self._copy
+                cast((p for p in model.parameters() if not p.requires_grad), self.half)
+            self._copy = WholeCopy(model, half=None if is_peft_model(model) else self.half)
+        return self._copy.module
+
+    def uses_copy(self, release: Callable[[], None] | None, *, in_updates: bool) -> None:
+        """Note what else depends on the copy. `in_updates`: it is run there too, and so has to stay."""
+        self._users += [] if release is None else [release]
+        if in_updates:
+            self._keep_copy = True
 
     @torch.no_grad()
     def gather_weights(self) -> None:
         """Fill the whole copy from the parts of all processes. Weights that were never trained are there already."""
         if self._model is None or self._copy is None:
             return
-        copies, buffers = dict(self._copy.named_parameters()), dict(self._copy.named_buffers())
-        self._stale |= {name for name, p in self._model.named_parameters() if p.requires_grad}
+        parts, trained = dict(self._model.named_parameters()), self._trained()
+        self._stale |= set(parts) if self._copy.is_freed else trained
         with together():
-            for name, p in self._model.named_parameters():
-                if name in self._stale:
-                    copies[name].copy_(_whole(p))
+            self._copy.fill([name for name in parts if name in self._stale], lambda name: _whole(parts[name]))
+        buffers = dict(self._copy.module.named_buffers())
         for name, buffer in self._model.named_buffers():
             buffers[name].copy_(buffer)
-        self._stale = {name for name, p in self._model.named_parameters() if p.requires_grad}
+        self._stale = trained
+
+    def _trained(self) -> set[str]:
+        assert self._model is not None
+        return {name for name, p in self._model.named_parameters() if p.requires_grad}
+
+    def _let_go_of_copy(self) -> None:
+        """Before an update: let go of the copy where it is not kept. All processes do the same."""
+        if self._copy is None or self._model is None:
+            return
+        if self._keep_copy is None:
+            trained = sum(self.own_part(p).numel() for p in self._model.parameters() if p.requires_grad)
+            device = self._device or torch.device("cpu")
+            self._keep_copy = not self.any(not fits_beside_update(self._copy, trained, device))
+        if not self._keep_copy and not self._copy.is_freed:
+            for release in self._users:
+                release()
+            self._copy.free()
+            if torch.cuda.is_available():
+                torch.cuda.empty_cache()
 
     # -- sharding
 
@@ -114,8 +149,16 @@ class ShardedProcesses(Processes):
         return max(1, *self.gather(count))
 
     def in_step(self) -> AbstractContextManager[None]:
-        """Layers are gathered inside the block, from all processes."""
+        """Layers are gathered inside the block, from all processes. The whole copy is let go of where it must be."""
+        self._let_go_of_copy()
+        self.after_forwards()
         return together()
+
+    def after_forwards(self) -> None:
+        """Let go of what forwards without a backward have gathered: after an update it would be out of date."""
+        for module in self._model.modules() if self.is_layered and self._model is not None else ():
+            if isinstance(module, FSDPModule):
+                module.reshard()
 
     def backward(self, accelerator: Accelerator, model: nn.Module, loss: Tensor, *, last: bool) -> None:
         """Run a micro-batch backward, which adds its gradients to the parts that other processes hold."""
@@ -268,12 +311,6 @@ def _join_low_bits(p: Tensor, low_bits: Any) -> None:
         bits = _part_like(p, low_bits)
         assert isinstance(bits, DTensor)
         part.copy_(join_float32(part.bfloat16(), bits.to_local()))
-
-
-def _cast(parameters: Iterable[Tensor], dtype: torch.dtype) -> None:
-    for p in parameters:
-        if p.is_floating_point():
-            p.data = p.data.to(dtype)
 
 
 def _widen(module: nn.Module) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 from torch.distributed.fsdp import FSDPModule
 from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
+from rloom.algo import KL_ESTIMATORS
 from rloom.config import RLOOConfig
 from rloom.data.datasets import image_column
 from rloom.errors import ConfigError, in_words
@@ -59,6 +60,33 @@ def hidden_from_accelerate(args: RLOOConfig) -> Iterator[None]:
         args.fsdp_plugin_args = options
         if launched is not None:
             os.environ[LAUNCHED_WITH_FSDP] = launched
+
+
+def check_layered(trainer: Any) -> None:
+    """Refuse what processes do not do equally often, where they generate layer by layer."""
+    args = trainer.args
+    if args.ds3_gather_for_generation:
+        return
+    unsupported = {
+        "dynamic_sampling": bool(args.dynamic_sampling),
+        "eval_strategy": str(getattr(args.eval_strategy, "value", args.eval_strategy)) != "no",
+        "kl_estimator='full'": args.beta != 0 and KL_ESTIMATORS[args.choices.kl_estimator].needs_distributions,
+    }
+    for what, asked in unsupported.items():
+        if asked:
+            raise ConfigError(
+                f"{what} does not go together with ds3_gather_for_generation=False, where processes gather layers in "
+                "step: leave one of them out"
+            )
+
+
+def check_evaluation(processes: Any) -> None:
+    """Refuse an evaluation layer by layer: processes have other numbers of batches there."""
+    if processes.is_layered:
+        raise ConfigError(
+            "evaluation does not go together with ds3_gather_for_generation=False, where processes gather layers in "
+            "step: set eval_strategy='no', and evaluate the saved model"
+        )
 
 
 def check_sharding(trainer: Any) -> None:

@@ -48,6 +48,7 @@ from rloom.training.loop import UpdateLoop
 from rloom.training.precision import choose_precision
 from rloom.training.processes import Processes
 from rloom.training.report import RunReport
+from rloom.training.sharding_options import check_evaluation
 from rloom.types import MicroBatch, Rollout
 
 logger = get_logger(__name__)
@@ -344,6 +345,7 @@ class RLOOTrainer(UpdateLoop):
     def _evaluating(self, prefix: str) -> Iterator[None]:
         """Set the prefix of an evaluation inside the block. Blocks may be nested: an evaluation of several sets
         evaluates each inside its own."""
+        check_evaluation(self.processes)
         before = self._eval_prefix, self._batches
         self._eval_prefix, self._batches = prefix, []
         self.processes.gather_weights()

@@ -30,6 +30,7 @@ class ZeroProcesses(ShardedProcesses):
     def __init__(self, *place: int, stage: int, **options: Any) -> None:
         super().__init__(*place, **options)
         self.stage = stage
+        self.is_layered &= stage == 3
 
     def without_gradient(self, model: nn.Module) -> nn.Module:
         """The whole copy under ZeRO-3; under ZeRO-2 each process has the whole model."""
@@ -49,10 +50,13 @@ class ZeroProcesses(ShardedProcesses):
         """Fill the whole copy from the parts of all processes. All of them: DeepSpeed may have cast what is frozen."""
         if self._model is None or self._copy is None:
             return
-        copies = dict(self._copy.named_parameters())
-        for name, p in self._model.named_parameters():
-            with _gathered(p):
-                copies[name].copy_(p.data)
+        parts = dict(self._model.named_parameters())
+
+        def value(name: str) -> Tensor:
+            with _gathered(parts[name]):
+                return parts[name].data.clone()
+
+        self._copy.fill(parts, value)
 
     def backward(self, accelerator: Accelerator, model: nn.Module, loss: Tensor, *, last: bool) -> None:
         """Run a micro-batch backward. DeepSpeed takes the optimizer's step after the last one, with the mean of the

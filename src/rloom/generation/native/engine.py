@@ -115,6 +115,13 @@ class NativeEngine:
                 self._seen = _addresses(model)
             return self.runner
 
+    def release(self) -> None:
+        """Let go of graphs and buffers, which hold memory of the weights. The next rollout makes them anew."""
+        with lock_of(base_of(self.get_model())):
+            if self.runner is not None:
+                self.runner.graphs.drop()
+            self.runner = self._seen = None
+
     def words(self) -> str:
         """What generates, in one line."""
         how = "pages and CUDA graphs" if self.paged else "padded rows, as on a CPU"

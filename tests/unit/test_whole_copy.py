@@ -1,0 +1,108 @@
+"""Whether a whole copy of sharded weights stays in memory, and what is said where it does not fit."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+import torch
+
+from rloom import RLOOConfig
+from rloom.errors import ConfigError
+from rloom.generation.base import Sampling
+from rloom.generation.choose import choose_engine
+from rloom.training import whole_copy
+from rloom.training.sharding_options import check_evaluation, check_layered
+from rloom.training.whole_copy import WholeCopy, check_room, fits_beside_update
+from tests.conftest import make_model
+
+CPU = torch.device("cpu")
+GIB = 2**30
+
+
+def has_memory(monkeypatch, *, free: float, total: float = 16.0) -> None:
+    monkeypatch.setattr(whole_copy, "free_memory", lambda device: int(free * GIB))
+    monkeypatch.setattr(whole_copy, "_total_memory", lambda device: int(total * GIB))
+    monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
+
+
+@pytest.mark.parametrize(
+    ("free", "trained", "stays"), [(4.0, 0, True), (3.9, 0, False), (10.0, GIB // 2, True), (9.9, GIB // 2, False)]
+)
+def test_a_copy_stays_where_a_quarter_of_the_memory_is_left(monkeypatch, caplog, free, trained, stays):
+    """4 GiB of 16 beside 12 bytes for each weight that is trained here; a line says what was decided and why."""
+    copy = WholeCopy(make_model(), half=None)
+    has_memory(monkeypatch, free=free)
+    with caplog.at_level(logging.INFO, logger="rloom"):
+        assert fits_beside_update(copy, trained, CPU) is stays
+    assert ("stays in memory during" if stays else "is let go of before") in caplog.text
+    assert f"{free - trained * 12 / GIB:.2f} GiB of 16.00" in caplog.text
+
+
+def test_processes_on_one_host_share_its_memory(monkeypatch):
+    has_memory(monkeypatch, free=3.0)
+    check_room(2 * GIB, CPU)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    with pytest.raises(ConfigError, match=r"takes 2\.00 GiB, and 1\.50 GiB are free: set ds3_gather_for_generation"):
+        check_room(2 * GIB, CPU)
+
+
+def test_a_copy_is_refused_before_it_is_made(monkeypatch):
+    """Also where it was let go of, and others have taken its memory since."""
+    model = make_model()
+    size = sum(p.nbytes for p in model.parameters())
+    has_memory(monkeypatch, free=size / 2 / GIB)
+    with pytest.raises(ConfigError, match="a whole copy of the weights takes"):
+        WholeCopy(model, half=None)
+    half = WholeCopy(model, half=torch.bfloat16)
+    assert {p.dtype for p in half.module.parameters()} == {torch.bfloat16}
+    half.free()
+    has_memory(monkeypatch, free=0.0)
+    with pytest.raises(ConfigError, match="a whole copy of the weights takes"):
+        half.fill([], dict(model.named_parameters()).__getitem__)
+
+
+def test_what_only_the_copy_has_stays():
+    """The adapter of a reference, say: no part of it is in the model."""
+    copy = WholeCopy(make_model(), half=None)
+    copy.module.register_parameter("own", torch.nn.Parameter(torch.ones(3)))
+    copy.free()
+    assert copy.module.own.tolist() == [1.0, 1.0, 1.0]
+    assert copy.module.lm_head.weight.shape == make_model().lm_head.weight.shape
+
+
+# -- layer by layer
+
+
+class Layered:
+    is_layered = True
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"dynamic_sampling": 2},
+        {"eval_strategy": "steps", "eval_steps": 1},
+        {"beta": 0.1, "kl_placement": "loss", "kl_estimator": "full"},
+    ],
+)
+def test_what_processes_do_not_do_equally_often_is_refused(options, tmp_path):
+    class Trainer:
+        args = RLOOConfig(str(tmp_path), ds3_gather_for_generation=False, use_cpu=True, report_to="none", **options)
+
+    with pytest.raises(ConfigError, match="ds3_gather_for_generation=False"):
+        check_layered(Trainer())
+
+
+def test_an_evaluation_is_refused():
+    with pytest.raises(ConfigError, match="evaluate the saved model"):
+        check_evaluation(Layered())
+
+
+def test_another_engine_is_refused():
+    sampling = Sampling(max_completion_length=2, eos_token_ids=(2,), pad_token_id=0)
+    with pytest.raises(ConfigError, match="leave engine='native' out"):
+        choose_engine(make_model, sampling, wanted="native", any_process=bool)
+    extra = Sampling(max_completion_length=2, eos_token_ids=(2,), pad_token_id=0, extra={"num_beams": 2})
+    with pytest.raises(ConfigError, match="leave generation_kwargs num_beams out"):
+        choose_engine(make_model, extra, any_process=bool)
