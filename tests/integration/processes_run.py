@@ -32,6 +32,8 @@ ROWS = [{"prompt": text, "summary": "a text."} for text in TEXTS]
 
 LAUNCHED_WITH_FSDP = {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2", "FSDP_CPU_RAM_EFFICIENT_LOADING": "true"}
 
+IN_PARTS: dict[str, Any] = {"fsdp": True, "fsdp_config": {"fsdp_state_dict_type": "SHARDED_STATE_DICT"}}
+
 COPIES: dict[str, dict[str, Any]] = {
     "kept": {"keep_whole_copy": True},
     "freed": {"keep_whole_copy": False},
@@ -255,7 +257,7 @@ def _changes(kind: str) -> dict[str, Any]:
     return {"attention_dropout": 0.1} if kind == "dropout" else {}
 
 
-def run(output: Path, kind: str, *, resume: bool = False, **changes: Any) -> dict[str, Any]:
+def run(output: Path, kind: str, *, resume: bool = False, save: bool = False, **changes: Any) -> dict[str, Any]:
     """One run, and what this process saw of it."""
     trainer = make_trainer(output, kind, **changes)
     assert trainer.args.world_size == trainer.accelerator.num_processes == count()
@@ -270,6 +272,8 @@ def run(output: Path, kind: str, *, resume: bool = False, **changes: Any) -> dic
     _look_after_updates(trainer, apart)
     memory = _look_at_the_copy(trainer) if trainer.args.keep_whole_copy is not None else []
     trainer.train(resume_from_checkpoint=resume or None)
+    if save:
+        trainer.save_model(str(output / "last"))
     trainer.processes.gather_weights()
     whole = trainer.processes.without_gradient(trainer.model)
     return {
@@ -482,6 +486,16 @@ def main() -> None:
             result = run(folder, "sequence", by_name=True)
             for name in LAUNCHED_WITH_FSDP:
                 del os.environ[name]
+        elif kind == "sharded parts again":  # what another launch has saved in parts, and a test has put here
+            result = run(folder, "saved", resume=True, **IN_PARTS)
+        elif kind.startswith("sharded parts resumed "):
+            what = kind.removeprefix("sharded parts resumed ")
+            if rank() == 0:
+                cut_off_after(Path(output) / f"sharded parts {what}", folder, step=3 if what == "dropout" else 2)
+            torch.distributed.barrier()
+            result = run(folder, what, resume=True, **IN_PARTS)
+        elif kind.startswith("sharded parts "):  # each process writes its part of a checkpoint, the last model is whole
+            result = run(folder, kind.removeprefix("sharded parts "), save=True, **IN_PARTS)
         elif kind.startswith("sharded resumed "):  # from the middle of an earlier run
             what = kind.removeprefix("sharded resumed ")
             if rank() == 0:

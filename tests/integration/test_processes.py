@@ -64,9 +64,9 @@ def two(tmp_path_factory) -> Path:
     return folder
 
 
-def results(two: Path, kind: str) -> list[dict]:
-    found = [torch.load(two / kind / f"result_{rank}.pt", weights_only=False) for rank in (0, 1)]
-    assert [result["world"] for result in found] == [2, 2]
+def results(two: Path, kind: str, processes: int = 2) -> list[dict]:
+    found = [torch.load(two / kind / f"result_{rank}.pt", weights_only=False) for rank in range(processes)]
+    assert [result["world"] for result in found] == [processes] * processes
     return found
 
 

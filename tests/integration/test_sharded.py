@@ -5,14 +5,18 @@ One launch of torchrun serves most tests here: starting Python and torch is what
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
 import torch
+from accelerate.utils import merge_fsdp_weights
 from safetensors.torch import load_file
+from torch.distributed.checkpoint import FileSystemReader
 from transformers import AutoModelForCausalLM
 
 from rloom.observe import read_store
+from rloom.training.sharded_checkpoint import whole_optimizer, whole_weights
 from tests.conftest import make_model
 from tests.integration import processes_run
 from tests.integration.test_processes import assert_close, assert_same_log, launch, results
@@ -21,8 +25,10 @@ from tests.integration.test_resume import assert_same
 AS_ONE = ["sequence", "token", "several", "lora with biases", "lora on the head", "exact", "checkpointed", "degenerate",
           "evaluated"]  # fmt: skip
 RESUMED = ["saved lora", "saved bfloat16"]
-COPIES = ["freed several", "kept several", "freed lora", "kept lora", "layered", "whole layered", "layered lora",
-          "whole layered lora"]  # fmt: skip
+COPIES = ["freed several", "kept several", "layered", "whole layered"]
+PARTS = ["dropout", "resumed dropout", "saved", "saved bfloat16", "resumed saved bfloat16"]
+MORE = ["freed lora", "kept lora", "layered lora", "whole layered lora", "saved lora", "parts saved lora",
+        "parts resumed saved lora"]  # fmt: skip
 DRAWS = [31, 44, 59, 90]
 """Of the oracle's. All 88 of the first 400 that two processes can share were run once."""
 
@@ -34,11 +40,24 @@ def two(tmp_path_factory) -> Path:
     # A checkpoint of one process, which two go on from.
     processes_run.run(folder / "one saved", "saved")
     kinds = [*AS_ONE, "replaced", "bfloat16", "half", "dropout", "resumed", "saved", "by its launcher"]
-    kinds += [*RESUMED, *[f"resumed {kind}" for kind in RESUMED], *COPIES]
+    kinds += [*RESUMED, *[f"resumed {kind}" for kind in RESUMED], *COPIES, *[f"parts {kind}" for kind in PARTS]]
     asked = [f"sharded {kind}" for kind in kinds] + [f"draw {number}" for number in DRAWS]
     done = launch(str(folder), *asked, f"sharded from {folder / 'one saved'}")
     assert done.returncode == 0, done.stderr[-4000:]
     return folder
+
+
+@pytest.fixture(scope="module")
+def adapters(tmp_path_factory) -> Path:
+    """The same for adapters, where it takes longer than the other tests may."""
+    folder = tmp_path_factory.mktemp("adapters")
+    done = launch(str(folder), *[f"sharded {kind}" for kind in MORE])
+    assert done.returncode == 0, done.stderr[-4000:]
+    return folder
+
+
+SLOW = pytest.mark.slow
+LORA = pytest.param("adapters", "lora", marks=SLOW)
 
 
 def assert_sharded(found: list[dict]) -> None:
@@ -125,9 +144,10 @@ def test_the_copy_runs_what_the_policy_runs(two):
 # -- the whole copy
 
 
-@pytest.mark.parametrize("kind", ["several", "lora"])
-def test_a_copy_that_is_let_go_of_changes_nothing(two, kind):
+@pytest.mark.parametrize(("folder", "kind"), [("two", "several"), LORA])
+def test_a_copy_that_is_let_go_of_changes_nothing(request, folder, kind):
     """Its memory is really free in the update, also what the engine holds of it. Tokens and weights are the same."""
+    two = request.getfixturevalue(folder)
     for freed, kept in zip(results(two, f"sharded freed {kind}"), results(two, f"sharded kept {kind}"), strict=True):
         (whole, left, less), (as_before, stays, nothing) = freed["memory"][0], kept["memory"][0]
         assert whole == as_before == stays > 70_000
@@ -139,9 +159,10 @@ def test_a_copy_that_is_let_go_of_changes_nothing(two, kind):
         assert all(torch.equal(freed["weights"][name], weight) for name, weight in kept["weights"].items())
 
 
-@pytest.mark.parametrize("kind", ["layered", "layered lora"])
-def test_layer_by_layer_is_as_the_whole_copy(two, kind):
+@pytest.mark.parametrize(("folder", "kind"), [("two", "layered"), pytest.param("adapters", "layered lora", marks=SLOW)])
+def test_layer_by_layer_is_as_the_whole_copy(request, folder, kind):
     """The same engine on the parts draws the same tokens; one process is done earlier and waits in idle steps."""
+    two = request.getfixturevalue(folder)
     by_parts, by_copy = results(two, f"sharded {kind}"), results(two, f"sharded whole {kind}")
     assert_sharded(by_parts)
     lengths = [sorted(len(ids) for _, group in one["drawn"] for ids in group) for one in by_parts]
@@ -198,3 +219,104 @@ def test_one_goes_on_from_a_checkpoint_of_two(two, tmp_path):
     processes_run.cut_off_after(two / "sharded saved", tmp_path / "one", step=2)
     found = processes_run.run(tmp_path / "one", "saved", resume=True)
     assert_close(results(two, "sharded saved")[0], found)
+
+
+# -- checkpoints in parts
+
+
+def test_parts_resume_to_the_same_bits(two):
+    """And are what whole checkpoints are: the run is the same with either, whichever it goes on from."""
+    for whole, parts, resumed in zip(
+        results(two, "sharded dropout"),
+        results(two, "sharded parts dropout"),
+        results(two, "sharded parts resumed dropout"),
+        strict=True,
+    ):
+        assert len(set(parts["fingerprints"])) == 6
+        assert whole["fingerprints"] == parts["fingerprints"]
+        assert parts["fingerprints"][3:] == resumed["fingerprints"]
+    assert read_store(two / "sharded parts dropout") == read_store(two / "sharded parts resumed dropout")
+
+
+SAVED = [("two", "saved bfloat16"), pytest.param("adapters", "saved lora", marks=SLOW)]
+
+
+@pytest.mark.parametrize(("folder", "kind"), SAVED)
+def test_parts_of_other_weights_resume_to_the_same_bits(request, folder, kind):
+    two = request.getfixturevalue(folder)
+    for saved, resumed in zip(
+        results(two, f"sharded parts {kind}"), results(two, f"sharded parts resumed {kind}"), strict=True
+    ):
+        assert len(saved["fingerprints"]) == 4
+        assert saved["fingerprints"][2:] == resumed["fingerprints"]
+
+
+def test_each_process_writes_its_part(two):
+    """Half of each tensor lies in the file of each, and no whole weights lie beside them."""
+    folder = two / "sharded parts saved" / "checkpoint-2"
+    for where in ("pytorch_model_fsdp_0", "optimizer_0"):
+        found = FileSystemReader(folder / where).read_metadata()
+        for name, tensor in found.state_dict_metadata.items():
+            files = {info.relative_path for index, info in found.storage_data.items() if index.fqn == name}
+            assert len(tensor.chunks) == len(files) == (1 if name.endswith(".step") else 2), name
+    assert not list(folder.glob("*.safetensors"))
+    assert not (folder / "optimizer.pt").exists()
+
+
+@pytest.mark.parametrize(("folder", "kind"), SAVED)
+def test_parts_as_a_whole_are_what_a_whole_checkpoint_has(request, folder, kind):
+    """To the bit: weights in the dtype of the model, moments, and the bits that bfloat16 drops."""
+    two = request.getfixturevalue(folder)
+    whole, parts = (two / f"sharded {how}{kind}" / "checkpoint-2" for how in ("", "parts "))
+    state, expected = whole_optimizer(parts), torch.load(whole / "optimizer.pt", weights_only=True)
+    assert state["param_groups"] == expected["param_groups"]
+    assert state["state"].keys() == expected["state"].keys()
+    for number, values in expected["state"].items():
+        assert values.keys() == state["state"][number].keys()
+        for name, value in values.items():
+            assert torch.equal(value, state["state"][number][name]), (number, name)
+    if kind == "saved bfloat16":
+        assert "rest" in expected["state"][0]
+        weights = whole_weights(parts)
+        for name, weight in load_file(whole / "model.safetensors").items():
+            assert weight.dtype == torch.bfloat16
+            assert torch.equal(weight, weights[name])
+
+
+def test_one_goes_on_from_parts_of_two(two, tmp_path):
+    processes_run.cut_off_after(two / "sharded parts saved", tmp_path / "one", step=2)
+    found = processes_run.run(tmp_path / "one", "saved", resume=True)
+    assert_close(results(two, "sharded parts saved")[0], found)
+
+
+@pytest.mark.slow
+def test_four_go_on_from_parts_of_two(two, tmp_path):
+    processes_run.cut_off_after(two / "sharded parts saved", tmp_path / "sharded parts again", step=2)
+    done = launch(str(tmp_path), "sharded parts again", processes=4)
+    assert done.returncode == 0, done.stderr[-4000:]
+    assert_close(results(two, "sharded parts saved")[0], results(tmp_path, "sharded parts again", processes=4)[0])
+
+
+def test_the_last_model_is_whole(two, tmp_path):
+    """And `accelerate merge-weights` makes a model of a checkpoint's parts."""
+    folder, found = two / "sharded parts saved", results(two, "sharded parts saved")[0]["weights"]
+    for name, weight in AutoModelForCausalLM.from_pretrained(folder / "last").named_parameters():
+        assert torch.equal(weight, found[name])
+    merge_fsdp_weights(str(folder / "checkpoint-4" / "pytorch_model_fsdp_0"), str(tmp_path))
+    for name, weight in load_file(tmp_path / "model.safetensors").items():
+        assert torch.equal(weight, found[name])
+
+
+@pytest.mark.parametrize("part", ["pytorch_model_fsdp_0/__1_0.distcp", "optimizer_0/.metadata", "rloom_layout.pt"])
+def test_a_part_that_is_missing_or_damaged_is_named(two, part, tmp_path):
+    processes_run.cut_off_after(two / "sharded parts saved", tmp_path / "one", step=2)
+    file = tmp_path / "one" / "checkpoint-2" / part
+    content = bytearray(file.read_bytes())
+    content[len(content) // 2] ^= 1
+    file.write_bytes(content)
+    trainer = processes_run.make_trainer(tmp_path / "one", "saved")
+    with pytest.raises(ValueError, match=rf"checkpoint-2 is damaged: {re.escape(part)} is not what was written"):
+        trainer.train(resume_from_checkpoint=str(tmp_path / "one" / "checkpoint-2"))
+    file.unlink()
+    with pytest.raises(ValueError, match=rf"checkpoint-2 is damaged: {re.escape(part)} is missing"):
+        trainer.train(resume_from_checkpoint=str(tmp_path / "one" / "checkpoint-2"))

@@ -867,6 +867,19 @@ MUTANTS = [
         "            pass",
         "tests/integration/test_sharded.py::test_bfloat16_weights_learn_in_float32",
     ),
+    # -- checkpoints in parts
+    Mutant(
+        "training/sharded_checkpoint.py",
+        '        state[name][LOW_BITS] = split_float32(weights[f"model.{name}"])[1]',
+        "        pass",
+        "tests/integration/test_sharded.py::test_parts_as_a_whole_are_what_a_whole_checkpoint_has",
+    ),
+    Mutant(
+        "training/checkpoint.py",
+        'NUMBERS = (".safetensors", ".bin", ".pt", ".pth", ".distcp")',
+        'NUMBERS = (".safetensors", ".bin", ".pt", ".pth")',
+        "tests/integration/test_sharded.py::test_a_part_that_is_missing_or_damaged_is_named",
+    ),
     # -- the whole copy
     Mutant(
         "training/whole_copy.py",

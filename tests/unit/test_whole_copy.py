@@ -1,4 +1,4 @@
-"""Whether a whole copy of sharded weights stays in memory, and what is said where it does not fit."""
+"""Whether a whole copy of sharded weights stays in memory, what is said where it does not fit, and of lost parts."""
 
 from __future__ import annotations
 
@@ -6,12 +6,14 @@ import logging
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 
 from rloom import RLOOConfig
-from rloom.errors import ConfigError
+from rloom.errors import ConfigError, DiskError
 from rloom.generation.base import Sampling
 from rloom.generation.choose import choose_engine
 from rloom.training import whole_copy
+from rloom.training.sharded_checkpoint import _check_parts
 from rloom.training.sharding_options import check_evaluation, check_layered
 from rloom.training.whole_copy import WholeCopy, check_room, fits_beside_update
 from tests.conftest import make_model
@@ -106,3 +108,14 @@ def test_another_engine_is_refused():
     extra = Sampling(max_completion_length=2, eos_token_ids=(2,), pad_token_id=0, extra={"num_beams": 2})
     with pytest.raises(ConfigError, match="leave generation_kwargs num_beams out"):
         choose_engine(make_model, extra, any_process=bool)
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_parts_that_lie_on_other_machines_are_missed(tmp_path):
+    """A folder that machines do not share has the main process' part alone."""
+    (tmp_path / "weights").mkdir()
+    dcp.save({"model": {"a": torch.ones(2)}}, checkpoint_id=tmp_path / "weights", no_dist=True)
+    _check_parts(tmp_path / "weights")
+    (tmp_path / "weights" / "__0_0.distcp").unlink()
+    with pytest.raises(DiskError, match=r"does not have __0_0.distcp, .* must be a folder that all machines share"):
+        _check_parts(tmp_path / "weights")

@@ -33,8 +33,10 @@ TRAINER_STATE_FILE = "trainer_state.json"
 MANIFEST_FILE = "rloom_manifest.json"
 OURS = re.compile(r"rloom_state(_\d+)?\.pt")
 """State files of all processes."""
-NUMBERS = (".safetensors", ".bin", ".pt", ".pth")
+NUMBERS = (".safetensors", ".bin", ".pt", ".pth", ".distcp")
 """Suffixes of files that hold tensors."""
+OTHERS = (TRAINER_STATE_FILE, ".metadata")
+"""Further files that the next update depends on: the latter says what lies where, if weights were saved in parts."""
 CHUNK = 1 << 24
 """Bytes that a checksum reads at a time."""
 
@@ -154,7 +156,7 @@ def seal(folder: str | Path) -> None:
 
 def _files(folder: Path) -> list[Path]:
     """The files that the next update depends on. Others, such as the tokenizer's or the card, people may edit."""
-    own = (file for file in folder.rglob("*") if file.suffix in NUMBERS or file.name == TRAINER_STATE_FILE)
+    own = (file for file in folder.rglob("*") if file.suffix in NUMBERS or file.name in OTHERS)
     return sorted(file for file in own if file.is_file())
 
 

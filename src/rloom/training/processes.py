@@ -18,6 +18,7 @@ import hashlib
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -57,6 +58,9 @@ class Processes:
     is_sharded = False
     """Whether each process holds only a part of the weights."""
 
+    saves_parts = False
+    """Whether each process writes its part of a checkpoint, instead of the main one all."""
+
     is_layered = False
     """Whether what needs no gradient runs on sharded weights, layer by layer, with all processes in step."""
 
@@ -78,7 +82,7 @@ class Processes:
         zero = accelerator.distributed_type == DistributedType.DEEPSPEED
         # Imported here: these are subclasses.
         from rloom.training.sharded import ShardedProcesses
-        from rloom.training.sharding_options import asks_to_shard, reshards
+        from rloom.training.sharding_options import asks_to_shard, reshards, saves_parts
         from rloom.training.zero import ZeroProcesses, complete_config
 
         if zero:
@@ -100,7 +104,7 @@ class Processes:
         options |= {"half": half, "keep_copy": args.keep_whole_copy, "layered": not args.ds3_gather_for_generation}
         if zero:
             return ZeroProcesses(*place, stage=accelerator.state.deepspeed_plugin.zero_stage, **options)
-        return ShardedProcesses(*place, reshard=reshards(args), **options)
+        return ShardedProcesses(*place, reshard=reshards(args), saves_parts=saves_parts(args), **options)
 
     @property
     def alone(self) -> bool:
@@ -284,6 +288,22 @@ class Processes:
     def whole_optimizer(self, optimizer: Any, *, loading: bool = False) -> AbstractContextManager[None]:
         """Inside the block the optimizer's state is saved, or loaded, as a whole."""
         return nullcontext()
+
+    def save_weights(self, folder: Path) -> None:
+        """Write this process' part of the weights to a checkpoint."""
+        raise NotImplementedError
+
+    def save_optimizer(self, folder: Path, optimizer: Any) -> None:
+        """Write this process' part of the optimizer's state to a checkpoint."""
+        raise NotImplementedError
+
+    def load_weights(self, folder: Path) -> None:
+        """Read this process' part of weights that were saved in parts."""
+        raise NotImplementedError
+
+    def load_optimizer(self, folder: Path, optimizer: Any) -> None:
+        """Read this process' part of an optimizer's state that was saved in parts."""
+        raise NotImplementedError
 
     def check_same_weights(self, model: nn.Module) -> None:
         """Raise an error where the trained weights of processes are not equal bit by bit."""

@@ -32,7 +32,7 @@ from rloom.observe.metrics import Metrics
 from rloom.observe.store import RunStore
 from rloom.printable import get_logger
 from rloom.rewards.calling.reward_set import RewardSet
-from rloom.training import checkpoint, weights
+from rloom.training import checkpoint, sharded_checkpoint, weights
 from rloom.training.buffer import RolloutBuffer
 from rloom.training.card import ModelFacts, model_card
 from rloom.training.credit import Credit, Shaper
@@ -100,6 +100,7 @@ class CheckpointedTrainer(Trainer):
     _tag_names = ("rloom", "rloo")
     _resumed: dict[str, Any] | None = None  # the loop's state from a checkpoint, until the first epoch begins
     _facts: dict[str, Any] | None = None  # what identifies this run, from the start of its training
+    _in_parts: str | None = None  # the checkpoint that all processes are writing their parts of
     _using_rewards = 0  # how many of train, evaluate and predict are running
     _episodes = 0  # completions asked for so far, over all processes
     _elapsed = 0.0  # seconds of training before this call, when resumed
@@ -224,6 +225,7 @@ class CheckpointedTrainer(Trainer):
                 if not self.args.save_only_model:
                     self._save_own(folder)
                 self.processes.check_same_weights(self.model)
+                self._in_parts = str(folder) if self.processes.saves_parts else None
                 super()._save_checkpoint(model, trial)
                 # No process may look for the checkpoint before it is complete.
                 self.processes.wait()
@@ -236,6 +238,8 @@ class CheckpointedTrainer(Trainer):
             whole = checkpoint.newest_whole(folder.parent)
             last = f"The newest that is whole is {whole}" if whole else "There is no other"
             raise DiskError(f'{error}. {last}. Make room, and go on with resume_from_checkpoint="auto"') from error
+        finally:
+            self._in_parts = None
 
     def _check_finite(self, where: str) -> None:
         """Refuse to save weights that are not finite, in all processes if one of them holds such a part."""
@@ -258,10 +262,20 @@ class CheckpointedTrainer(Trainer):
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """Save the model as a whole, from the main process. Call it in all processes: sharded weights are gathered."""
+        if output_dir is not None and output_dir == self._in_parts:
+            self.processes.save_weights(Path(output_dir))
+            with sharded_checkpoint.without_weights(self.model):
+                super().save_model(output_dir, _internal_call)
+            return
         with self.processes.whole_weights(self.model):
             super().save_model(output_dir, _internal_call)
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
+        if output_dir == self._in_parts:
+            self.processes.save_optimizer(Path(output_dir), self.optimizer.optimizer)
+            if self.processes.is_main:
+                torch.save(self.lr_scheduler.state_dict(), Path(output_dir) / SCHEDULER_NAME)
+            return
         with self.processes.whole_optimizer(self.optimizer):
             super()._save_optimizer_and_scheduler(output_dir)
 
@@ -303,14 +317,29 @@ class CheckpointedTrainer(Trainer):
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
         target = self.model if model is None else model
+        if self._load_parts(Path(resume_from_checkpoint), target):
+            return
         with self._as_float32(loading=True), self.processes.whole_weights(target, loading=True):
             if weights.are_renamed(resume_from_checkpoint, target):
                 weights.load_renamed(resume_from_checkpoint, target)
             else:
                 super()._load_from_checkpoint(resume_from_checkpoint, model)
 
+    def _load_parts(self, folder: Path, target: nn.Module) -> bool:
+        """Load weights that were saved in parts. Returns False where they were not."""
+        if not sharded_checkpoint.is_in_parts(folder):
+            return False
+        if self.processes.is_sharded:
+            self.processes.load_weights(folder)
+        else:
+            with self._as_float32(loading=True):
+                target.load_state_dict(sharded_checkpoint.whole_weights(folder), strict=False)
+        return True
+
     def _load_best_model(self) -> None:
         best = self.state.best_model_checkpoint
+        if self._load_parts(Path(best), self.model):
+            return
         with self._as_float32(loading=True), self.processes.whole_weights(self.model, loading=True):
             if weights.are_renamed(best, self.model):
                 weights.load_renamed(best, self.model)
@@ -318,7 +347,9 @@ class CheckpointedTrainer(Trainer):
                 super()._load_best_model()
 
     def _load_optimizer_and_scheduler(self, folder: str | None) -> None:
-        if folder is not None and self.processes.is_sharded:
+        if folder is not None and sharded_checkpoint.is_in_parts(folder):
+            self._load_optimizer_in_parts(Path(folder))
+        elif folder is not None and self.processes.is_sharded:
             self._load_whole_optimizer(Path(folder))
         else:
             super()._load_optimizer_and_scheduler(folder)
@@ -355,6 +386,14 @@ class CheckpointedTrainer(Trainer):
         state = torch.load(folder / OPTIMIZER_NAME, map_location="cpu", weights_only=True, mmap=True)
         with self.processes.whole_optimizer(self.optimizer, loading=True):
             self.optimizer.load_state_dict(state)
+        self.lr_scheduler.load_state_dict(torch.load(folder / SCHEDULER_NAME, weights_only=True))
+
+    def _load_optimizer_in_parts(self, folder: Path) -> None:
+        """Load an optimizer's state that was saved in parts."""
+        if self.processes.is_sharded:
+            self.processes.load_optimizer(folder, self.optimizer.optimizer)
+        else:
+            self.optimizer.load_state_dict(sharded_checkpoint.whole_optimizer(folder))
         self.lr_scheduler.load_state_dict(torch.load(folder / SCHEDULER_NAME, weights_only=True))
 
     def _note_other_processes(self, state: dict[str, Any] | None) -> None:

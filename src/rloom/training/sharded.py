@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -31,6 +32,7 @@ from rloom.models.load import base_of, is_peft_model
 from rloom.models.low_bits import Piece, Value, join_float32, split_float32
 from rloom.models.optimizers import LOW_BITS
 from rloom.models.split_weights import kept_in_float32
+from rloom.training import sharded_checkpoint
 from rloom.training.processes import Processes, together
 from rloom.training.whole_copy import WholeCopy, cast, fits_beside_update
 
@@ -49,12 +51,14 @@ class ShardedProcesses(Processes):
         half: torch.dtype | None,
         reshard: bool = True,
         layered: bool = False,
+        saves_parts: bool = False,
         keep_copy: bool | None = None,
         **options: Any,
     ) -> None:
         super().__init__(*place, **options)
         # The dtype in which weights are gathered and run; None: their own.
         self.half, self._reshard, self.is_layered = half, reshard, layered
+        self.saves_parts = saves_parts
         self._model: nn.Module | None = None
         self._copy: WholeCopy | None = None
         # Whether the copy stays in memory during updates; None until that is decided.
@@ -236,6 +240,33 @@ class ShardedProcesses(Processes):
         with together():
             whole = _whole(part).detach()
         return whole.cpu() if self.is_main else whole.new_empty(0, device="cpu")
+
+    def save_weights(self, folder: Path) -> None:
+        """Write this process' part of the weights to a checkpoint."""
+        assert self._model is not None
+        with together():
+            sharded_checkpoint.save_weights(folder, self._model, group=self._group, main=self.is_main)
+
+    def save_optimizer(self, folder: Path, optimizer: Any) -> None:
+        """Write this process' part of the optimizer's state to a checkpoint."""
+        assert self._model is not None
+        with together():
+            sharded_checkpoint.save_optimizer(
+                folder, self._model, optimizer, self._dtypes, group=self._group, main=self.is_main
+            )
+
+    def load_weights(self, folder: Path) -> None:
+        """Read this process' part of weights that were saved in parts."""
+        assert self._model is not None
+        self._stale = {name for name, _ in self._model.named_parameters()}
+        with together():
+            sharded_checkpoint.load_weights(folder, self._model, self._group)
+
+    def load_optimizer(self, folder: Path, optimizer: Any) -> None:
+        """Read this process' part of an optimizer's state that was saved in parts."""
+        assert self._model is not None
+        with together():
+            sharded_checkpoint.load_optimizer(folder, self._model, optimizer, self._group)
 
     @contextmanager
     def whole_optimizer(self, optimizer: Any, *, loading: bool = False) -> Iterator[None]:

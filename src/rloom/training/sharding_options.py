@@ -40,6 +40,11 @@ def reshards(args: RLOOConfig) -> bool:
     return _asked(args, "reshard_after_forward", "true") != "false"
 
 
+def saves_parts(args: RLOOConfig) -> bool:
+    """Whether each process writes its part of a checkpoint. What is saved for use alone is whole."""
+    return _asked(args, "state_dict_type", "full_state_dict") == "sharded_state_dict" and not args.save_only_model
+
+
 def load_in_every_process() -> None:
     """Let every process read the weights of models. `accelerate launch` asks transformers to leave them out in all
     processes but one, since accelerate would send them; models of rewards would then have random weights. Under ZeRO-3
@@ -99,6 +104,9 @@ def check_sharding(trainer: Any) -> None:
         raise ConfigError("FSDP with weights on the host is not supported: leave cpu_offload out, or train with LoRA")
     if _asked(args, "activation_checkpointing", "false") == "true":
         raise ConfigError("activation_checkpointing of FSDP is not used here: set gradient_checkpointing=True instead")
+    kind = _asked(args, "state_dict_type", "full_state_dict")
+    if kind not in ("full_state_dict", "sharded_state_dict"):
+        raise ConfigError(f"fsdp_state_dict_type {kind.upper()}: use FULL_STATE_DICT or SHARDED_STATE_DICT")
     optimizer = str(getattr(args.optim, "value", args.optim))
     if optimizer not in OPTIMIZERS:
         raise ConfigError(f"optim={optimizer!r} does not work on sharded weights: use {in_words(OPTIMIZERS)}")
@@ -106,6 +114,11 @@ def check_sharding(trainer: Any) -> None:
         "fp16": trainer.accelerator.mixed_precision == "fp16",
         "split_weights=True": bool(args.split_weights),
         "save_on_each_node=True": args.save_on_each_node,
+        "push_to_hub=True (but with hub_strategy='end') and fsdp_state_dict_type SHARDED_STATE_DICT": (
+            args.push_to_hub
+            and saves_parts(args)
+            and str(getattr(args.hub_strategy, "value", args.hub_strategy)) != "end"
+        ),
         "a quantized model": getattr(trainer.model, "is_quantized", False),
         "a model that another trainer has sharded": isinstance(trainer.model, FSDPModule),
         "optimizers=(…)": trainer.optimizer is not None,
