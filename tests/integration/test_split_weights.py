@@ -333,3 +333,50 @@ def test_parameters_that_an_architecture_keeps_in_float32_stay():
         "model.layers.1.self_attn.q_proj.weight",
         "model.norm.weight",
     ]
+
+
+@pytest.fixture
+def in_bfloat16(tmp_path):
+    """The folder of a checkpoint in bfloat16, as most are."""
+    make_model().bfloat16().save_pretrained(tmp_path / "half")
+    make_tokenizer().save_pretrained(tmp_path / "half")
+    return str(tmp_path / "half")
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_dithered_run_begins_with_the_same_model_and_resumes_to_the_same_bits(
+    in_bfloat16, rows, config, tmp_path, dtype
+):
+    split = {} if dtype == "float32" else {"split_weights": None}
+    options = {"model_init_kwargs": {"dtype": dtype}, "dither_weights": True, "save_strategy": "steps", **split}
+    options |= {"save_steps": 1, "learning_rate": 1e-3}
+
+    def run(name, **changes):
+        trainer = trainer_for(in_bfloat16, rows, config, output_dir=str(tmp_path / name), **options)
+        trainer.train(**changes)
+        trainer.save_model()
+        return trainer
+
+    whole = run("whole")
+    resumed = trainer_for(in_bfloat16, rows, config, output_dir=str(tmp_path / "whole"), **options)
+    resumed.train(resume_from_checkpoint=str(tmp_path / "whole" / "checkpoint-1"))
+    for p, q in zip(whole.model.parameters(), resumed.model.parameters(), strict=True):
+        assert torch.equal(p, q)
+        assert torch.equal(whole.optimizer.state[p]["rest"], resumed.optimizer.state[q]["rest"])
+
+
+def test_without_a_learning_rate_a_dithered_model_rounds_to_what_it_was(in_bfloat16, rows, config, tmp_path):
+    changes = {"model_init_kwargs": {"dtype": "float32"}, "dither_weights": True, "learning_rate": 0.0, "max_steps": 1}
+    trainer = trainer_for(in_bfloat16, rows, config, **changes)
+    trainer.train()
+    trainer.save_model(str(tmp_path / "copy"))
+    before, after = weights_in(in_bfloat16), weights_in(tmp_path / "copy")
+    assert all(torch.equal(before[name], after[name].bfloat16()) for name in before)
+    assert not any(torch.equal(before[name].float(), after[name]) for name in before if before[name].dim() > 1)
+
+
+def test_dither_is_refused_where_it_does_nothing(saved, rows, config):
+    for changes in ({"optim": "sgd"}, {"bf16": False, "split_weights": None}):
+        trainer = trainer_for(saved, rows, config, dither_weights=True, **changes)
+        with pytest.raises(ConfigError, match="dither_weights=True: AdamW updates no bfloat16 weights"):
+            trainer.train()

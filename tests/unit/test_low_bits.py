@@ -10,7 +10,14 @@ import pytest
 import torch
 from torch import nn
 
-from rloom.models.low_bits import accumulate_in_float32, added_as_they_come, join_float32, split_float32
+from rloom.models.low_bits import (
+    accumulate_in_float32,
+    added_as_they_come,
+    dither_,
+    join_float32,
+    split_float32,
+    store_float32,
+)
 from rloom.models.master_weights import MasterWeights
 from rloom.models.optimizers import SplitAdamW, optimizer_with_low_bits, warn_of_lost_bits
 
@@ -336,3 +343,58 @@ def test_an_update_that_fails_leaves_no_half_precision_gradient():
     with pytest.raises(torch.OutOfMemoryError):
         gradients(True, fail=True)
     gradients(True)
+
+
+# -- dither
+
+
+def moved(shift, *, dither):
+    """How far bfloat16 weights of 1.5 are after a float32 update of `shift` gaps, in gaps, in the mean."""
+    gap, weight = 2.0**-7, torch.full((400, 400), 1.5, dtype=torch.bfloat16)
+    low_bits = torch.zeros_like(weight, dtype=torch.int16)
+    if dither:
+        dither_(weight, low_bits, seed=3)
+    value = join_float32(weight, low_bits)
+    assert torch.equal(value.bfloat16(), weight)
+    store_float32(value + shift * gap, weight, low_bits)
+    return float((weight.double() - 1.5).mean() / gap)
+
+
+@pytest.mark.parametrize("shift", [-0.8, -0.1, 0.02, 0.3, 0.5, 1.7])
+def test_dithered_weights_follow_float32_in_the_mean(shift):
+    # The standard error of a share p of 160,000 is at most 0.00125.
+    assert moved(shift, dither=True) == pytest.approx(shift, abs=0.006)
+
+
+def test_undithered_weights_stay_until_half_a_gap():
+    assert moved(0.3, dither=False) == 0.0
+    assert moved(-0.8, dither=False) == -1.0
+
+
+def test_what_is_not_dithered():
+    special = torch.tensor([[0.0, -0.0, float("inf"), float("nan")]]).bfloat16()
+    own = torch.full((2, 2), 7, dtype=torch.int16)
+    vector = torch.zeros(64, dtype=torch.int16)
+    for weight, low_bits in (
+        (special, torch.zeros(1, 4, dtype=torch.int16)),
+        (torch.ones(2, 2).bfloat16(), own.clone()),
+        (torch.ones(64).bfloat16(), vector),
+    ):
+        before = low_bits.clone()
+        dither_(weight, low_bits, seed=0)
+        assert torch.equal(low_bits, before)
+
+
+def test_each_weight_is_dithered_by_itself_and_every_run_alike():
+    def first_bits():
+        weights = [nn.Parameter(torch.ones(8, 8, dtype=torch.bfloat16)) for _ in range(2)]
+        optimizer = SplitAdamW(weights, lr=0.0, dither=True)
+        for weight in weights:
+            weight.grad = torch.ones(8, 8)
+        optimizer.step()
+        return [optimizer.state[weight]["rest"] for weight in weights]
+
+    (a, b), (c, d) = first_bits(), first_bits()
+    assert torch.equal(a, c)
+    assert torch.equal(b, d)
+    assert not torch.equal(a, b)

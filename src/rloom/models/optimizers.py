@@ -25,6 +25,7 @@ from rloom.models.low_bits import (
     accumulate_in_float32,
     accumulates_in_float32,
     as_they_are,
+    dither_,
     join_float32,
     low_bits_of,
     store_float32,
@@ -45,7 +46,8 @@ LOW_BITS = "rest"
 class SplitAdamW(Optimizer):
     """AdamW whose bfloat16 parameters keep the bits that bfloat16 drops. Others are updated as torch's AdamW does.
 
-    `low_bits`: those that somebody else keeps, who sees what they become.
+    `low_bits`: those that somebody else keeps, who sees what they become. `dither`: draw those that are all 0 before
+    the first update ([`rloom.models.low_bits.dither_`]).
 
     >>> weight = nn.Parameter(torch.ones(2, dtype=torch.bfloat16))
     >>> accumulate_in_float32([weight])
@@ -66,9 +68,11 @@ class SplitAdamW(Optimizer):
         eps: float = 1e-8,
         weight_decay: float = 0.01,
         low_bits: LowBits | None = None,
+        dither: bool = False,
     ) -> None:
         super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
         self.low_bits = {} if low_bits is None else low_bits
+        self.dither = dither
         self.skip: Tensor | None = None  # (1,) on the device: not 0 if the next step shall change nothing
         accumulate_in_float32(p for group in self.param_groups for p in group["params"])
 
@@ -132,6 +136,9 @@ class SplitAdamW(Optimizer):
             state["exp_avg_sq"] = torch.zeros_like(p, dtype=torch.float32)
         if p.dtype == torch.bfloat16 and LOW_BITS not in state:
             state[LOW_BITS] = low_bits_of(p, self.low_bits)
+            if self.dither:
+                # Another seed for each weight, the same in every run and process.
+                dither_(p, state[LOW_BITS], seed=len(self.state))
         return state
 
     def value(self, p: Tensor, piece: Piece) -> Tensor:
@@ -213,11 +220,11 @@ def can_keep_low_bits(cls: Any, options: dict[str, Any]) -> bool:
 
 
 def optimizer_with_low_bits(
-    cls: Any, options: dict[str, Any], model: nn.Module, low_bits: LowBits | None = None
+    cls: Any, options: dict[str, Any], model: nn.Module, low_bits: LowBits | None = None, *, dither: bool = False
 ) -> tuple[Any, dict[str, Any]]:
     """The optimizer to use instead of `cls` for a model with bfloat16 parameters, with its options; `cls` for others.
 
-    `low_bits`: those that the weights have at the start; the optimizer keeps them up.
+    `low_bits`: those that the weights have at the start; the optimizer keeps them up. `dither`: see [`SplitAdamW`].
     """
     params = [p for p in model.parameters() if p.requires_grad and p.dtype == torch.bfloat16]
     if not params:
@@ -231,7 +238,7 @@ def optimizer_with_low_bits(
     kept = {} if low_bits is None else {"low_bits": low_bits}
     if cls is torch.optim.AdamW:
         known = ("lr", "betas", "eps", "weight_decay")
-        return SplitAdamW, {**kept, **{name: options[name] for name in known if name in options}}
+        return SplitAdamW, {**kept, "dither": dither, **{name: options[name] for name in known if name in options}}
     if "bitsandbytes" in str(cls) and options.get("optim_bits") == 8:
         # As transformers' Trainer has it, which would name the weights, and not the copies that are optimised.
         embeddings = [module.weight for module in model.modules() if isinstance(module, nn.Embedding)]

@@ -12,7 +12,8 @@ from transformers import Trainer
 
 from rloom.config import RLOOConfig
 from rloom.data.plan import UpdatePlan
-from rloom.models.optimizers import optimizer_with_low_bits
+from rloom.errors import ConfigError
+from rloom.models.optimizers import SplitAdamW, optimizer_with_low_bits
 from rloom.training.callbacks import close_view, connect_view
 from rloom.training.saving import CheckpointedTrainer
 from rloom.training.sharding_options import hidden_from_accelerate
@@ -109,7 +110,12 @@ class UpdateLoop(CheckpointedTrainer):
         if model is None or self.processes.external_optimizer:
             return cls, options
         split = self.precision.split
-        return optimizer_with_low_bits(cls, options, model, split.low_bits if split is not None else None)
+        dither = args.device.type == "cuda" if args.dither_weights is None else args.dither_weights
+        low_bits = split.low_bits if split is not None else None
+        chosen, options = optimizer_with_low_bits(cls, options, model, low_bits, dither=dither)
+        if args.dither_weights and chosen is not SplitAdamW:
+            raise ConfigError("dither_weights=True: AdamW updates no bfloat16 weights in this run; leave it unset")
+        return chosen, options
 
     def _get_grad_norm(self, model: nn.Module, grad_norm: Any = None) -> Any:
         """The norm of the gradient. If it is not finite, the update is skipped. A loss scaler (fp16) and DeepSpeed
