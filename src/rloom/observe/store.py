@@ -1,4 +1,4 @@
-"""Stores all completions of a run on disk, one line of JSON each.
+"""Stores a run on disk: all completions, one line of JSON each, its logs and its diagnoses.
 
 Lines are only appended, in the order of the steps. A kill can cost only the line that is being written. A resumed run
 drops the lines of steps after its checkpoint, and writes them again. Problems with the files are logged, and never stop
@@ -9,14 +9,13 @@ from __future__ import annotations
 
 import itertools
 import json
-import math
-import os
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
+from rloom.observe.lines import append_whole, cut, drop_torn_line, first_step, lines_of, parts_of, warn_of_damage
+from rloom.observe.row_index import IndexWriter, remove_index
+from rloom.observe.row_json import TEXTS, as_json, finite, shortest
 from rloom.printable import get_logger
 
 logger = get_logger(__name__)
@@ -24,12 +23,12 @@ logger = get_logger(__name__)
 FOLDER = "_rollouts"
 """The underscore keeps transformers from uploading the folder to the hub."""
 PART_BYTES = 64 * 2**20
-TEXTS = ("prompt", "completion", "extra")
-"""Fields that hold the user's or the model's texts."""
+METRICS, DIAGNOSES, RUN = "metrics.jsonl", "diagnoses.jsonl", "run.json"
+"""What is logged, what was diagnosed, both with their steps, and what the run is: options, versions, device."""
 
 
 class RunStore:
-    """Writes a run's completions.
+    """Writes a run's completions, logs and diagnoses.
 
     Args:
         output_dir: the run's folder.
@@ -47,8 +46,10 @@ class RunStore:
         # Whether the rows on disk belong to this run, and whether rows of training are among them.
         self._own = False
         self._trained = False
-        # The file whose end is known to be a complete line.
-        self._checked: Path | None = None
+        # Files whose ends are known to be complete lines.
+        self._checked: set[Path] = set()
+        # None after a problem: readers then read the lines.
+        self._index: IndexWriter | None = IndexWriter(self.folder)
 
     # -- which run the rows belong to
 
@@ -62,11 +63,11 @@ class RunStore:
         self._off = False
         if self._trained or not self._own:
             self._set_aside()
-        self._own, self._trained, self._checked = not self._off, False, None
+        self._own, self._trained, self._checked = not self._off, False, set()
 
     def resume(self, step: int) -> None:
         """Resume a run after `step`. Rows of later steps are dropped, since they will be written again."""
-        self._own, self._trained, self._checked, self._off = True, True, None, False
+        self._own, self._trained, self._checked, self._off = True, True, set(), False
         try:
             dropped = self._drop_after(step)
             self._step, self._groups = step, _groups_of(self.folder, step)
@@ -77,11 +78,14 @@ class RunStore:
             return
         if dropped:
             logger.info("%d completions of steps after %d are dropped from %s", dropped, step, self.folder)
+        self._resume_index(step)
 
     def _set_aside(self) -> None:
         """Rename the folder of an earlier run. If that fails, nothing is written, since two runs would be mixed."""
+        self._index = IndexWriter(self.folder)
         try:
-            if not _parts(self.folder):
+            if not parts_of(self.folder):
+                self._clear()
                 return
             aside = next(p for n in itertools.count(1) if not (p := self.folder.with_name(f"{FOLDER}-{n}")).exists())
             self.folder.rename(aside)
@@ -96,21 +100,43 @@ class RunStore:
                 error,
             )
 
+    def _clear(self) -> None:
+        """Remove what a run without completions has left."""
+        remove_index(self.folder)
+        for name in (METRICS, DIAGNOSES, RUN):
+            (self.folder / name).unlink(missing_ok=True)
+
     def _drop_after(self, step: int) -> int:
         """Drop the rows of later steps, file by file from the end. Returns how many there were."""
+        for name in (METRICS, DIAGNOSES):
+            if (self.folder / name).exists():
+                cut(self.folder / name, step)
         dropped = 0
-        for part in reversed(_parts(self.folder)):
-            if _first_step(part) <= step:
-                return dropped + _cut(part, step)
-            dropped += sum(row is not None for _, row in _lines(part, last=True))
+        for part in reversed(parts_of(self.folder)):
+            if first_step(part) <= step:
+                return dropped + cut(part, step)
+            dropped += sum(row is not None for _, row, _ in lines_of(part, last=True))
             part.unlink()
         return dropped
+
+    def _resume_index(self, step: int) -> None:
+        self._index = IndexWriter(self.folder)
+        try:
+            if self.folder.exists():
+                self._index.resume(step)
+        except (OSError, ValueError) as error:
+            self._give_up_index(error)
+
+    def _give_up_index(self, error: Exception) -> None:
+        """Without an index readers are slower, and nothing is lost. What it has so far stays right."""
+        logger.warning("the index in %s is not continued: %s", self.folder, error)
+        self._index = None
 
     # -- rows
 
     def plain(self, rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
         """Rows as plain JSON values, which can be sent to another process."""
-        return [json.loads(_line(self._kept(row))) for row in rows]
+        return [json.loads(as_json(self._kept(row))) for row in rows]
 
     def write(self, rows: Sequence[dict[str, Any]], step: int, mode: str = "train") -> None:
         """Write rows of a step. `mode` is "train", or the name of an evaluation. Group numbers continue those that the
@@ -122,13 +148,22 @@ class RunStore:
             if not self._may_write():
                 return
             self._trained = self._trained or mode == "train"
-            data = "".join(self._as_line(row, step, mode, before) + "\n" for row in rows).encode()
-            self._append(data, step)
+            made = [{"step": step, "mode": mode, **self._kept(_renumbered(row, before))} for row in rows]
+            lines = [as_json(row) for row in made]
+            part = self._part(step)
+            offset = self._append(part, lines)
         except (OSError, ValueError) as error:
             logger.warning("%d completions of step %d could not be written down: %s", len(rows), step, error)
+            return
+        self._add_to_index(made, lines, part, offset)
 
-    def _as_line(self, row: dict[str, Any], step: int, mode: str, before: int) -> str:
-        return _line({"step": step, "mode": mode, **self._kept(_renumbered(row, before))})
+    def _add_to_index(self, rows: list[dict[str, Any]], lines: list[str], part: Path, offset: int) -> None:
+        if self._index is None:
+            return
+        try:
+            self._index.add(rows, lines, part=first_step(part), offset=offset)
+        except (OSError, ValueError) as error:
+            self._give_up_index(error)
 
     def _count_on(self, rows: Sequence[dict[str, Any]], step: int, mode: str) -> int:
         """How many groups the step has before these rows: an evaluation is written batch by batch."""
@@ -140,39 +175,60 @@ class RunStore:
 
     def _may_write(self) -> bool:
         """Whether rows may be written. An evaluation without training must not add rows to another run's store."""
-        if not self._own and _parts(self.folder):
+        if not self._own and parts_of(self.folder):
             logger.warning("%s belongs to another run: these completions are not written down", self.folder)
             return False
+        if not self._own:
+            self._clear()
         self._own = True
         return True
 
     def _kept(self, row: dict[str, Any]) -> dict[str, Any]:
-        kept = {name: value for name, value in row.items() if self.texts or name not in TEXTS}
-        return {name: value if name in TEXTS else _shortest(value) for name, value in kept.items()}
+        hidden = () if self.texts else (*TEXTS, "tokens")
+        kept = {name: value for name, value in row.items() if name not in hidden}
+        return {name: value if name in TEXTS else shortest(value) for name, value in kept.items()}
 
-    def _append(self, data: bytes, step: int) -> None:
-        """Append data to the newest file: all of it, or nothing."""
+    def _append(self, file: Path, lines: Sequence[str]) -> int:
+        """Append lines to a file: all of them, or none. Returns where they begin."""
         self.folder.mkdir(parents=True, exist_ok=True)
-        part = self._part(step)
-        with part.open("ab", buffering=0) as file:
-            if part != self._checked:
-                _drop_torn_line(part)
-                self._checked = part
-            size = part.stat().st_size
-            try:
-                rest = memoryview(data)
-                while rest:
-                    rest = rest[file.write(rest) :]
-            except OSError:
-                # Half a line must not stay in the middle of the file.
-                os.truncate(part, size)
-                raise
+        if file not in self._checked and file.exists():
+            drop_torn_line(file)
+        self._checked.add(file)
+        return append_whole(file, "".join(f"{line}\n" for line in lines).encode())
 
     def _part(self, step: int) -> Path:
         """The newest file, or a new one that begins with this step if the newest is full."""
         new = self.folder / f"{step:09d}.jsonl"
-        newest = _parts(self.folder)[-1:]
+        newest = parts_of(self.folder)[-1:]
         return newest[0] if newest and newest[0].stat().st_size < self.part_bytes else max([new, *newest])
+
+    # -- logs
+
+    def log(self, entry: dict[str, Any], step: int) -> None:
+        """Append what was logged at a step."""
+        self._note(METRICS, {**entry, "step": step})
+
+    def diagnose(self, rule: str, line: str, step: int) -> None:
+        """Append what was diagnosed at a step, and the rule's name."""
+        self._note(DIAGNOSES, {"step": step, "rule": rule, "diagnosis": line})
+
+    def describe(self, facts: dict[str, Any]) -> None:
+        """Write what the run is, over what was written before."""
+        if not self._off and self._own:
+            try:
+                self.folder.mkdir(parents=True, exist_ok=True)
+                (self.folder / RUN).write_text(json.dumps(finite(facts), indent=1, default=str))
+            except (OSError, ValueError) as error:
+                logger.warning("%s could not be written: %s", self.folder / RUN, error)
+
+    def _note(self, name: str, entry: dict[str, Any]) -> None:
+        # Logs of an evaluation without training do not belong to the run whose rows are here.
+        if self._off or (not self._own and parts_of(self.folder)):
+            return
+        try:
+            self._append(self.folder / name, [json.dumps(finite(entry), default=float)])
+        except (OSError, ValueError, TypeError) as error:
+            logger.warning("a line of %s could not be written: %s", self.folder / name, error)
 
 
 def _count_groups(rows: Iterable[dict[str, Any]]) -> int:
@@ -184,148 +240,24 @@ def _renumbered(row: dict[str, Any], before: int) -> dict[str, Any]:
     return {**row, "group": row["group"] + before} if "group" in row else dict(row)
 
 
-def _shortest(value: Any) -> Any:
-    """Round numbers to the digits of float32, the dtype of scores. Values that are not finite become None.
-
-    >>> import torch
-    >>> _shortest({"a": torch.tensor(0.1).item(), "b": float("nan"), "c": "text"})
-    {'a': 0.1, 'b': None, 'c': 'text'}
-    >>> _shortest(1e300) is None
-    True
-    """
-    if isinstance(value, dict):
-        return {name: _shortest(v) for name, v in value.items()}
-    if isinstance(value, float):
-        with np.errstate(over="ignore"):
-            short = float(str(np.float32(value)))
-        return short if math.isfinite(short) else None
-    return value
-
-
-def _finite(value: Any) -> Any:
-    """Replace infinities and NaN, which JSON does not have, by None.
-
-    >>> _finite({"a": [1.0, float("inf")], "b": (float("nan"), "text")})
-    {'a': [1.0, None], 'b': [None, 'text']}
-    """
-    if isinstance(value, dict):
-        return {name: _finite(v) for name, v in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_finite(v) for v in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
-
-
-def _line(row: dict[str, Any]) -> str:
-    """A row as JSON. Prompts and extra columns are the user's, and may hold any object. Values that are not finite
-    become null. Objects that JSON does not know, or that contain themselves, become text."""
-    # Most rows need no conversion, and copying them takes time: conversions are tried only after a failure.
-    for plain in (lambda value: value, _finite, _text):
-        try:
-            made = {name: plain(value) if name in TEXTS else value for name, value in row.items()}
-            return json.dumps(made, default=_text, allow_nan=False)
-        except (TypeError, ValueError, RecursionError):
-            continue
-    raise ValueError(f"a row that is no JSON: {_text(row)}")
-
-
-def _text(value: Any) -> str:
-    """The text of any object, also of one whose `str` raises an error."""
-    try:
-        return str(value)
-    except Exception:
-        # A user's own object may raise anything.
-        return f"a {type(value).__name__}"
-
-
-# -- files
-
-
-def _parts(folder: Path) -> list[Path]:
-    """The store's own files, in order. Other files in the folder are ignored."""
-    return sorted(folder.glob("[0-9]" * 9 + ".jsonl"))
-
-
-def _first_step(part: Path) -> int:
-    return int(part.stem)
-
-
-def _lines(part: Path, *, last: bool) -> Iterator[tuple[int, dict[str, Any] | None]]:
-    """The start and the row of each line; None for a damaged row. Half a line at the last file's end is skipped."""
-    position = 0
-    with part.open("rb") as file:
-        for line in file:
-            if last and not line.endswith(b"\n"):
-                return
-            yield position, _row(line)
-            position += len(line)
-
-
-def _row(line: bytes) -> dict[str, Any] | None:
-    """The row of a line. None for a damaged line, such as the zeros that a crash of the machine leaves."""
-    try:
-        row = json.loads(line)
-    except (ValueError, RecursionError):
-        return None
-    return row if isinstance(row, dict) and isinstance(row.get("step"), int) else None
-
-
-def _warn_of_damage(count: int, where: Path) -> None:
-    if count:
-        lines = "1 line is" if count == 1 else f"{count} lines are"
-        logger.warning("%s damaged in %s, and skipped", lines, where)
-
-
-def _cut(part: Path, step: int) -> int:
-    """Cut a file before the first row of a later step. Returns how many rows were dropped."""
-    _drop_torn_line(part)
-    later, damaged = [], 0
-    for position, row in _lines(part, last=True):
-        if row is None:
-            damaged += 1
-        elif row["step"] > step:
-            later.append(position)
-    _warn_of_damage(damaged, part)
-    if later:
-        os.truncate(part, later[0])
-    return len(later)
-
-
 def _groups_of(folder: Path, step: int) -> dict[str, int]:
     """How many groups of the newest step are on disk, by mode. The step may begin in an earlier file."""
     counts: dict[str, int] = {}
-    for part in reversed(_parts(folder)):
-        for _, row in _lines(part, last=False):
+    for part in reversed(parts_of(folder)):
+        for _, row, _ in lines_of(part, last=False):
             if row is not None and row["step"] == step:
                 mode = str(row.get("mode"))
                 counts[mode] = max(counts.get(mode, 0), _count_groups([row]))
-        if _first_step(part) < step:
+        if first_step(part) < step:
             break
     return counts
-
-
-def _drop_torn_line(part: Path) -> None:
-    """Drop an unfinished last line, which a kill or a full disk has left."""
-    size = part.stat().st_size
-    end = size
-    with part.open("rb") as file:
-        while end:
-            start = max(0, end - 2**20)
-            file.seek(start)
-            found = file.read(end - start).rfind(b"\n")
-            if found >= 0:
-                end = start + found + 1
-                break
-            end = start
-    if end < size:
-        logger.warning("the last line of %s is unfinished (the run was stopped while writing it) and is dropped", part)
-        os.truncate(part, end)
 
 
 def read_store(output_dir: str | Path, *, first: int = 0, last: int | None = None) -> list[dict[str, Any]]:
     """The completions that a run has stored, in order: one dict each, as docs/rewards.md describes them.
 
     `pandas.json_normalize(read_store("out"))` makes a table of them. Damaged lines are skipped, with a warning that
-    counts them.
+    counts them. `rloom.observe.RunReader` reads only what is asked for, which a large run needs.
 
     Args:
         output_dir: the run's folder. It may still be running.
@@ -339,18 +271,18 @@ def read_store(output_dir: str | Path, *, first: int = 0, last: int | None = Non
     [{'step': 1, 'mode': 'train', 'prompt': '1+1=', 'completion': '2', 'scores': {'right': 1.0}, 'advantage': 0.5}]
     """
     folder = Path(output_dir) / FOLDER
-    parts = _parts(folder)
+    parts = parts_of(folder)
     if not parts:
         raise FileNotFoundError(f"there are no completions in {folder}: is {output_dir} the output folder of a run?")
     rows = []
     for number, part in enumerate(parts):
-        if last is not None and _first_step(part) > last:
+        if last is not None and first_step(part) > last:
             break
         damaged = 0
-        for _, row in _lines(part, last=number == len(parts) - 1):
+        for _, row, _ in lines_of(part, last=number == len(parts) - 1):
             if row is None:
                 damaged += 1
             elif row["step"] >= first and (last is None or row["step"] <= last):
                 rows.append(row)
-        _warn_of_damage(damaged, part)
+        warn_of_damage(damaged, part)
     return rows

@@ -1,0 +1,65 @@
+"""A completion's row as a line of JSON, whatever the user's texts and columns hold."""
+
+from __future__ import annotations
+
+import json
+import math
+from typing import Any
+
+import numpy as np
+
+TEXTS = ("prompt", "completion", "extra")
+"""Fields that hold the user's or the model's texts."""
+
+
+def shortest(value: Any) -> Any:
+    """Round numbers to the digits of float32, the dtype of scores. Values that are not finite become None.
+
+    >>> import torch
+    >>> shortest({"a": torch.tensor(0.1).item(), "b": float("nan"), "c": "text"})
+    {'a': 0.1, 'b': None, 'c': 'text'}
+    >>> shortest(1e300) is None
+    True
+    """
+    if isinstance(value, dict):
+        return {name: shortest(v) for name, v in value.items()}
+    if isinstance(value, float):
+        with np.errstate(over="ignore"):
+            short = float(str(np.float32(value)))
+        return short if math.isfinite(short) else None
+    return value
+
+
+def finite(value: Any) -> Any:
+    """Replace infinities and NaN, which JSON does not have, by None.
+
+    >>> finite({"a": [1.0, float("inf")], "b": (float("nan"), "text")})
+    {'a': [1.0, None], 'b': [None, 'text']}
+    """
+    if isinstance(value, dict):
+        return {name: finite(v) for name, v in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [finite(v) for v in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def as_json(row: dict[str, Any]) -> str:
+    """A row as JSON. Prompts and extra columns are the user's, and may hold any object. Values that are not finite
+    become null. Objects that JSON does not know, or that contain themselves, become text."""
+    # Most rows need no conversion, and copying them takes time: conversions are tried only after a failure.
+    for plain in (lambda value: value, finite, _text):
+        try:
+            made = {name: plain(value) if name in TEXTS else value for name, value in row.items()}
+            return json.dumps(made, default=_text, allow_nan=False)
+        except (TypeError, ValueError, RecursionError):
+            continue
+    raise ValueError(f"a row that is no JSON: {_text(row)}")
+
+
+def _text(value: Any) -> str:
+    """The text of any object, also of one whose `str` raises an error."""
+    try:
+        return str(value)
+    except Exception:
+        # A user's own object may raise anything.
+        return f"a {type(value).__name__}"

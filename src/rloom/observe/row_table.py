@@ -1,0 +1,166 @@
+"""The table of a store's rows, as the index and the lines have them: what readers filter, sort and count."""
+
+from __future__ import annotations
+
+import json
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from rloom.observe.lines import first_step, parsed, parts_of
+from rloom.observe.row_index import (
+    IndexBuilder,
+    IndexNames,
+    end_of,
+    joined,
+    part_records,
+    read_index,
+    write_index,
+)
+
+AT_ONCE = 32 * 2**20
+"""Bytes of lines that one refresh reads, at least: a part that was begun is read to its end."""
+QUIET_SECONDS = 60.0
+"""A store that has not been written to for so long may be given an index by a reader."""
+
+
+@dataclass(slots=True)
+class _Read:
+    """Records of one part's lines that the index on disk lacks."""
+
+    start: int
+    end: int
+    records: np.ndarray
+
+
+class RowTable:
+    """The records of all rows, oldest first, as a NumPy table (`row_index.py` names its fields).
+
+    `refresh` takes in what has been written since. A store without an index, of an older version, is read from its
+    lines, the newest first, some at each refresh, until `complete`.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.names = IndexNames()
+        self.records: np.ndarray = np.zeros(0, self.names.dtype())
+        self.complete = False
+        # The share of the lines' bytes that the records cover.
+        self.share = 1.0
+        self._base: np.ndarray = self.records
+        self._on_disk = False
+        self._read: dict[int, _Read] = {}
+
+    def __len__(self) -> int:
+        return len(self.records)
+
+    def refresh(self, at_once: int = AT_ONCE) -> None:
+        """Take in what the trainer has written since, and some of the lines that have no index."""
+        self._load()
+        left, missing, total = at_once, 0, 0
+        parts = parts_of(self.folder)
+        for part in reversed(parts):
+            total += (size := _size(part))
+            start = self._missing_from(part)
+            if start is None or start >= size:
+                continue
+            if left <= 0:
+                missing += size - start
+                continue
+            left -= size - start
+            self._read_part(part, start, last=part == parts[-1])
+        self.complete, self.share = missing == 0, 1.0 - missing / max(total, 1)
+        new = [one.records for _, one in sorted(self._read.items()) if len(one.records)]
+        self.records = joined([self._base, *new], self.names) if new else self._base
+
+    def read_all(self) -> None:
+        """Refresh until the table is complete."""
+        self.complete = False
+        while not self.complete:
+            self.refresh()
+
+    def save(self) -> bool:
+        """Write the index of a store that has none, where it is complete and no run writes to it. Returns whether it
+        was written."""
+        parts = parts_of(self.folder)
+        if self._on_disk or not self.complete or not parts:
+            return False
+        if time.time() - max(part.stat().st_mtime for part in parts) < QUIET_SECONDS:
+            return False
+        try:
+            write_index(self.folder, self.names, self.records)
+        except OSError:
+            # A folder that may only be read: the lines are read again the next time.
+            return False
+        return True
+
+    def line_of(self, record: np.void) -> dict[str, Any]:
+        """The stored row of a record."""
+        path = self.folder / f"{int(record['part']):09d}.jsonl"
+        with path.open("rb") as file:
+            file.seek(int(record["offset"]))
+            return json.loads(file.read(int(record["size"])))
+
+    # -- what is on disk
+
+    def _load(self) -> None:
+        """Map the index on disk. Where its names are others than before, rows may have been dropped: lines are read
+        anew."""
+        loaded = read_index(self.folder)
+        self._on_disk = loaded is not None and self._fits(loaded[1])
+        if loaded is not None and self._on_disk:
+            names, self._base = loaded
+        else:
+            names = IndexNames() if self._shrunk() else self.names
+            self._base = np.zeros(0, names.dtype())
+        if names != self.names:
+            self._read = {}
+        self.names = names
+
+    def _fits(self, records: np.ndarray) -> bool:
+        """Whether the last record of an index is that of a line of the store."""
+        if not len(records):
+            return True
+        try:
+            row = self.line_of(records[-1])
+        except (OSError, ValueError):
+            return False
+        return parsed(json.dumps(row).encode()) is not None and row["step"] == int(records[-1]["step"])
+
+    def _shrunk(self) -> bool:
+        """Whether lines that were read are gone: a run of an older version was resumed."""
+        return any(_size(self.folder / f"{number:09d}.jsonl") < one.end for number, one in self._read.items())
+
+    def _missing_from(self, part: Path) -> int | None:
+        """Where the lines of a part begin that no record covers. None where the index has all of them."""
+        number, (base_part, base_end) = first_step(part), end_of(self._base)
+        if number < base_part:
+            self._read.pop(number, None)
+            return None
+        start = base_end if number == base_part else 0
+        read = self._read.get(number)
+        if read is not None and read.start != start:
+            # The index has grown into these lines.
+            del self._read[number]
+            read = None
+        return start if read is None else read.end
+
+    def _read_part(self, part: Path, start: int, *, last: bool) -> None:
+        records = part_records(part, IndexBuilder(self.names), start=start, last=last)
+        number = first_step(part)
+        known = self._read.get(number)
+        end = end_of(records)[1] if last else _size(part)
+        if known is None:
+            self._read[number] = _Read(start, max(end, start), records)
+        else:
+            known.records, known.end = joined([known.records, records], self.names), max(end, known.end)
+
+
+def _size(path: Path) -> int:
+    try:
+        return path.stat().st_size
+    except OSError:
+        return 0

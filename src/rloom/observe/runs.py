@@ -1,0 +1,170 @@
+"""Reads a run: its logs, its diagnoses, its options, and those of its completions that are asked for.
+
+A run of rloom has them in its store (`output_dir/_rollouts`). Of a run by TRL, or another `transformers.Trainer`, there
+are the logs in `trainer_state.json`.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from rloom.errors import DataError
+from rloom.observe.lines import lines_of, parts_of
+from rloom.observe.row_table import RowTable
+from rloom.observe.store import DIAGNOSES, FOLDER, METRICS, RUN
+
+STATE = "trainer_state.json"
+
+
+class RunReader:
+    """Reads a run's folder. The run may still be going on: what each method returns is what is there by then.
+
+    Args:
+        folder: the run's `output_dir`, one of its checkpoints, or a `trainer_state.json`.
+
+    >>> import tempfile
+    >>> from rloom.observe.store import RunStore
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     store = RunStore(folder)
+    ...     store.log({"reward": 0.5}, step=1)
+    ...     store.write([{"group": 0, "completion": "2", "reward": 1.0, "advantage": 0.5}], step=1)
+    ...     run = RunReader(folder)
+    ...     run.metrics(), [row["completion"] for row in run.completions(step=1)]
+    ([{'reward': 0.5, 'step': 1}], ['2'])
+    """
+
+    def __init__(self, folder: str | Path) -> None:
+        self.folder = Path(folder)
+        if self.folder.name == STATE:
+            self.folder = self.folder.parent
+        self.store = self.folder / FOLDER
+        if not self.folder.is_dir():
+            raise DataError(f"{folder} is no folder: name the output folder of a run")
+        logged = any((self.store / name).exists() for name in (METRICS, RUN))
+        if not logged and not parts_of(self.store) and self._state() is None:
+            raise DataError(
+                f"{folder} holds no run: neither {FOLDER} nor {STATE} is there, nor a checkpoint that has one"
+            )
+        self.name = self.folder.resolve().name
+        self.table = RowTable(self.store)
+
+    # -- logs
+
+    def metrics(self) -> list[dict[str, Any]]:
+        """What was logged, oldest first: a dict each, with its `step`."""
+        own = list(_entries(self.store / METRICS))
+        state = self._state() or {}
+        before = own[0]["step"] if own else None
+        # A run that an older version began has its first logs there alone.
+        older = [entry for entry in state.get("log_history", []) if isinstance(entry, dict) and "step" in entry]
+        return [entry for entry in older if before is None or entry["step"] < before] + own
+
+    def diagnoses(self) -> list[dict[str, Any]]:
+        """What was diagnosed: `step`, the `rule` and the `diagnosis` in words."""
+        return list(_entries(self.store / DIAGNOSES))
+
+    def facts(self) -> dict[str, Any]:
+        """What the run is: `options`, `environment`, `about` (model, data, rewards, device). Empty where unknown."""
+        for path in (self.store / RUN, *(folder / "rloom_run.json" for folder in self._checkpoints())):
+            try:
+                found = json.loads(path.read_text())
+            except (OSError, ValueError):
+                continue
+            if isinstance(found, dict):
+                return found
+        return {}
+
+    def max_steps(self) -> int | None:
+        """How many updates the run is to have; None where unknown."""
+        found = self.facts().get("max_steps") or (self._state() or {}).get("max_steps")
+        return found if isinstance(found, int) and found > 0 else None
+
+    def _state(self) -> dict[str, Any] | None:
+        """The newest `trainer_state.json`."""
+        for folder in (self.folder, *self._checkpoints()):
+            try:
+                found = json.loads((folder / STATE).read_text())
+            except (OSError, ValueError):
+                continue
+            if isinstance(found, dict) and isinstance(found.get("log_history"), list):
+                return found
+        return None
+
+    def _checkpoints(self) -> list[Path]:
+        """Its checkpoints, newest first."""
+        found = [(match, path) for path in self.folder.glob("checkpoint-*")
+                 if (match := re.fullmatch(r"checkpoint-(\d+)", path.name))]  # fmt: skip
+        return [path for _, path in sorted(found, key=lambda pair: -int(pair[0][1]))]
+
+    # -- completions
+
+    def completions(
+        self, *, step: int | None = None, mode: str | None = None, group: int | None = None
+    ) -> list[dict[str, Any]]:
+        """The stored rows of a step, a mode ("train", or an evaluation's name) or a group, in order; None: of all.
+
+        Only those lines are read. docs/rewards.md lists the fields of a row."""
+        self.table.read_all()
+        records = self.table.records
+        chosen = np.ones(len(records), bool)
+        if step is not None:
+            chosen &= records["step"] == step
+        if group is not None:
+            chosen &= records["group"] == group
+        if mode is not None:
+            modes = self.table.names.modes
+            chosen &= records["mode"] == (modes.index(mode) if mode in modes else -1)
+        return [self.row(records[place]) for place in np.flatnonzero(chosen)]
+
+    def group(self, step: int, group: int, mode: str = "train") -> list[dict[str, Any]]:
+        """The rows of one group, in the order of their sampling."""
+        return self.completions(step=step, mode=mode, group=group)
+
+    def row(self, record: np.void) -> dict[str, Any]:
+        """The stored row of a record of the table. Its tokens' values, if stored, are lists of numbers."""
+        row = self.table.line_of(record)
+        if isinstance(tokens := row.get("tokens"), dict):
+            row["tokens"] = unpacked(tokens)
+        return row
+
+
+def _entries(path: Path) -> Iterator[dict[str, Any]]:
+    """The entries of a log; none where there is no such file."""
+    if path.exists():
+        yield from (row for _, row, _ in lines_of(path, last=True) if row is not None)
+
+
+# -- values of tokens
+
+
+def packed(values: Any) -> str:
+    """Numbers as text, with all bits of a float32: shorter than digits, and quicker to write.
+
+    >>> packed([0.5, -1.0])
+    'AAAAPwAAgL8='
+    """
+    return base64.b64encode(np.asarray(values, "<f4").tobytes()).decode()
+
+
+def unpacked(tokens: dict[str, Any]) -> dict[str, Any]:
+    """The values of a completion's tokens: lists of equal length. NaN becomes None.
+
+    >>> unpacked({"ids": [5, 6], "texts": ["a", "b"], "kl": packed([0.5, float("nan")])})
+    {'ids': [5, 6], 'texts': ['a', 'b'], 'kl': [0.5, None]}
+    """
+    return {name: _numbers(value) if isinstance(value, str) else value for name, value in tokens.items()}
+
+
+def _numbers(text: str) -> list[float | None]:
+    try:
+        found = np.frombuffer(base64.b64decode(text, validate=True), "<f4")
+    except ValueError:
+        return []
+    return [None if np.isnan(value) else float(value) for value in found]
