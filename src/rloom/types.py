@@ -89,6 +89,7 @@ class Record:
     reward: float
     extra: dict[str, Any]  # what reward functions added, by column
     advantage: float | None = None
+    tokens: dict[str, Any] | None = None  # values of its tokens, where they are stored
 
 
 @dataclass(slots=True, kw_only=True)

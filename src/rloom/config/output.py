@@ -38,13 +38,20 @@ class OutputTopic(Topic):
     store_completions: bool = option(
         True, "Keep prompts and completions in the run's store (output_dir/_rollouts); scores are kept there anyway."
     )
+    store_token_values: float = option(
+        0.01,
+        "Share of an update's groups whose tokens are stored with their log-probabilities, KL, entropy and advantage; "
+        "at least one group. 0: none. `rloom show` colours tokens by them.",
+    )
     log_completions: bool = option(False, "Print a table of completions at each log, and send it to the trackers.")
     log_multimodal: bool = option(True, "Include images in those tables, in W&B and Trackio.")
     num_completions_to_print: int | None = option(None, "Rows of the printed table; unset: all.")
     log_unique_prompts: bool = option(False, "One row per prompt in the tables.")
 
     def check_output(self) -> None:
-        """`log_format` means something, and does not contradict `disable_tqdm`."""
+        """`log_format` means something, and does not contradict `disable_tqdm`; shares are shares."""
+        if not 0.0 <= self.store_token_values <= 1.0:
+            raise ConfigError(f"store_token_values is a share, from 0 to 1, not {self.store_token_values!r}")
         if self.log_format not in LOG_FORMATS:
             hint = did_you_mean(str(self.log_format), LOG_FORMATS)
             raise ConfigError(f"log_format must be one of {', '.join(LOG_FORMATS)}, not {self.log_format!r}{hint}")

@@ -307,7 +307,7 @@ class Doctor:
         self.spoke: dict[str, int] = {}
 
     def look(self, entries: Sequence[dict[str, Any]], args: RLOOConfig, step: int) -> list[str]:
-        """The lines that the rules report at this log.
+        """The lines that the rules report at this log, of `examine`.
 
         >>> from types import SimpleNamespace
         >>> doctor, args = Doctor(), SimpleNamespace(max_completion_length=8)
@@ -317,6 +317,10 @@ class Doctor:
         >>> doctor.look(logs, args, step=4)
         []
         """
+        return [line for _, line in self.examine(entries, args, step)]
+
+    def examine(self, entries: Sequence[dict[str, Any]], args: RLOOConfig, step: int) -> list[tuple[str, str]]:
+        """The names of rules that report something at this log, and their lines."""
         # Rules use the beginning and the end. In a long run, reading all entries would make each log slow.
         if len(entries) > 2 * KEPT:
             entries = [*entries[:KEPT], *entries[-KEPT:]]
@@ -328,5 +332,5 @@ class Doctor:
             line = rule(logs, args)
             if line is not None:
                 self.spoke[name] = step
-                found.append(line)
+                found.append((name, line))
         return found

@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 from rloom.data.images import without_images
 from rloom.observe.completions import CompletionLog, sendable
 from rloom.observe.store import RunStore
+from rloom.observe.token_values import TokenValues
 from rloom.types import Record, Rollout
 
 T = TypeVar("T")
@@ -24,15 +25,23 @@ class Page:
 
 
 class Journal:
-    """Writes the records of rollouts to table and store. `images`: whether the table shows the prompts' images."""
+    """Writes the records of rollouts to table and store.
 
-    def __init__(self, table: CompletionLog, store: RunStore, *, images: bool = False) -> None:
-        self.table, self.store, self.images = table, store, images
+    `images`: whether the table shows the prompts' images. `tokens` adds the values of single tokens.
+    """
 
-    def page(self, rollouts: Sequence[Rollout]) -> Page:
-        """What is to be written about rollouts whose advantages are known. Their records are removed."""
+    def __init__(
+        self, table: CompletionLog, store: RunStore, *, images: bool = False, tokens: TokenValues | None = None
+    ) -> None:
+        self.table, self.store, self.images, self.tokens = table, store, images, tokens
+
+    def page(self, rollouts: Sequence[Rollout], step: int | None = None) -> Page:
+        """What is to be written about rollouts whose advantages are known. Their records are removed. `step` is that
+        of the update which has trained on them; None: an evaluation."""
         page = Page()
         for rollout in rollouts:
+            if self.tokens is not None and step is not None:
+                self.tokens.add(rollout, step)
             groups_before = 1 + max((row["group"] for row in page.stored), default=-1)
             page.shown += [self._shown(record) for record in rollout.records]
             page.stored += [_stored(record, groups_before) for record in rollout.drawn]
@@ -60,7 +69,7 @@ class Journal:
 
 
 def _stored(record: Record, groups_before: int) -> dict[str, Any]:
-    return {
+    row = {
         "group": groups_before + record.group,
         "prompt": without_images(record.prompt.content),
         "completion": record.completion.text,
@@ -72,6 +81,7 @@ def _stored(record: Record, groups_before: int) -> dict[str, Any]:
         "num_tokens": len(record.completion.token_ids),
         "extra": record.extra,
     }
+    return row if record.tokens is None else row | {"tokens": record.tokens}
 
 
 def in_turns(several: Sequence[Sequence[T]]) -> Iterator[T]:

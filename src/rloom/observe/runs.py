@@ -33,8 +33,8 @@ class RunReader:
     >>> from rloom.observe.store import RunStore
     >>> with tempfile.TemporaryDirectory() as folder:
     ...     store = RunStore(folder)
-    ...     store.log({"reward": 0.5}, step=1)
     ...     store.write([{"group": 0, "completion": "2", "reward": 1.0, "advantage": 0.5}], step=1)
+    ...     store.log({"reward": 0.5}, step=1)
     ...     run = RunReader(folder)
     ...     run.metrics(), [row["completion"] for row in run.completions(step=1)]
     ([{'reward': 0.5, 'step': 1}], ['2'])

@@ -32,6 +32,7 @@ from rloom.observe.completions import TABLE_COLUMNS, CompletionLog
 from rloom.observe.journal import Journal
 from rloom.observe.metrics import Metrics, check_loggable
 from rloom.observe.store import RunStore
+from rloom.observe.token_values import TokenValues
 from rloom.printable import get_logger
 from rloom.rewards.base import unique_names
 from rloom.rewards.build import build_reward, is_url, load_reward_model, reward_tokenizer
@@ -160,6 +161,7 @@ def build(
         CompletionLog(args.generation_batch_size),
         RunStore(args.output_dir, texts=args.store_completions),
         images=policy.vision and args.log_multimodal,
+        tokens=_token_values(policy, args),
     )
     credit, shaper = Credit(args, processes), Shaper(args, rewards.weights, composition)
     encoder = _encoder(policy, args)
@@ -212,6 +214,15 @@ def build(
 def _reference_runs_in_updates(reference: Reference | None, assigner: CreditAssigner) -> bool:
     """Whether a reference that is the policy with other adapters is run beside the training forward."""
     return isinstance(reference, AdapterReference) and assigner.estimator.needs_distributions
+
+
+def _token_values(policy: Policy, args: RLOOConfig) -> TokenValues | None:
+    if not args.store_token_values or not args.store_completions:
+        return None
+    assert args.generation_batch_size is not None
+    groups = args.generation_batch_size // args.num_generations
+    decode = policy.processing_class.batch_decode
+    return TokenValues(args.store_token_values, args.seed, groups, lambda ids: decode([[token] for token in ids]))
 
 
 def _passes(

@@ -1,4 +1,4 @@
-"""Callbacks that the trainer adds by itself: budget, reference, samples, diagnosis, the view."""
+"""Callbacks that the trainer adds by itself: budget, reference, samples, diagnosis, description, the view."""
 
 from __future__ import annotations
 
@@ -15,10 +15,12 @@ from rloom.models.reference import Reference
 from rloom.observe.completions import CompletionLog
 from rloom.observe.diagnose import Doctor
 from rloom.observe.progress import LiveProgress
+from rloom.observe.store import RunStore
 from rloom.observe.trackers import tensorboard_writer
 from rloom.observe.view import LogDict, LogLines, View
 from rloom.printable import get_logger
 from rloom.training.budget import random_state, restore_random_state
+from rloom.training.description import description_of
 from rloom.training.learner import Learner
 from rloom.training.processes import Processes
 
@@ -95,8 +97,8 @@ class SampleTable(TrainerCallback):
 class Diagnose(TrainerCallback):
     """Logs what is going wrong in a run, and what to change."""
 
-    def __init__(self, callbacks: list[Any] | None = None) -> None:
-        self.doctor = Doctor()
+    def __init__(self, callbacks: list[Any] | None = None, store: RunStore | None = None) -> None:
+        self.doctor, self.store = Doctor(), store
         # Among them are the views that keep the latest diagnosis.
         self.callbacks = [] if callbacks is None else callbacks
 
@@ -105,10 +107,24 @@ class Diagnose(TrainerCallback):
     ) -> None:
         """Look for problems after each log of training."""
         if state.is_world_process_zero and "loss" in (logs or {}):
-            for line in self.doctor.look(state.log_history, args, state.global_step):
+            for rule, line in self.doctor.examine(state.log_history, args, state.global_step):
                 logger.warning("diagnosis at step %d: %s", state.global_step, line)
+                if self.store is not None:
+                    self.store.diagnose(rule, line, state.global_step)
                 for view in [callback for callback in self.callbacks if isinstance(callback, View)]:
                     view.note(f"at update {state.global_step}: {line}")
+
+
+class Describe(TrainerCallback):
+    """Writes down what a run is, when its training begins."""
+
+    def __init__(self, trainer: Any) -> None:
+        self.trainer = trainer
+
+    def on_train_begin(self, args: RLOOConfig, state: Any, control: Any, **kwargs: Any) -> None:
+        """Write it, in the main process."""
+        if state.is_world_process_zero:
+            self.trainer.store.describe(description_of(self.trainer))
 
 
 def one_view(trainer: Any) -> None:

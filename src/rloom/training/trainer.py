@@ -39,7 +39,7 @@ from rloom.seeds import derive_seed
 from rloom.training import arguments, assemble, launch
 from rloom.training.advice import advise
 from rloom.training.buffer import RolloutBuffer
-from rloom.training.callbacks import Diagnose, FitBudget, SampleTable, SyncReference, one_view
+from rloom.training.callbacks import Describe, Diagnose, FitBudget, SampleTable, SyncReference, one_view
 from rloom.training.dynamic_sampling import replace_degenerate
 from rloom.training.finite import FiniteUpdates
 from rloom.training.folder import OutputFolder
@@ -182,6 +182,7 @@ class RLOOTrainer(UpdateLoop):
     def _add_own_callbacks(self, args: RLOOConfig) -> None:
         """Add the callbacks that the options ask for."""
         self.add_callback(self.interrupts)
+        self.add_callback(Describe(self))
         self.add_callback(FitBudget(self.learner, self.collector.encoder))
         if args.sync_ref_model:
             # The config refuses sync_ref_model without a KL.
@@ -189,7 +190,7 @@ class RLOOTrainer(UpdateLoop):
             self.add_callback(SyncReference(self.reference, self.processes))
         one_view(self)
         if args.diagnosis:
-            self.add_callback(Diagnose(self.callback_handler.callbacks))
+            self.add_callback(Diagnose(self.callback_handler.callbacks, self.store))
         if self.processes.is_main:
             advise(args, adapter=is_peft_model(self.model))
         if args.num_sample_generations:
@@ -440,6 +441,8 @@ class RLOOTrainer(UpdateLoop):
         prefix = "" if self._eval_prefix is None else f"{self._eval_prefix}_"
         logs.update({f"{prefix}{name}": value for name, value in self.metrics.flush(self._mode).items()})
         super().log(logs, start_time)
+        if self.processes.is_main:
+            self.store.log(self.state.log_history[-1], self.state.global_step)
         if self.args.log_completions and self.accelerator.is_main_process:
             writer = tensorboard_writer(self.callback_handler.callbacks)
             self.completion_log.show(self.state.global_step, self.args, writer)
@@ -454,7 +457,7 @@ class RLOOTrainer(UpdateLoop):
             for record, advantage in zip(rollout.records, advantages, strict=True):
                 record.advantage = advantage
             self.assigner.record(rollout, self._mode)
-        return self.journal.page(new)
+        return self.journal.page(new, self.state.global_step + 1 if self._mode == "train" else None)
 
     def _write_down(self, pages: list[Page]) -> list[Page]:
         """Write the pages of all processes at the main one, and return them there. Other processes return nothing."""
