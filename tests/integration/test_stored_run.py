@@ -52,7 +52,7 @@ def test_values_of_tokens_are_those_of_the_model(config, rows, beta):
     before, tokenizer = make_model(), make_tokenizer()
     train(args, rows)
     chosen = [row for row in RunReader(args.output_dir).completions() if "tokens" in row]
-    assert sorted((row["step"] for row in chosen)) == [1] * 4 + [2] * 4
+    assert sorted(row["step"] for row in chosen) == [1] * 4 + [2] * 4
     assert len({(row["step"], row["group"]) for row in chosen}) == 2
     for row in [row for row in chosen if row["step"] == 1]:
         tokens = row["tokens"]

@@ -26,6 +26,7 @@ VERBS = {
     "train-reward": "rloom.cli.train_reward",
     "eval": "rloom.cli.eval",
     "demo": "rloom.cli.demo",
+    "show": "rloom.cli.show",
     "generate": "rloom.cli.generate",
     "check-reward": "rloom.cli.check_reward",
     "serve-reward": "rloom.cli.serve_reward",

@@ -19,6 +19,7 @@ from transformers import ProgressCallback, TrainerControl, TrainerState
 from rloom.observe.clock import PhaseClock
 from rloom.observe.numbers import SHOWN, WINDOW, counted, duration, evaluation_of, in_shares, is_number, memory_in_use
 from rloom.observe.numbers import shown_value as shown
+from rloom.observe.sparkline import BLOCKS, sparkline
 from rloom.observe.view import Rows, View, as_lines, log_line
 from rloom.printable import printable
 
@@ -27,23 +28,6 @@ if TYPE_CHECKING:
 
 REDRAW_SECONDS = 0.25
 """The shortest time between two redraws, but for logs."""
-BLOCKS = "▁▂▃▄▅▆▇█"
-
-
-def sparkline(values: list[float], width: int = 40) -> str:
-    """Values as a row of blocks, each the mean of an equal share of them.
-
-    >>> sparkline([0.0, 1.0, 2.0, 3.0], width=4)
-    '▁▃▆█'
-    """
-    if not values:
-        return ""
-    width = min(width, len(values))
-    shares = [values[i * len(values) // width : (i + 1) * len(values) // width] for i in range(width)]
-    means = [sum(share) / len(share) for share in shares]
-    low, high = min(means), max(means)
-    span = (high - low) or 1.0
-    return "".join(BLOCKS[round((m - low) / span * (len(BLOCKS) - 1))] for m in means)
 
 
 def plot(values: list[float], *, title: str, height: int = 10, width: int = 60) -> Text:

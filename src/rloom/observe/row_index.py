@@ -52,6 +52,10 @@ class IndexNames:
     stop_reasons: list[str] = field(default_factory=list)
     id: str = field(default_factory=lambda: uuid.uuid4().hex)
 
+    def copy(self) -> IndexNames:
+        """The names by now."""
+        return IndexNames(list(self.scores), list(self.modes), list(self.stop_reasons), self.id)
+
     def dtype(self) -> np.dtype:
         """The type of a record: the fixed fields, and a score by each function."""
         return np.dtype([*FIELDS, ("scores", "<f4", (len(self.scores),))])

@@ -47,6 +47,8 @@ class RowTable:
         self.folder = folder
         self.names = IndexNames()
         self.records: np.ndarray = np.zeros(0, self.names.dtype())
+        # Both at once, for other threads.
+        self.view = (self.records, self.names)
         self.complete = False
         # The share of the lines' bytes that the records cover.
         self.share = 1.0
@@ -75,6 +77,7 @@ class RowTable:
         self.complete, self.share = missing == 0, 1.0 - missing / max(total, 1)
         new = [one.records for _, one in sorted(self._read.items()) if len(one.records)]
         self.records = joined([self._base, *new], self.names) if new else self._base
+        self.view = (self.records, self.names.copy())
 
     def read_all(self) -> None:
         """Refresh until the table is complete."""

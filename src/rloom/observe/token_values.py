@@ -52,7 +52,7 @@ class TokenValues:
         the step give.
 
         >>> TokenValues(0.25, 0, 8, lambda ids: []).chosen(3)
-        [3, 7]
+        [2, 6]
         """
         start = derive_seed(self.seed, "token values", step) % max(self.num_groups, 1)
         return sorted((start + i * self.num_groups // self.count) % self.num_groups for i in range(self.count))

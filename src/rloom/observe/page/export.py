@@ -1,0 +1,130 @@
+"""The page of runs as one file: all curves, and a bounded sample of completions. It needs no server and no network."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from rloom.observe.page import answers
+from rloom.observe.page.live import LiveRun
+from rloom.observe.page.query import Query
+from rloom.observe.page.server import SCRIPTS, STATIC, STYLES
+
+SAMPLE = 400
+"""Completions of each run that an export holds, unless another number is asked for."""
+LONGEST = 20_000
+"""Characters of a text that an export holds."""
+
+
+def export(folders: Sequence[str], path: str | Path, *, sample: int = SAMPLE) -> int:
+    """Write the page of runs to a file. Returns its size in bytes."""
+    runs = [LiveRun(folder) for folder in folders]
+    for run in runs:
+        run.catch_up()
+    data = {"runs": [_run_data(run, number, sample) for number, run in enumerate(runs)]}
+    made = document(data).encode("utf-8", "surrogatepass")
+    Path(path).write_bytes(made)
+    return len(made)
+
+
+def document(data: Any) -> str:
+    """The page with its styles, scripts and data inside. Only these very scripts may run in it."""
+    styles = "\n".join(_read(name) for name in STYLES)
+    scripts = "\n".join(_read(name) for name in SCRIPTS)
+    policy = (
+        f"default-src 'none'; script-src '{_hash(scripts)}'; style-src '{_hash(styles)}'; img-src data:; "
+        "base-uri 'none'; form-action 'none'"
+    )
+    # In a script element, only "<" could end the data.
+    safe = json.dumps(data).replace("<", "\\u003c")
+    parts = {
+        "<!-- policy -->": f'<meta http-equiv="Content-Security-Policy" content="{policy}">',
+        "<!-- styles -->": f"<style>{styles}</style>",
+        "<!-- data -->": f'<script type="application/json" id="data">{safe}</script>',
+        "<!-- scripts -->": f"<script>{scripts}</script>",
+    }
+    made = []
+    # Each part is put in once: what it holds is not looked at again.
+    rest = _read("page.html")
+    for mark, part in parts.items():
+        before, rest = rest.split(mark, 1)
+        made += [before, part]
+    return "".join([*made, rest])
+
+
+def _read(name: str) -> str:
+    return (STATIC / name).read_text(encoding="utf-8")
+
+
+def _hash(text: str) -> str:
+    return f"sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}"
+
+
+def _run_data(run: LiveRun, number: int, sample: int) -> dict[str, Any]:
+    info = answers.run_info(run, number) | {"live": False}
+    query = Query(mode="train" if "train" in info["modes"] else None)
+    columns = ["reward", "advantage", "num_tokens", *(f"score:{name}" for name in info["scores"])]
+    return {
+        "info": info,
+        "facts": answers.facts(run),
+        "metrics": answers.metrics(run),
+        "distributions": {name: answers.distribution(run, name, query) for name in columns},
+        "rows": sampled_rows(run, sample),
+    }
+
+
+def sampled_rows(run: LiveRun, sample: int) -> list[dict[str, Any]]:
+    """Whole groups with up to `sample` completions in all, or one group: some of those whose tokens' values are stored,
+    those with the highest and the lowest rewards, and others evenly over the run."""
+    records, names = run.snapshot()
+    wanted: dict[tuple[int, int, int], None] = {}
+    total = 0
+    for place in _interesting(records, sample):
+        key = tuple(int(records[place][name]) for name in ("step", "mode", "group"))
+        if key in wanted:
+            continue
+        size = int(np.count_nonzero(_same(records, key)))
+        if total and total + size > sample:
+            continue
+        wanted[key] = None  # type: ignore[index]
+        total += size
+    rows: list[dict[str, Any]] = []
+    for step, mode, group in sorted(wanted):
+        rows += answers.group(run, step, group, names.modes[mode])["rows"] if group >= 0 else []
+    return [{name: _cut(value) for name, value in row.items()} for row in rows]
+
+
+def _interesting(records: np.ndarray, sample: int) -> list[int]:
+    """Places of rows, the most wanted first: a quarter with tokens' values, a quarter at the ends of reward, others."""
+    if not len(records):
+        return []
+    told = np.flatnonzero(records["has_tokens"])
+    order = np.argsort(records["reward"], kind="stable")
+    known = order[: len(records) - int(np.count_nonzero(np.isnan(records["reward"])))]
+    part = max(1, sample // 32)
+    ends = [*known[:part], *known[::-1][:part]]
+    return [int(place) for place in (*_spread(told, part), *ends, *_spread(np.arange(len(records)), sample))]
+
+
+def _spread(places: np.ndarray, count: int) -> np.ndarray:
+    """Some of the places, evenly, the last one first."""
+    if not len(places):
+        return places
+    return places[np.unique(np.linspace(0, len(places) - 1, min(count, len(places))).astype(int))][::-1]
+
+
+def _same(records: np.ndarray, key: Any) -> np.ndarray:
+    return (records["step"] == key[0]) & (records["mode"] == key[1]) & (records["group"] == key[2])
+
+
+def _cut(value: Any) -> Any:
+    """A text that is too long, without its end."""
+    if isinstance(value, str) and len(value) > LONGEST:
+        return f"{value[:LONGEST]} … ({len(value) - LONGEST:,} characters are not in this export)"
+    return value

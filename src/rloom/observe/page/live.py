@@ -1,0 +1,131 @@
+"""A run as the page sees it: its logs and rows, kept up to date while it goes on."""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from rloom.observe.page.query import Query, chosen, in_order
+from rloom.observe.page.text_search import TextSearch
+from rloom.observe.row_index import IndexNames
+from rloom.observe.runs import RunReader
+from rloom.observe.store import METRICS
+
+FRESH_SECONDS = 1.0
+"""How long what was read is believed."""
+PATIENCE_SECONDS = 0.15
+"""How long an answer waits for a text search. Then it has the rows found so far, and says so."""
+
+
+class LiveRun:
+    """A run that is read while it goes on. Its methods may be called from several threads."""
+
+    def __init__(self, folder: str | Path) -> None:
+        self.reader = RunReader(folder)
+        self.entries: list[dict[str, Any]] = []
+        # Changes when entries were dropped: whoever has some must take all anew.
+        self.generation = 0
+        self._lock, self._table_lock = threading.Lock(), threading.Lock()
+        self._read_at = -FRESH_SECONDS
+        self._stamp: tuple[int, int, int] | None = None
+        self._searches: dict[str, tuple[str, TextSearch]] = {}
+
+    # -- staying up to date
+
+    def refresh(self) -> None:
+        """Take in what was written since, unless that was done just now."""
+        with self._lock:
+            if time.monotonic() - self._read_at < FRESH_SECONDS:
+                return
+            self._read_entries()
+            self._read_at = time.monotonic()
+        # While another thread reads many lines, the rows that are there have to do.
+        if self._table_lock.acquire(timeout=0.02):
+            try:
+                if self.reader.table.complete:
+                    self.reader.table.refresh()
+            finally:
+                self._table_lock.release()
+
+    def catch_up(self) -> None:
+        """Read the lines of a store without an index to the end, and give it one. Others are answered in between."""
+        table = self.reader.table
+        while True:
+            with self._table_lock:
+                table.refresh()
+                if table.complete:
+                    table.save()
+                    return
+            # Whoever waits for the lock gets it.
+            time.sleep(0.01)
+
+    def _read_entries(self) -> None:
+        path = self.reader.store / METRICS
+        try:
+            found = path.stat()
+        except OSError:
+            if self._stamp is None:
+                self.entries, self._stamp = self.reader.metrics(), (0, 0, 0)
+            return
+        stamp = (found.st_ino, found.st_size, found.st_mtime_ns)
+        if stamp == self._stamp:
+            return
+        grown = self._stamp is not None and stamp[0] == self._stamp[0] and stamp[1] > self._stamp[1]
+        new = _entries_from(path, self._stamp[1]) if grown and self._stamp is not None else None
+        if new is None:
+            self.entries, self.generation = self.reader.metrics(), self.generation + 1
+        else:
+            self.entries = self.entries + new
+        self._stamp = stamp
+
+    # -- rows
+
+    def snapshot(self) -> tuple[np.ndarray, IndexNames]:
+        """The records and their names, as of now."""
+        self.refresh()
+        return self.reader.table.view
+
+    def find(self, query: Query) -> tuple[np.ndarray, np.ndarray, float]:
+        """The records, the places of those that a query asks for, in its order, and the share that was searched."""
+        records, names = self.snapshot()
+        wanted, searched = chosen(records, names, query), 1.0
+        if query.text:
+            search = self._search(records, query.text, names.id)
+            search.wait(PATIENCE_SECONDS)
+            searched = 1.0 if search.done else search.looked / max(len(records), 1)
+            found = search.matches[: len(wanted)]
+            wanted[: len(found)] &= found
+            wanted[len(found) :] = False
+        return records, in_order(records, names, np.flatnonzero(wanted), query.sort), searched
+
+    def _search(self, records: np.ndarray, text: str, version: str) -> TextSearch:
+        """The search for a text, which may be going on already."""
+        key = f"{version} {len(records)}"
+        with self._lock:
+            known = self._searches.get(text)
+            if known is not None and known[0] == key:
+                return known[1]
+            # One at a time: who types on no longer wants the last one.
+            for _, other in self._searches.values():
+                other.stop()
+            search = TextSearch(self.reader.store, records, text)
+            self._searches = {text: (key, search)}
+        return search.start()
+
+
+def _entries_from(path: Path, start: int) -> list[dict[str, Any]] | None:
+    """The entries of a log from an offset on. None where they cannot be told apart, so that all has to be read."""
+    with path.open("rb") as file:
+        file.seek(start - 1)
+        if file.read(1) != b"\n":
+            return None
+        data = file.read()
+    try:
+        return [json.loads(line) for line in data.splitlines()] if data.endswith(b"\n") else None
+    except ValueError:
+        return None

@@ -1,0 +1,457 @@
+"""The page's server, export and terminal form: what they answer, and whom; hostile completions stay data."""
+
+from __future__ import annotations
+
+import http.client
+import io
+import json
+import random
+import re
+import threading
+from html.parser import HTMLParser
+
+import numpy as np
+import pytest
+from rich.console import Console
+
+from rloom.cli.main import main
+from rloom.errors import DataError
+from rloom.observe import read_store
+from rloom.observe.page import answers, live
+from rloom.observe.page.export import document, export, sampled_rows
+from rloom.observe.page.live import LiveRun
+from rloom.observe.page.query import Query
+from rloom.observe.page.server import SCRIPTS, STATIC, PageServer
+from rloom.observe.page.terminal import show_text
+from rloom.observe.page.text_search import TextSearch
+from rloom.observe.runs import packed
+from rloom.observe.store import RunStore
+
+HOSTILE = [
+    "</script><script>document.title='owned'</script>",
+    "<img src=x onerror=\"document.title='owned'\">",
+    "<!-- <script> --> & &lt;b&gt; \"quotes\" 'single'",
+    "\x1b[2J\x1b]0;owned\x07 \u202eright to left \u2028 \x00 \ud800",
+    "a newline:\nnice {{braces}} ${dollar} `tick` \\ \\n backslashes",
+]
+
+
+def make_run(folder, steps: int = 6, k: int = 4, groups: int = 3, name: str = "right", part_bytes: int = 4000) -> None:
+    store = RunStore(folder, part_bytes=part_bytes)
+    store.begin()
+    store.describe({"about": {"model": name}, "options": {"learning_rate": len(name), "same": 1}, "max_steps": steps})
+    draw = random.Random(name)
+    for step in range(1, steps + 1):
+        rows = [
+            {
+                "group": group,
+                "prompt": [{"role": "user", "content": f"<b>{group}</b>"}],
+                "completion": f"{HOSTILE[(step + group + i) % len(HOSTILE)]} {draw.random()}",
+                "scores": {name: float(draw.random() > 0.5), "other": draw.choice([None, draw.gauss(0, 1)])},
+                "failures": {},
+                "reward": draw.choice([None, draw.gauss(0, 1), draw.gauss(0, 1)]),
+                "advantage": draw.gauss(0, 1),
+                "stop_reason": draw.choice(["eos", "length"]),
+                "num_tokens": draw.randrange(1, 60),
+                "extra": {},
+            }
+            for group in range(groups)
+            for i in range(k)
+        ]
+        for row in rows[:k]:
+            row["tokens"] = {
+                "ids": [1, 2],
+                "texts": ["<i>", "\x1b"],
+                "policy": packed([-0.5, -1.25]),
+                "entropy": packed([0.1, 0.2]),
+            }
+        store.write(rows, step)
+        store.log({"loss": 0.0, "reward": step / 10, "kl": None, "time/update": 0.5, "time/rewards": 0.25}, step)
+    store.log({"eval_reward": 0.5, "eval_reward_low": 0.25, "eval_reward_high": 0.75}, steps)
+    store.diagnose("reward_falls", "the reward fell: <b>lower</b> learning_rate", 3)
+
+
+@pytest.fixture
+def folder(tmp_path):
+    make_run(tmp_path / "run")
+    return tmp_path / "run"
+
+
+@pytest.fixture
+def server(folder):
+    yield from serving([str(folder)])
+
+
+def serving(folders, **options):
+    server = PageServer(folders, **options)
+    for run in server.runs:
+        run.catch_up()
+    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True)
+    thread.start()
+    yield server
+    server.shutdown()
+    server.server_close()
+    thread.join(10)
+
+
+def ask(server, path: str, method: str = "GET", **headers):
+    connection = http.client.HTTPConnection("127.0.0.1", server.server_address[1], timeout=20)
+    connection.request(method, path, headers={name.replace("_", "-"): value for name, value in headers.items()})
+    answer = connection.getresponse()
+    body = answer.read()
+    connection.close()
+    return answer, body
+
+
+def get(server, path: str):
+    answer, body = ask(server, path)
+    assert answer.status == 200, body
+    return json.loads(body)
+
+
+# -- answers
+
+
+def test_rows_are_those_of_a_plain_filter(folder):
+    rows, run = read_store(folder), LiveRun(folder)
+    run.catch_up()
+    draw = random.Random(1)
+    for _ in range(200):
+        given, keep = {}, []
+        if draw.random() < 0.6:
+            low = draw.gauss(-0.5, 1)
+            given["reward_min"] = str(low)
+            keep.append(lambda r, low=low: r["reward"] is not None and np.float32(r["reward"]) >= low)
+        if draw.random() < 0.4:
+            high = draw.randrange(60)
+            given["num_tokens_max"] = str(high)
+            keep.append(lambda r, high=high: r["num_tokens"] <= high)
+        if draw.random() < 0.4:
+            given["score:other_max"] = "0.3"
+            keep.append(lambda r: r["scores"]["other"] is not None and np.float32(r["scores"]["other"]) <= 0.3)
+        if draw.random() < 0.4:
+            given["stop_reason"] = stop = draw.choice(["eos", "length", "none such"])
+            keep.append(lambda r, stop=stop: r["stop_reason"] == stop)
+        if draw.random() < 0.4:
+            given["step_min"], given["step_max"] = "2", "4"
+            keep.append(lambda r: 2 <= r["step"] <= 4)
+        if draw.random() < 0.4:
+            given["text"] = text = draw.choice(
+                ["owned", "nice", "n", "\\n", "\n", '"', "nnice", "u202e", "\u202e", "x1b", "0.1"]
+            )
+            keep.append(lambda r, text=text: text in r["completion"])
+        name, falling = draw.choice(["step", "reward", "advantage", "num_tokens", "score:other"]), draw.random() < 0.5
+        given |= {"sort": ("-" if falling else "") + name, "limit": "1000"}
+        expected = [row for row in rows if all(test(row) for test in keep)]
+        found = answers.rows(run, Query.of(given))
+        assert found["searched"] == 1.0
+        assert found["count"] == len(expected)
+        assert [row["step"] for row in found["rows"]] == [r["step"] for r in in_order(expected, name, falling)], given
+        assert [row["reward"] for row in found["rows"]] == [r["reward"] for r in in_order(expected, name, falling)]
+
+
+def in_order(rows, name: str, falling: bool):
+    if name == "step":
+        return rows[::-1] if falling else rows
+
+    def key(row):
+        value = row["scores"]["other"] if name == "score:other" else row[name]
+        return float("inf") if value is None else (-1 if falling else 1) * np.float32(value)
+
+    return sorted(rows, key=key)
+
+
+@pytest.mark.parametrize("block", [1, 700, 10**7])
+def test_a_text_is_found_wherever_blocks_end(folder, monkeypatch, block):
+    monkeypatch.setattr("rloom.observe.page.text_search.BLOCK", block)
+    rows, run = read_store(folder), LiveRun(folder)
+    run.catch_up()
+    records, _ = run.snapshot()
+    for text in ("owned", "user", "completion", "n", "nice", "\nnice", "\\", "\\n", "\ud800", "é", "no such text"):
+        search = TextSearch(folder / "_rollouts", records, text).start()
+        assert search.wait(20)
+        assert search.matches.tolist() == [text in row["completion"] for row in rows], text
+
+
+def test_pages_of_rows_join_to_all_of_them(server):
+    whole = get(server, "/api/rows?sort=-reward&limit=1000")["rows"]
+    parts = [get(server, f"/api/rows?sort=-reward&limit=7&offset={offset}")["rows"] for offset in range(0, 72, 7)]
+    assert [row for part in parts for row in part] == whole
+    assert len(whole) == 72
+
+
+def test_a_group_has_the_mean_of_the_others_as_baseline(server):
+    found = get(server, "/api/group?step=2&group=1&mode=train")["rows"]
+    assert len(found) == 4
+    for place, row in enumerate(found):
+        others = [r["reward"] for i, r in enumerate(found) if i != place and r["reward"] is not None]
+        assert row["baseline"] == (pytest.approx(sum(others) / len(others)) if others else None)
+    told = get(server, "/api/group?step=2&group=0&mode=train")["rows"]
+    assert told[0]["tokens"]["policy"] == [-0.5, -1.25]
+
+
+def test_metrics_runs_and_facts(server):
+    (info,) = get(server, "/api/runs")["runs"]
+    assert (info["rows"], info["step"], info["max_steps"], info["complete"]) == (72, 6, 6, True)
+    assert [one["step"] for one in info["diagnoses"]] == [3]
+    found = get(server, "/api/metrics?run=0")
+    assert found["series"]["reward"] == [0.1, 0.2, 0.3, 0.4, 0.5, 0.6, None]
+    assert "mean over completions" in found["meanings"]["reward"]
+    assert get(server, "/api/metrics?run=0&after=6")["steps"] == [6]
+    assert get(server, "/api/facts")["about"] == {"model": "right"}
+
+
+def test_one_prompt_through_training_and_distributions(server, folder):
+    rows = [r for r in read_store(folder) if r["group"] == 1]
+    prompt = next(r["prompt_id"] for r in get(server, "/api/rows?limit=1000")["rows"] if r["group"] == 1)
+    course = get(server, f"/api/prompt?prompt={prompt}&mode=train")["groups"]
+    assert [one["step"] for one in course] == [1, 2, 3, 4, 5, 6]
+    rewards = [r["reward"] for r in rows if r["step"] == 4 and r["reward"] is not None]
+    assert course[3]["mean"] == pytest.approx(np.mean(rewards), rel=1e-6)
+    found = get(server, "/api/distribution?column=num_tokens&mode=train")
+    assert (sum(found["counts"]), found["count"]) == (72, 72)
+    values = np.array([r["num_tokens"] for r in read_store(folder)])
+    assert found["mean"] == pytest.approx(values.mean())
+    assert found["counts"] == np.histogram(values, 40)[0].tolist()
+    assert get(server, "/api/distribution?column=reward&step_min=99")["count"] == 0
+
+
+@pytest.mark.parametrize(
+    ("path", "message"),
+    [
+        ("rows?rewrd_min=1", "did you mean 'reward_min'?"),
+        ("rows?reward_min=much", "reward_min is a number"),
+        ("rows?reward_min=nan", "reward_min is a number"),
+        ("rows?sort=lenght", "no column"),
+        ("rows?score:none_min=1", "no reward is called"),
+        ("rows?limit=-1", "whole number"),
+        ("rows?prompt=xyz", "hexadecimal"),
+        ("rows?run=7", "there is no run"),
+        ("group?step=x&group=1", "whole number"),
+        ("group?step=1&group=1&mode=none", "no rows"),
+    ],
+)
+def test_a_wrong_question_gets_a_clear_answer(server, path, message):
+    answer, body = ask(server, f"/api/{path}")
+    assert answer.status == 400
+    assert message in json.loads(body)["error"]
+
+
+def test_a_run_that_goes_on_is_followed(folder):
+    run = LiveRun(folder)
+    run.catch_up()
+    assert answers.run_info(run, 0)["rows"] == 72
+    store = RunStore(folder)
+    store.resume(6)
+    store.write([{"group": 0, "completion": "fresh", "reward": 1.0, "advantage": 0.0}], 7)
+    store.log({"reward": 9.0}, 7)
+    run._read_at = -live.FRESH_SECONDS
+    assert answers.rows(run, Query(text="fresh"))["count"] == 1
+    assert answers.metrics(run)["series"]["reward"][-1] == 9.0
+    generation = run.generation
+    RunStore(folder).resume(2)
+    run._read_at = -live.FRESH_SECONDS
+    assert answers.metrics(run)["steps"] == [1, 2]
+    assert run.generation != generation
+    assert answers.rows(run, Query())["count"] == 24
+
+
+def test_of_many_logs_some_are_sent_and_all_evaluations(tmp_path, monkeypatch):
+    monkeypatch.setattr(answers, "MOST_LOGS", 10)
+    store = RunStore(tmp_path)
+    for step in range(1, 41):
+        store.log({"loss": 0.0, "reward": float(step)}, step)
+        if step % 20 == 0:
+            store.log({"eval_reward": 1.0}, step)
+    found = answers.metrics(LiveRun(tmp_path))
+    assert found["every"] == 5
+    assert [s for s, v in zip(found["steps"], found["series"]["eval_reward"], strict=True) if v] == [20, 40]
+    assert found["steps"][-2:] == [40, 40]
+    assert len(found["steps"]) <= 12
+
+
+# -- whom the server answers
+
+
+def test_every_answer_forbids_scripts_of_others(server):
+    for path in ("/", "/page.js", "/page.css", "/api/runs", "/api/rows?text=owned", "/none", "/api/none"):
+        answer, _ = ask(server, path)
+        policy = answer.headers["Content-Security-Policy"]
+        assert policy.startswith("default-src 'none'; script-src 'self';")
+        assert "unsafe" not in policy
+        assert answer.headers["X-Content-Type-Options"] == "nosniff"
+    answer, body = ask(server, "/")
+    assert b"<script>" not in body
+    assert b"style=" not in body
+
+
+@pytest.mark.parametrize("host", ["evil.example", "127.0.0.1.evil.example:80", "", "localhost", "127.0.0.1:1"])
+def test_another_name_for_this_machine_is_refused(server, host):
+    answer, body = ask(server, "/api/rows", Host=host)
+    assert answer.status == 403
+    assert b"owned" not in body
+
+
+def test_requests_of_other_sites_are_refused(server):
+    assert ask(server, "/api/runs", Sec_Fetch_Site="cross-site")[0].status == 403
+    assert ask(server, "/api/runs", Sec_Fetch_Site="same-origin")[0].status == 200
+
+
+@pytest.mark.parametrize(
+    "path",
+    ["/../../../etc/passwd", "/static/page.js", "/%2e%2e/page.html", "//etc/passwd", "/uplot.LICENSE", "/\\..\\x"],
+)
+def test_only_its_own_files_are_served(server, path):
+    assert ask(server, path)[0].status == 404
+
+
+@pytest.mark.parametrize("method", ["POST", "PUT", "DELETE", "OPTIONS"])
+def test_it_only_reads(server, method):
+    assert ask(server, "/api/runs", method)[0].status == 501
+
+
+def test_beyond_this_machine_a_token_is_asked_for(folder):
+    for server in serving([str(folder)], host="0.0.0.0"):
+        token = server.token
+        assert len(token) >= 24
+        assert server.url.endswith(f"?token={token}")
+        for path in ("/", "/api/rows", "/page.js", "/?token=", "/?token=wrong", f"/?token={token[:-1]}"):
+            assert ask(server, path)[0].status == 403
+        assert ask(server, "/", Cookie=f"{server.cookie}=wrong")[0].status == 403
+        assert ask(server, "/", Cookie="=;;=[")[0].status == 403
+        answer, _ = ask(server, f"/?token={token}")
+        assert answer.status == 303
+        assert answer.headers["Location"] == "/"
+        cookie = answer.headers["Set-Cookie"]
+        assert "HttpOnly" in cookie
+        assert "SameSite=Strict" in cookie
+        assert ask(server, "/api/runs", Cookie=cookie.split(";")[0])[0].status == 200
+
+
+def test_scripts_never_make_html_of_text():
+    for name in SCRIPTS:
+        if name != "uplot.js":
+            text = (STATIC / name).read_text()
+            assert not re.search(
+                r"innerHTML|outerHTML|insertAdjacentHTML|document\.write|eval\(|new Function|srcdoc", text
+            ), name
+            assert "http:" not in text
+            assert "https:" not in text
+
+
+# -- export
+
+
+class Seen(HTMLParser):
+    """The elements of a document, and what scripts hold."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tags, self.scripts = [], []
+
+    def handle_starttag(self, tag, attrs):
+        self.tags.append((tag, dict(attrs)))
+        if tag == "script":
+            self.scripts.append("")
+
+    def handle_data(self, data):
+        if self.tags and self.tags[-1][0] == "script":
+            self.scripts[-1] += data
+
+
+def test_an_export_is_one_file_whose_data_stays_data(folder, tmp_path):
+    other = tmp_path / "other"
+    make_run(other, name="else")
+    path = tmp_path / "report.html"
+    export([str(folder), str(other)], path, sample=40)
+    seen = Seen()
+    seen.feed(path.read_text("utf-8", "surrogatepass"))
+    assert [tag for tag, _ in seen.tags].count("script") == 2
+    assert "img" not in [tag for tag, _ in seen.tags]
+    assert not [a for _, a in seen.tags if str(a.get("src", a.get("href", ""))).startswith(("http", "//"))]
+    data = json.loads(seen.scripts[0])
+    assert "</script><script>" in json.dumps(data)
+    assert [run["info"]["name"] for run in data["runs"]] == ["run", "other"]
+    for run, where in zip(data["runs"], (folder, other), strict=True):
+        assert 30 <= len(run["rows"]) <= 40
+        assert run["info"]["rows"] == 72
+        stored = [json.dumps(row["completion"]) for row in read_store(where)]
+        assert {json.dumps(row["completion"]) for row in run["rows"]} <= set(stored)
+        assert run["metrics"]["series"]["reward"][:6] == [0.1, 0.2, 0.3, 0.4, 0.5, 0.6]
+        assert any(row["has_tokens"] for row in run["rows"])
+        rewards = [row["reward"] for row in read_store(where) if row["reward"] is not None]
+        assert {min(rewards), max(rewards)} <= {row["reward"] for row in run["rows"]}
+
+
+def test_a_sample_has_whole_groups(folder):
+    run = LiveRun(folder)
+    run.catch_up()
+    rows = sampled_rows(run, 20)
+    sizes = {}
+    for row in rows:
+        sizes[row["step"], row["group"]] = sizes.get((row["step"], row["group"]), 0) + 1
+    assert len(rows) == 20
+    assert set(sizes.values()) == {4}
+
+
+def test_marks_in_data_are_not_filled_in():
+    made = document({"text": "<!-- scripts --> <!-- styles --></script>"})
+    assert made.count("<script") == 2
+    assert "</script>" not in made.split('id="data">')[1].split("</script>")[0]
+
+
+# -- terminal
+
+
+def test_text_form_says_what_matters_and_nothing_hostile(folder, capsys):
+    console = Console(file=io.StringIO(), width=200)
+    show_text([str(folder)], console)
+    text = console.file.getvalue()
+    for words in (
+        "update 6 of 6",
+        "72 completions",
+        "diagnosis at update 3",
+        "eval_reward",
+        "[0.25, 0.75]",
+        "best of",
+        "worst of",
+    ):
+        assert words in text, words
+    assert "\x1b" not in text
+    assert "\u202e" not in text
+    assert "▁" in text
+    assert "update 0.5 s" in text
+
+
+def test_what_trl_leaves_can_be_shown_too(tmp_path, capsys):
+    history = [{"loss": 0.1, "reward": s / 10, "step": s} for s in range(1, 6)]
+    (tmp_path / "trainer_state.json").write_text(json.dumps({"log_history": history, "max_steps": 5}))
+    assert main(["show", str(tmp_path), "--text"]) == 0
+    assert "reward" in capsys.readouterr().out
+    assert main(["show", str(tmp_path / "trainer_state.json"), "--export", str(tmp_path / "r.html")]) == 0
+    run = LiveRun(tmp_path)
+    run.catch_up()
+    assert answers.rows(run, Query())["count"] == 0
+    assert answers.metrics(run)["series"]["reward"] == [0.1, 0.2, 0.3, 0.4, 0.5]
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--text", "--export", "a.html"], "choose one"),
+        (["--sample", "3"], "--sample is for --export"),
+        (["--port", "99999999"], "from 0 to 65535"),
+    ],
+)
+def test_wrong_usage_of_the_verb(folder, words, message, capsys):
+    with pytest.raises(SystemExit) as stop:
+        main(["show", str(folder), *words])
+    assert stop.value.code == 2
+    assert message in capsys.readouterr().err
+
+
+def test_no_run_is_one_line(tmp_path, capsys):
+    assert main(["show", str(tmp_path / "none")]) == 1
+    assert "is no folder" in capsys.readouterr().err
+    with pytest.raises(DataError):
+        PageServer([str(tmp_path)])
