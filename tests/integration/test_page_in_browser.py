@@ -109,6 +109,17 @@ def test_a_filter_gives_exactly_the_rows_of_a_plain_one(browser, server, folders
     assert browser.complaints() == []
 
 
+def test_a_long_search_is_asked_about_until_it_is_done(browser, server, folders, monkeypatch):
+    monkeypatch.setattr("rloom.observe.page.live.PATIENCE_SECONDS", 0.0)
+    monkeypatch.setattr("rloom.observe.page.text_search.BLOCK", 1)
+    opened(browser, server.url, "completions")
+    browser.wait("document.querySelectorAll('#rows .row').length === 50")
+    for text in ("0.", "nice"):
+        fill(browser, text=text)
+        expected = [row for row in read_store(folders[0]) if text in row["completion"]]
+        assert int(browser.run("document.getElementById('found').dataset.count")) == len(expected)
+
+
 def test_hostile_completions_are_text_and_nothing_else(browser, server):
     opened(browser, server.url, "completions")
     browser.wait("document.querySelectorAll('#rows .row').length === 50")

@@ -14,6 +14,7 @@ import os
 import uuid
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field
+from json.encoder import encode_basestring_ascii
 from pathlib import Path
 from typing import Any
 
@@ -95,11 +96,11 @@ class IndexBuilder:
             for name in _dict(row.get("scores")):
                 if name not in self.names.scores:
                     self.names.scores.append(name)
-        fixed, scores = [], []
+        fixed, scores, names = [], [], self.names.scores
         for row, line, offset in zip(rows, lines, offsets, strict=True):
             fixed.append((part, offset, len(line) + 1, *_text_place(row, line), *self._numbers(row)))
             known = _dict(row.get("scores"))
-            scores.append([_number(known.get(name)) for name in self.names.scores])
+            scores.append([_number(known.get(name)) for name in names])
         made = np.zeros(len(fixed), self.names.dtype())
         for (name, _), column in zip(FIELDS, zip(*fixed, strict=True), strict=False):
             made[name] = column
@@ -149,8 +150,11 @@ def _text_place(row: dict[str, Any], line: str) -> tuple[int, int]:
     text = row.get("completion")
     if not isinstance(text, str):
         return 0, 0
-    key, encoded = '"completion": ', json.dumps(text)
-    found = line.find(key + encoded)
+    key, encoded = '"completion": ', encode_basestring_ascii(text)
+    found = line.find(key)
+    # The same key may stand in a prompt's messages.
+    while found >= 0 and not line.startswith(encoded, found + len(key)):
+        found = line.find(key, found + 1)
     return (0, 0) if found < 0 else (found + len(key) + 1, len(encoded) - 2)
 
 

@@ -10,6 +10,7 @@ import numpy as np
 
 TEXTS = ("prompt", "completion", "extra")
 """Fields that hold the user's or the model's texts."""
+LARGEST = float(np.finfo(np.float32).max)
 
 
 def shortest(value: Any) -> Any:
@@ -24,9 +25,10 @@ def shortest(value: Any) -> Any:
     if isinstance(value, dict):
         return {name: shortest(v) for name, v in value.items()}
     if isinstance(value, float):
-        with np.errstate(over="ignore"):
-            short = float(str(np.float32(value)))
-        return short if math.isfinite(short) else None
+        # Whole numbers, such as most scores, are as short as they can be.
+        if abs(value) < 2**24 and value.is_integer():
+            return value
+        return float(str(np.float32(value))) if abs(value) < LARGEST else None
     return value
 
 
@@ -47,10 +49,10 @@ def as_json(row: dict[str, Any]) -> str:
     """A row as JSON. Prompts and extra columns are the user's, and may hold any object. Values that are not finite
     become null. Objects that JSON does not know, or that contain themselves, become text."""
     # Most rows need no conversion, and copying them takes time: conversions are tried only after a failure.
-    for plain in (lambda value: value, finite, _text):
+    for plain in (None, finite, _text):
         try:
-            made = {name: plain(value) if name in TEXTS else value for name, value in row.items()}
-            return json.dumps(made, default=_text, allow_nan=False)
+            made = row if plain is None else {n: plain(v) if n in TEXTS else v for n, v in row.items()}
+            return ENCODER.encode(made)
         except (TypeError, ValueError, RecursionError):
             continue
     raise ValueError(f"a row that is no JSON: {_text(row)}")
@@ -63,3 +65,6 @@ def _text(value: Any) -> str:
     except Exception:
         # A user's own object may raise anything.
         return f"a {type(value).__name__}"
+
+
+ENCODER = json.JSONEncoder(default=_text, allow_nan=False)

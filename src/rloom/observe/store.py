@@ -23,6 +23,8 @@ logger = get_logger(__name__)
 FOLDER = "_rollouts"
 """The underscore keeps transformers from uploading the folder to the hub."""
 PART_BYTES = 64 * 2**20
+UNCHANGED = (*TEXTS, "tokens")
+"""Fields whose numbers, if they have any, stay as they are."""
 METRICS, DIAGNOSES, RUN = "metrics.jsonl", "diagnoses.jsonl", "run.json"
 """What is logged, what was diagnosed, both with their steps, and what the run is: options, versions, device."""
 
@@ -185,8 +187,11 @@ class RunStore:
 
     def _kept(self, row: dict[str, Any]) -> dict[str, Any]:
         hidden = () if self.texts else (*TEXTS, "tokens")
-        kept = {name: value for name, value in row.items() if name not in hidden}
-        return {name: value if name in TEXTS else shortest(value) for name, value in kept.items()}
+        return {
+            name: shortest(value) if isinstance(value, (float, dict)) and name not in UNCHANGED else value
+            for name, value in row.items()
+            if name not in hidden
+        }
 
     def _append(self, file: Path, lines: Sequence[str]) -> int:
         """Append lines to a file: all of them, or none. Returns where they begin."""
