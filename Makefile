@@ -4,7 +4,7 @@
 # make test-vllm   the tests with the real vLLM, in an environment of its own
 # make test-scale  the tests of DeepSpeed in several processes
 # make test-oldest the tests with the oldest transformers that pyproject.toml allows
-.PHONY: setup sandbox demo test test-all mutants test-vllm test-scale test-oldest lint types unit format clean
+.PHONY: setup sandbox browser demo test test-all mutants test-vllm test-scale test-oldest lint types unit format clean
 
 PYTHON ?= python3
 VENV   := .venv
@@ -19,14 +19,21 @@ VLLM_STAMP := $(VLLM_VENV)/.ready
 OLDEST     := .venv-oldest
 SCALE      := .venv-scale
 
-setup: $(STAMP) sandbox
+setup: $(STAMP) sandbox browser
 
 # Model-written code runs in bubblewrap. Debian's root gets it here; elsewhere tests that need it are skipped and say why.
 APT := apt-get install -y -qq bubblewrap
+APT_BROWSER := apt-get install -y -qq --no-install-recommends chromium
 sandbox:
 	@command -v bwrap >/dev/null || { [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null && \
 	  { $(APT) >/dev/null 2>&1 || { apt-get update -qq >/dev/null 2>&1; $(APT) >/dev/null 2>&1; }; } } || \
 	  echo "bubblewrap is missing and cannot be installed from here: tests of model-written code will be skipped"
+
+# The page of a run is tested in Chromium. Without it those tests are skipped, and say why.
+browser:
+	@command -v chromium >/dev/null || { [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null && \
+	  { $(APT_BROWSER) >/dev/null 2>&1 || { apt-get update -qq >/dev/null 2>&1; $(APT_BROWSER) >/dev/null 2>&1; }; } } || \
+	  echo "chromium is missing and cannot be installed from here: tests of the page in a browser will be skipped"
 
 # torch is named first and exactly: the constraints file decides the rest.
 $(STAMP): pyproject.toml constraints.txt

@@ -44,7 +44,14 @@ SECTIONS = {
         "rloom.Completion",
         "rloom.Group",
     ],
-    "Looking into runs": ["rloom.LiveProgress", "rloom.observe.store.read_store"],
+    "Looking into runs": [
+        "rloom.LiveProgress",
+        "rloom.observe.store.read_store",
+        "rloom.observe.runs.RunReader",
+        "rloom.observe.runs.RunReader.metrics",
+        "rloom.observe.runs.RunReader.completions",
+        "rloom.observe.runs.RunReader.group",
+    ],
 }
 # Longer signatures have a line for each argument.
 LONGEST = 100

@@ -28,9 +28,12 @@
     return `rgba(${color}, ${strength.toFixed(3)})`;
   }
 
+  // Nine digits tell every float32 from its neighbours.
+  const exact = (v) => (typeof v === "number" ? String(Number(v.toPrecision(9))) : v);
+
   function tell(row, known, place, target) {
     const t = row.tokens, tip = document.getElementById("tip");
-    const line = (name, v) => (v == null ? null : R.el("tr", {}, R.el("th", {}, name), R.el("td", {}, String(v))));
+    const line = (name, v) => (v == null ? null : R.el("tr", {}, R.el("th", {}, name), R.el("td", {}, exact(v))));
     const at = (list) => (list ? list[place] : null);
     tip.replaceChildren(R.el("table", {}, R.el("tbody", {},
       line("token", R.visible(JSON.stringify(t.texts[place]))), line("id", t.ids[place]),
