@@ -55,7 +55,7 @@ KINDS: dict[str, dict[str, Any]] = {
               "kl_placement": "reward_tokens", "ratio_level": "token", "normalize_advantages": True},
     # several updates on a rollout, each with its share of every process; a reference that moves; older metrics
     "several": {"beta": 0.1, "steps": 2, "num_iterations": 2, "sync_ref_model": True, "ref_model_sync_steps": 2,
-                "max_steps": 6, "log_older_metrics": True},
+                "max_steps": 6, "log_older_metrics": True, "kl_target": 0.01, "kl_target_gain": 1.0},
     "lora": {"beta": 0.1, "learning_rate": 1e-2},
     # the head is used again after the forward, and in the backward; layers are run forward twice
     "lora over bfloat16": {"beta": 0.1, "learning_rate": 1e-2},

@@ -35,6 +35,8 @@ KINDS = {
         "ref_model_sync_steps": 3,
         "normalize_rewards": "running",
         "advantage_estimator": "moving_average",
+        "kl_target": 0.01,
+        "kl_target_gain": 1.0,
         "num_train_epochs": 2,
     },
     "straddling": {

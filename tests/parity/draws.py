@@ -176,6 +176,8 @@ def draw_run(number: int) -> Draw:
         options["reward_weights"] = [1.0, *(draw.choice([0.0, 0.5, 1.0, -1.0]) for _ in rewards[1:])]
         draw.shuffle(options["reward_weights"])
     loses = draw.random() < 0.3
+    if options["beta"] and number % 3 == 2:
+        options |= {"kl_target": 0.04, "kl_target_gain": 1.0}
     return Draw(number, options, kind, prompts, eval_prompts, rewards, loses, stream)
 
 

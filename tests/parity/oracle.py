@@ -30,6 +30,8 @@ DEFAULTS: dict[str, Any] = {
     "normalize_advantages": False,
     "reward_clip_range": None,
     "beta": 0.05,
+    "kl_target": None,
+    "kl_target_gain": 0.1,
     "num_iterations": 1,
     "epsilon": 0.2,
     "epsilon_high": None,
@@ -203,6 +205,7 @@ class Oracle:
         self.num_tokens = self.episodes = 0
         self.finest = 1.0
         self.chance = False  # whether a score was the mean of others by chance: rounding decides if its advantage is 0
+        self.beta = self.set.beta  # which may follow the KL
         self.coefficient = self.set.router_aux_loss_coef
         if self.coefficient is None:
             self.coefficient = getattr(policy.config, "router_aux_loss_coef", 0.0)
@@ -434,7 +437,7 @@ class Oracle:
 
     def set_advantages(self, rows: list[Row], *, train: bool) -> None:
         """Rewards, baseline, clip, the KL per token, normaliser."""
-        placement, beta = self.set.kl_placement, self.set.beta
+        placement, beta = self.set.kl_placement, self.beta
         rewards = [row.score for row in rows]
         if self.charged and placement in ("reward", "reward_tokens"):
             rewards = [None if row.score is None else row.score - beta * total(row.kl) for row in rows]
@@ -483,9 +486,9 @@ class Oracle:
             if advantage is None:
                 result.append(None)
             elif self.set.kl_placement == "reward_tokens":  # all of it was charged: what came before is given back
-                result.append(advantage + self.set.beta * sum(kl[:t]))
+                result.append(advantage + self.beta * sum(kl[:t]))
             else:
-                result.append(advantage - self.set.beta * sum(kl[t:]))
+                result.append(advantage - self.beta * sum(kl[t:]))
         return result
 
     def compared(self, rewards: list[float | None], groups: list[int], *, train: bool) -> list[float | None]:
@@ -566,7 +569,7 @@ class Oracle:
         if self.set.beta and self.set.kl_placement == "loss":
             kl = self.token_kl(row, policy)
             row.kl = kl.detach()
-            value = value + self.set.beta * self.averaged(kl, row)
+            value = value + self.beta * self.averaged(kl, row)
         return value, routers
 
     def surrogate(self, row: Row, logprobs: Tensor, tally: SimpleNamespace) -> Tensor:
@@ -692,10 +695,15 @@ class Oracle:
             notes.add("mismatch/max", gaps.max())
         if self.set.log_older_metrics:
             self.measure_older(rollout, notes)
+        if self.set.kl_target is not None and notes is self.notes:
+            notes.add("beta", self.beta)
+            if kls:
+                away = float(torch.cat(kls).mean()) / self.set.kl_target - 1
+                self.beta *= 1 + self.set.kl_target_gain * max(-0.2, min(0.2, away))
 
     def measure_older(self, rollout: Rollout, notes: Notes) -> None:
         """The names of older documents."""
-        rows, beta = rollout.rows, self.set.beta
+        rows, beta = rollout.rows, self.beta
         kls = [float(row.kl.sum()) for row in rows if row.kl is not None]
         charge = beta * (mean(kls) or 0.0)
         scores = mean([row.score for row in rows if row.score is not None])

@@ -50,6 +50,12 @@ class ObjectiveTopic(Topic):
         0.9, f'Memory of the "{in_words(readers("baseline_momentum", ADVANTAGE_ESTIMATORS))}" baseline.'
     )
     kl_estimator: str | None = option(None, f"{described(KL_ESTIMATORS)}.")
+    kl_target: float | None = option(
+        None, "Adapt `beta` after each rollout so that `kl` (nats per token) goes to this value; unset: constant."
+    )
+    kl_target_gain: float = option(
+        0.1, "beta ← beta · (1 + this · clip(kl / kl_target − 1, ±0.2)); larger: quicker, and less steady."
+    )
     kl_placement: str | None = option(None, f"Where the KL goes: {', '.join(KL_PLACEMENTS)}.")
     ratio_level: str | None = option(
         None, f"One ratio {in_words(f'{level.note} ({name})' for name, level in RATIO_LEVELS.items())}."
@@ -118,11 +124,25 @@ class ObjectiveTopic(Topic):
                 "sync_ref_model=True needs a reference, and with beta=0.0 there is none; set beta above 0 or "
                 "sync_ref_model=False"
             )
+        self._check_kl_target()
         if self.reward_clip_range is not None and not self.reward_clip_range[0] < self.reward_clip_range[1]:
             raise ConfigError(f"reward_clip_range must be (min, max), not {self.reward_clip_range}")
         self._check_ranges()
         self._check_read()
         self._hint_unsound_kl()
+
+    def _check_kl_target(self) -> None:
+        if self.kl_target is None:
+            if "kl_target_gain" in self._given:
+                raise idle("kl_target_gain", "kl_target")
+            return
+        self.require("kl_target", self.kl_target > 0, "positive: nats per token, such as 0.02")
+        self.require("kl_target_gain", 0 < self.kl_target_gain <= 1, "above 0 and at most 1")
+        if not self.beta:
+            raise ConfigError(
+                "kl_target adapts beta, and beta=0.0 stays 0 whatever it is multiplied by; set beta to a first value, "
+                "such as 0.05"
+            )
 
     def _check_ranges(self) -> None:
         self.require("num_iterations", self.num_iterations >= 1, "at least 1")

@@ -76,6 +76,11 @@ METRICS = (
         "leaves the reference",
     ),
     Metric(
+        ("beta",),
+        "the present weight of the KL; only with `kl_target`, which adapts it after each rollout",
+        "rises while `kl` is above its target. Far from where it began: set `beta` near it, or another target",
+    ),
+    Metric(
         ("mismatch/mean", "mismatch/max"),
         "mean and largest absolute difference between the trainer's and the engine's log-probabilities of "
         "completion tokens, at equal weights",

@@ -197,12 +197,18 @@ class CreditAssigner:
     def record(self, rollout: Rollout, mode: str) -> None:
         """Log a rollout's metrics after its first update. In training they cover all processes."""
         processes = self.processes if mode == "train" else ALONE
-        known = [kl for kl in rollout.kl if kl is not None]
+        known, kl = [kl for kl in rollout.kl if kl is not None], torch.tensor(torch.nan)
         if processes.any(bool(known)):
-            self.metrics.add(mode, "kl", processes.mean(torch.cat(known or [torch.zeros(0)])))
+            kl = processes.mean(torch.cat(known or [torch.zeros(0)]))
+            self.metrics.add(mode, "kl", kl)
+        beta = self.credit.beta
+        if mode == "train" and self.config.kl_target is not None:
+            self.metrics.add(mode, "beta", beta)
+            # The next rollout has another weight. This waits for the device, as the log will.
+            self.credit.kl_weight.follow(float(kl))
         if self.config.log_older_metrics:
             facts = RolloutFacts.joined(processes.gather(RolloutFacts.of(rollout)))
-            for name, value in rollout_metrics(facts, self.config.beta).items():
+            for name, value in rollout_metrics(facts, beta).items():
                 self.metrics.add(mode, name, value)
         self._record_mismatch(rollout, mode, processes)
 

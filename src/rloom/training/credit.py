@@ -27,6 +27,7 @@ from rloom.algo import (
 )
 from rloom.config import RLOOConfig
 from rloom.rewards.compose import Composition
+from rloom.training.kl_weight import KLWeight
 from rloom.training.processes import ALONE, Processes
 
 
@@ -102,12 +103,17 @@ class Credit:
 
     def __init__(self, config: RLOOConfig, processes: Processes = ALONE) -> None:
         self.processes = processes
-        self.beta = config.beta
+        self.kl_weight = KLWeight(config)
         self.placement = KL_PLACEMENTS[config.choices.kl_placement]
         self.estimator = ADVANTAGE_ESTIMATORS[config.choices.advantage_estimator]
         self.advantage_clip = config.choices.advantage_clip
         self.normalize_advantages = config.choices.normalize_advantages
         self.average = MovingAverage(momentum=config.baseline_momentum)
+
+    @property
+    def beta(self) -> float:
+        """The present weight of the KL."""
+        return self.kl_weight.value
 
     @property
     def needs_kl(self) -> bool:
@@ -165,12 +171,15 @@ class Credit:
         return per_token, usable.unsqueeze(-1) & (mask > 0)
 
     def state_dict(self) -> dict[str, Any]:
-        """The moving average."""
-        return {"value": self.average.value}
+        """The moving average, and the KL's weight."""
+        return {"value": self.average.value, "kl_weight": self.kl_weight.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore the state of a checkpoint."""
         self.average.value = state["value"]
+        # Checkpoints of older versions have no weight.
+        if "kl_weight" in state:
+            self.kl_weight.load_state_dict(state["kl_weight"])
 
 
 def _padded(tables: Sequence[Tensor]) -> list[Tensor]:

@@ -184,7 +184,7 @@ class Learner:
         if self.kl_in_loss:
             kl = self.assigner.kl(batch, stats)
             keep(rollout.kl, batch, kl.detach())
-            loss = loss + self.config.beta * aggregate(kl, mask, self.aggregation) / self.denominator
+            loss = loss + self.assigner.credit.beta * aggregate(kl, mask, self.aggregation) / self.denominator
         if stats.aux_loss is not None:
             if torch.is_grad_enabled() and not stats.aux_loss.requires_grad:
                 raise ConfigError(

@@ -31,7 +31,8 @@ class RunReport:
     def start(self) -> Rows:
         """What will happen."""
         args = self.trainer.args
-        options = f"objective={args.objective}, beta={args.beta:g}, learning_rate={args.learning_rate:g}"
+        target = "" if args.kl_target is None else f" (adapted to a KL of {args.kl_target:g} per token)"
+        options = f"objective={args.objective}, beta={args.beta:g}{target}, learning_rate={args.learning_rate:g}"
         return [
             ("rloom", f"RLOO by version {__version__} with {options}"),
             ("model", self._model()),
