@@ -63,6 +63,11 @@ class Completion:
         return len(self.token_ids) if self.mask is None else sum(self.mask)
 
     @property
+    def drawn_ids(self) -> list[int]:
+        """The tokens that the policy drew."""
+        return drawn_of(self.token_ids, self.mask)
+
+    @property
     def truncated(self) -> bool:
         """Whether the completion was cut off rather than ended by itself."""
         return self.stop_reason in (LENGTH, ABORTED)

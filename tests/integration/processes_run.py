@@ -85,6 +85,9 @@ KINDS: dict[str, dict[str, Any]] = {
     "busy": {"beta": 0.0, "max_steps": 1},
     "frozen": {"beta": 0.0, "max_steps": 1},
     "stopped": {"beta": 0.1, "max_steps": 5, "logging_steps": 2},
+    # a diagnosis of the main process ends the run, and all processes write the checkpoint
+    "ended early": {"beta": 0.1, "max_steps": 8, "max_completion_length": 2, "early_stop_patience": 2,
+                    "early_stop_on": ["completions_are_cut_off", "nothing_ends"]},
     "killed": {"beta": 0.1, "max_tokens_per_micro_batch": 40},
     "failing": {"beta": 0.1},
     # by the server whose address is in RLOOM_TEST_SERVER

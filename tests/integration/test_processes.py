@@ -40,6 +40,7 @@ AS_ONE = [
     "evaluated",
     "out of memory",
     "stopped",
+    "ended early",
 ]
 TIMES = ("eps", "total_flos")
 
@@ -103,6 +104,14 @@ def test_two_processes_are_as_one(two, kind, tmp_path):
     assert_close(one, main)
     assert_same_log(one, main)
     assert main["wrapped"] == other["wrapped"] == one["wrapped"]
+
+
+def test_a_diagnosis_ends_the_run_in_all_processes(two):
+    main, other = results(two, "ended early")
+    assert len(main["fingerprints"]) == len(other["fingerprints"]) == 4
+    (folder,) = (two / "ended early").glob("**/checkpoint-4")
+    assert (folder / "rloom_state.pt").exists()
+    assert (folder / "rloom_state_1.pt").exists()
 
 
 @pytest.mark.parametrize("kind", ["sequence", "several"])

@@ -659,6 +659,11 @@ class Oracle:
             notes.add(f"completions/min_{name}length", min(values))
             notes.add(f"completions/max_{name}length", max(values))
         notes.add("completions/clipped_ratio", mean([float(not row.ended) for row in rows]))
+        again = []
+        for row in rows:
+            pairs = [row.drawn[i : i + 2] for i in range(len(row.drawn) - 1)]
+            again.append(mean([float(pair in pairs[:i]) for i, pair in enumerate(pairs)]) or 0.0)
+        notes.add("completions/repetition", mean(again))
         for index, function in enumerate(self.rewards):
             known = [row.scores[index] for row in rows if row.scores[index] is not None]
             notes.add(f"rewards/{function.__name__}/mean", mean(known))

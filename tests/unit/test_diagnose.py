@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import logging
+import math
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from rloom import RLOOConfig, RLOOTrainer
 from rloom.observe import diagnose
-from rloom.observe.diagnose import RULES, Doctor, Logs
+from rloom.observe.courses import Course, Logs
+from rloom.observe.diagnose import RULES
+from rloom.observe.doctor import Doctor, examine, lasting
 from tests.conftest import make_model, make_tokenizer
 
 
@@ -31,6 +35,8 @@ def healthy(count: int = 60) -> dict[str, list[float]]:
         "eval_win_rate": [0.4 + 0.002 * i for i in range(count)],
         "eval_win_rate_low": [0.3 + 0.002 * i for i in range(count)],
         "eval_win_rate_high": [0.5 + 0.002 * i for i in range(count)],
+        "completions/repetition": [0.1 + 0.001 * i for i in range(count)],
+        "learning_rate": [1e-6] * count,
     }
 
 
@@ -41,7 +47,7 @@ def entries(columns):
 
 @pytest.fixture(scope="module")
 def args():
-    return RLOOConfig("out", report_to="none", use_cpu=True, max_completion_length=200)
+    return RLOOConfig("out", report_to="none", use_cpu=True, max_completion_length=200, kl_target=0.01)
 
 
 SYMPTOMS = {
@@ -54,12 +60,23 @@ SYMPTOMS = {
     "cold_start": ({"frac_reward_zero_std": [0.97] * 60}, "rloom sft"),
     "groups_became_alike": ({"frac_reward_zero_std": [0.2] * 50 + [0.95] * 10}, "temperature"),
     "entropy_collapses": ({"entropy": [1.5] * 50 + [0.05] * 10}, "learning_rate"),
-    "completions_are_cut_off": ({"completions/clipped_ratio": [0.1] * 50 + [0.8] * 10}, "max_completion_length=200"),
+    "nothing_ends": ({"completions/clipped_ratio": [1.0] * 60}, "stop_token"),
+    "completions_are_cut_off": (
+        {"completions/clipped_ratio": [0.1] * 50 + [0.8] * 10},
+        "max_completion_length (now 200)",
+    ),
     "length_explodes": ({"completions/mean_length": [60.0] * 50 + [180.0] * 10}, "length_regularization"),
     "completions_vanish": ({"completions/mean_length": [60.0] * 50 + [1.0] * 10}, "missing_eos_penalty"),
     "updates_are_drastic": ({"clip_ratio/region_mean": [0.01] * 50 + [0.4] * 10}, "num_iterations"),
     "engine_differs": ({"mismatch/mean": [0.01] * 50 + [0.4] * 10}, "engine='transformers'"),
     "reward_is_gamed": ({"eval_win_rate_high": [0.5] * 59 + [0.2], "eval_win_rate": [0.4] * 59 + [0.1]}, "beta"),
+    "repetition_is_paid": ({"completions/repetition": [0.1] * 50 + [0.5] * 10}, "get_repetition_penalty_reward"),
+    "kl_outweighs_scores": (
+        {"kl": [0.3] * 60, "beta": [1.0] * 60, "reward": [0.3 + 0.02 * (i % 3) for i in range(49)]},
+        "beta (now 1)",
+    ),
+    "kl_target_is_out_of_reach": ({"beta": [0.005 * 1.1**i for i in range(60)]}, "kl_target"),
+    "policy_stands_still": ({"kl": [1e-9 * (-1) ** i for i in range(60)]}, "learning_rate"),
     "no_progress": ({"reward": [0.3 + 0.02 * (-1) ** i for i in range(60)]}, "learning_rate"),
 }
 
@@ -130,11 +147,57 @@ def test_during_a_run(config, rows, caplog):
 
 
 def test_a_kl_far_above_the_limit_is_told_at_once():
-    from types import SimpleNamespace
-
-    from rloom.observe.diagnose import Doctor
-
     args = SimpleNamespace(learning_rate=1.0, beta=0.05, max_completion_length=8)
     (line,) = Doctor().look([{"kl": 0.0, "loss": 0.0}, {"kl": 3.2, "loss": 0.0}], args, step=2)
     assert "the KL is 3.2 per token" in line
     assert "lower learning_rate (now 1)" in line
+
+
+def test_noise_is_told_from_a_trend():
+    """The noise of alternating values is their standard deviation, whatever line they follow; one jump is none."""
+    wobble = [0.0, 1.0] * 10
+    assert Course(wobble).noise() == pytest.approx(1 / 0.954)
+    assert Course([0.01 * i for i in range(20)]).noise() == pytest.approx(0.01 / 0.954)
+    assert Course([0.0] * 10 + [5.0] * 10).noise() == 0.0
+    assert Course([0.0] * 10 + [5.0] * 10).rise() == math.inf
+    assert abs(Course(wobble).rise()) < 1
+
+
+def test_a_fall_within_the_noise_is_none(args):
+    """Few completions per log: the reward goes up and down by more than it fell."""
+    noisy = [0.9, 0.7, 1.0, 0.7, 0.95, 0.7, 0.75, 0.6, 0.8]
+    logs = entries({"reward": noisy, "reward_std": [0.3] * 9})
+    assert diagnose.reward_falls(Logs(logs), args) is None
+    steady = entries({"reward": [0.9] * 6 + [0.7] * 3, "reward_std": [0.3] * 9})
+    assert diagnose.reward_falls(Logs(steady), args) is not None
+
+
+def test_a_run_of_others_has_no_options():
+    """Its lines name options without values."""
+    for name, (changes, _) in SYMPTOMS.items():
+        if name not in ("kl_target_is_out_of_reach",):
+            line = getattr(diagnose, name)(Logs(entries(healthy() | changes)), SimpleNamespace())
+            assert line is not None, name
+            assert "None)" not in line or name == "engine_differs"
+
+
+def test_a_history_is_read_as_the_run_was(args):
+    history = entries(healthy() | SYMPTOMS["entropy_collapses"][0])
+    history = [{"step": 10 * n, "loss": 0.0, **entry} for n, entry in enumerate(history, 1)]
+    (found,) = examine(history, args)
+    # Three logs at a thirtieth of the entropy, in a mean over three.
+    assert (found.name, found.first, found.last, found.lasts) == ("entropy_collapses", 530, 600, True)
+    # Of a long history some beginnings are looked at, the whole of it among them.
+    long = [dict(history[n % 50], step=n) for n in range(5000)] + history
+    assert examine(long, args)[-1].lasts
+    assert examine(long, args)[-1].last == 600
+
+
+def test_what_lasts_follows_from_the_history_alone(args):
+    history = [{"loss": 0.0, "kl": kl} for kl in (0.0, 3.0, 3.0, 0.0, 3.0, 3.0, 3.0)]
+    stops = [n for n in range(1, 8) if lasting(["kl_explodes"], history[:n], args, patience=3)]
+    assert stops == [7]
+    # The log of an evaluation in between is none of the run's.
+    history.insert(5, {"eval_loss": 0.0, "eval_reward": 1.0})
+    assert [n for n in range(1, 9) if lasting(["kl_explodes"], history[:n], args, patience=3)] == [8]
+    assert lasting(["entropy_collapses"], history, args, patience=1) is None

@@ -134,6 +134,12 @@ METRICS = (
         "over those that ended by themselves",
     ),
     Metric(
+        ("completions/repetition",),
+        "mean over completions of the share of pairs of neighbouring tokens that stood there before (of n pairs with d "
+        "different ones, 1 − d/n)",
+        "rising with the reward: texts repeat because that is paid for; look at the completions",
+    ),
+    Metric(
         ("completions/unscored_ratio",), "share of completions without a score or that could not be had; absent when 0"
     ),
     Metric(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from torch import nn
@@ -12,6 +13,7 @@ from rloom.data import datasets
 from rloom.data.loader import make_schedule
 from rloom.data.plan import PlanSampler
 from rloom.errors import ConfigError, DataError, UnknownOptionError, did_you_mean
+from rloom.observe.doctor import ALL, NAMES
 from rloom.printable import get_logger
 from rloom.rewards.build import as_list, check_rewards
 from rloom.rewards.compose import Term, as_terms
@@ -48,6 +50,16 @@ def refuse_arguments(args: Any, unknown: dict[str, Any]) -> None:
         raise UnknownOptionError(f"RLOOTrainer has no argument `{name}`{hint}")
     if args is not None and not isinstance(args, RLOOConfig):
         raise TypeError(f"`args` must be an RLOOConfig, not {type(args).__name__}: RLOOConfig('output', …)")
+    if args is not None:
+        _check_diagnoses(args.early_stop_on or [])
+
+
+def _check_diagnoses(names: Sequence[str]) -> None:
+    """Refuse the name of a diagnosis that is never made."""
+    for name in names:
+        if name not in (*NAMES, ALL):
+            hint = did_you_mean(name, NAMES)
+            raise ConfigError(f"early_stop_on: there is no diagnosis {name!r}{hint}; docs/metrics.md lists them")
 
 
 def choose_model(model: Any, args: RLOOConfig) -> tuple[Any, str | None]:

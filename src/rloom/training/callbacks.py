@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -13,7 +14,7 @@ from rloom.config import RLOOConfig
 from rloom.data.prompts import PromptEncoder
 from rloom.models.reference import Reference
 from rloom.observe.completions import CompletionLog
-from rloom.observe.diagnose import Doctor
+from rloom.observe.doctor import ALL, NAMES, Doctor, lasting
 from rloom.observe.progress import LiveProgress
 from rloom.observe.store import RunStore
 from rloom.observe.trackers import tensorboard_writer
@@ -95,10 +96,15 @@ class SampleTable(TrainerCallback):
 
 
 class Diagnose(TrainerCallback):
-    """Logs what is going wrong in a run, and what to change."""
+    """Logs what is going wrong in a run, and what to change. `prompts` says what is wrong with how they are written."""
 
-    def __init__(self, callbacks: list[Any] | None = None, store: RunStore | None = None) -> None:
-        self.doctor, self.store = Doctor(), store
+    def __init__(
+        self,
+        callbacks: list[Any] | None = None,
+        store: RunStore | None = None,
+        prompts: Callable[[], list[str]] = list,
+    ) -> None:
+        self.doctor, self.store, self.prompts = Doctor(), store, prompts
         # Among them are the views that keep the latest diagnosis.
         self.callbacks = [] if callbacks is None else callbacks
 
@@ -107,12 +113,46 @@ class Diagnose(TrainerCallback):
     ) -> None:
         """Look for problems after each log of training."""
         if state.is_world_process_zero and "loss" in (logs or {}):
-            for rule, line in self.doctor.examine(state.log_history, args, state.global_step):
-                logger.warning("diagnosis at step %d: %s", state.global_step, line)
-                if self.store is not None:
-                    self.store.diagnose(rule, line, state.global_step)
-                for view in [callback for callback in self.callbacks if isinstance(callback, View)]:
-                    view.note(f"at update {state.global_step}: {line}")
+            self._tell(self.doctor.named(state.log_history, args, state.global_step), state.global_step)
+
+    def on_train_begin(self, args: RLOOConfig, state: Any, control: Any, **kwargs: Any) -> None:
+        """Look at how prompts are written, once."""
+        if state.is_world_process_zero:
+            self._tell([("prompts", line) for line in self.prompts()], state.global_step)
+
+    def _tell(self, found: list[tuple[str, str]], step: int) -> None:
+        for rule, line in found:
+            logger.warning("diagnosis at step %d: %s", step, line)
+            if self.store is not None:
+                self.store.diagnose(rule, line, step)
+            for view in [callback for callback in self.callbacks if isinstance(callback, View)]:
+                view.note(f"at update {step}: {line}")
+
+
+class EarlyStop(TrainerCallback):
+    """Ends a run, with a checkpoint, when a diagnosis of `early_stop_on` has been made at several logs in a row."""
+
+    def __init__(self, processes: Processes, report: Any) -> None:
+        self.processes, self.report = processes, report
+
+    def on_log(
+        self, args: RLOOConfig, state: Any, control: Any, logs: dict[str, Any] | None = None, **kwargs: Any
+    ) -> None:
+        """Decide in the main process, for all."""
+        if "loss" not in (logs or {}):
+            return
+        asked = args.early_stop_on or []
+        names = NAMES if ALL in asked else asked
+        why = self.processes.from_main(lasting(names, state.log_history, args, args.early_stop_patience))
+        if why is None:
+            return
+        control.should_save = control.should_training_stop = True
+        self.report.stopped_because = why
+        if state.is_world_process_zero:
+            logger.warning(
+                "early stop after update %d, with a checkpoint: at %d logs in a row %s",
+                state.global_step, args.early_stop_patience, why,
+            )  # fmt: skip
 
 
 class Describe(TrainerCallback):

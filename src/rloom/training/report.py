@@ -25,6 +25,8 @@ class RunReport:
         self.next_command: str | None = None
         # The checkpoint that the run goes on from.
         self.resumed_from: str | None = None
+        # The diagnosis that has ended the run.
+        self.stopped_because: str | None = None
 
     # -- the start
 
@@ -119,8 +121,9 @@ class RunReport:
     def end(self, numbers: RunNumbers) -> Rows:
         """What has happened."""
         state = self.trainer.state
+        why = f": {self.stopped_because}" if self.stopped_because else ""
         rows = [("rloom", "trained" if state.global_step >= state.max_steps else
-                 f"stopped after update {state.global_step} of {state.max_steps}")]  # fmt: skip
+                 f"stopped after update {state.global_step} of {state.max_steps}{why}")]  # fmt: skip
         if (ends := numbers.ends()) is not None:
             rows.append(("reward", f"{ends[0]:.3f} → {ends[1]:.3f} (means of the first and the last logs)"))
         rows += [("evaluation", words) for words in self._evaluations(numbers)]

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from rloom.algo import masked_std
 from rloom.observe.metric_table import is_total
+from rloom.rewards.library.size import repeated_share
 from rloom.rewards.scored import Scored
 from rloom.types import Group
 
@@ -26,6 +27,7 @@ class RolloutMetrics:
     """What a rollout's metrics are computed from."""
 
     lengths: Tensor  # (N,) tokens that the policy drew
+    repetition: Tensor  # (N,) the share of their pairs of neighbours that stood there before
     ended: Tensor  # (N,) whether they ended by themselves
     scores: Tensor  # (N, F)
     total: Tensor  # (N,)
@@ -42,6 +44,7 @@ class RolloutMetrics:
         completions = [c for group in groups for c in group.completions]
         return cls(
             lengths=torch.tensor([float(c.num_drawn) for c in completions]),
+            repetition=torch.tensor([repeated_share(c.drawn_ids, 2) for c in completions]),
             ended=torch.tensor([not c.truncated for c in completions]),
             scores=scored.scores,
             total=total,
@@ -58,13 +61,23 @@ class RolloutMetrics:
         """The metrics of no completions."""
         empty = torch.zeros(0)
         scores = torch.zeros(0, num_rewards)
-        return cls(lengths=empty, ended=empty.bool(), scores=scores, total=empty, sizes=[], asked=0, num_tokens=0)
+        return cls(
+            lengths=empty,
+            repetition=empty,
+            ended=empty.bool(),
+            scores=scores,
+            total=empty,
+            sizes=[],
+            asked=0,
+            num_tokens=0,
+        )
 
     @classmethod
     def joined(cls, several: Sequence[RolloutMetrics]) -> RolloutMetrics:
         """Join the parts of several processes, as if one process had all completions."""
         return cls(
             lengths=torch.cat([one.lengths for one in several]),
+            repetition=torch.cat([one.repetition for one in several]),
             ended=torch.cat([one.ended for one in several]),
             scores=torch.cat([one.scores for one in several]),
             total=torch.cat([one.total for one in several]),
@@ -88,6 +101,7 @@ class RolloutMetrics:
         add("completions/mean_terminated_length", finished.mean())
         add("completions/min_terminated_length", finished.min())
         add("completions/max_terminated_length", finished.max())
+        add("completions/repetition", self.repetition.mean())
         self._record_scores(names, add)
 
     def _record_scores(self, names: Sequence[str], add: Callable[[str, Any], None]) -> None:

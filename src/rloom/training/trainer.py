@@ -20,10 +20,11 @@ from transformers import TrainerCallback
 from transformers.trainer_utils import EvalLoopOutput, PredictionOutput
 
 from rloom.config import RLOOConfig
-from rloom.data.datasets import check_dataset, image_column, is_chat
+from rloom.data.datasets import check_dataset, first_row, image_column, is_chat
 from rloom.data.images import without_images
 from rloom.data.loader import RoundRobinStream, as_is, eval_loader, make_schedule, train_loader
 from rloom.data.plan import UpdatePlan
+from rloom.data.prompt_checks import prompt_problems
 from rloom.errors import NoCompletionError
 from rloom.evaluation.measured import Measured
 from rloom.evaluation.opponents import choose_win_rate
@@ -39,7 +40,7 @@ from rloom.seeds import derive_seed
 from rloom.training import arguments, assemble, launch
 from rloom.training.advice import advise
 from rloom.training.buffer import RolloutBuffer
-from rloom.training.callbacks import Describe, Diagnose, FitBudget, SampleTable, SyncReference, one_view
+from rloom.training.callbacks import Describe, Diagnose, EarlyStop, FitBudget, SampleTable, SyncReference, one_view
 from rloom.training.dynamic_sampling import replace_degenerate
 from rloom.training.finite import FiniteUpdates
 from rloom.training.folder import OutputFolder
@@ -190,13 +191,20 @@ class RLOOTrainer(UpdateLoop):
             self.add_callback(SyncReference(self.reference, self.processes))
         one_view(self)
         if args.diagnosis:
-            self.add_callback(Diagnose(self.callback_handler.callbacks, self.store))
+            self.add_callback(Diagnose(self.callback_handler.callbacks, self.store, self._prompt_problems))
+        if args.early_stop_on:
+            self.add_callback(EarlyStop(self.processes, self.report))
         if self.processes.is_main:
             advise(args, adapter=is_peft_model(self.model))
         if args.num_sample_generations:
             self.add_callback(
                 SampleTable(self.completion_log, args.num_sample_generations, self.callback_handler.callbacks)
             )
+
+    def _prompt_problems(self) -> list[str]:
+        """What is wrong with how prompts are written for the model, seen in the first of them."""
+        row = first_row(self.train_dataset)
+        return prompt_problems(self.collector.encoder, row) if row is not None else []
 
     def chosen(self) -> str:
         """One line about what was chosen: the precision, how updates are run, and the engine."""

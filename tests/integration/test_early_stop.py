@@ -1,0 +1,54 @@
+"""`early_stop_on`: a diagnosis that lasts ends a run, with a checkpoint; resumed, it ends at the same update."""
+
+from __future__ import annotations
+
+import pytest
+
+from rloom import RLOOConfig, RLOOTrainer
+from rloom.errors import ConfigError
+from tests.conftest import make_model, make_tokenizer
+
+
+def zero(completions, **kwargs):
+    return [0.0] * len(completions)
+
+
+def run(config, rows, resume=None, **changes):
+    options = {"max_steps": 9, "early_stop_on": ["scores_are_constant"], "early_stop_patience": 3, **changes}
+    trainer = RLOOTrainer(make_model(), zero, config(**options), rows, processing_class=make_tokenizer())
+    trainer.train(resume_from_checkpoint=resume)
+    return trainer
+
+
+def test_a_diagnosis_at_three_logs_in_a_row_ends_the_run(config, rows, tmp_path, caplog, capsys):
+    # The rule needs three logs, and has then to hold at two more.
+    trainer = run(config, rows)
+    assert trainer.state.global_step == 5
+    assert (tmp_path / "out" / "checkpoint-5" / "trainer_state.json").exists()
+    (line,) = [message for message in caplog.messages if "early stop" in message]
+    assert "after update 5" in line
+    assert "at 3 logs in a row scores_are_constant: every completion scores 0" in line
+    assert "stopped after update 5 of 9: scores_are_constant" in capsys.readouterr().out
+
+
+def test_a_resumed_run_ends_where_the_run_would_have(config, rows, tmp_path):
+    run(config, rows, early_stop_on=["kl_explodes"], max_steps=4, save_strategy="steps", save_steps=4)
+    trainer = run(config, rows, resume=str(tmp_path / "out" / "checkpoint-4"))
+    assert trainer.state.global_step == 5
+
+
+def test_other_diagnoses_end_nothing(config, rows):
+    assert run(config, rows, early_stop_on=["kl_explodes"], max_steps=6).state.global_step == 6
+    assert run(config, rows, early_stop_on=["all"], early_stop_patience=1, diagnosis=False).state.global_step == 3
+
+
+def test_what_makes_no_sense_is_refused(config, rows, tmp_path):
+    with pytest.raises(ConfigError, match="no diagnosis 'kl_explode'; did you mean 'kl_explodes'"):
+        run(config, rows, early_stop_on=["kl_explode"])
+    for options, words in (
+        ({"early_stop_patience": 2}, "has no effect without early_stop_on"),
+        ({"early_stop_on": ["all"], "early_stop_patience": 0}, "at least 1"),
+        ({"early_stop_on": ["all"], "logging_strategy": "no"}, "looks at logs"),
+    ):
+        with pytest.raises(ConfigError, match=words):
+            RLOOConfig(str(tmp_path), report_to="none", use_cpu=True, **options)
