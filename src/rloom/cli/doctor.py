@@ -11,7 +11,7 @@ from rloom.cli.parser import Parser
 from rloom.errors import DataError
 from rloom.printable import printable
 
-SUMMARY = "say what went wrong in a run, from its logs, and what to change"
+SUMMARY = "say what went wrong in a run, and what to change"
 
 
 def add_arguments(parser: Parser) -> None:
