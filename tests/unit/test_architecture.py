@@ -17,7 +17,7 @@ PAGE = (ROOT / "docs" / "architecture.md").read_text()
 FILES = sorted(path.relative_to(SOURCE) for path in SOURCE.rglob("*.py"))
 
 FLOORS = [
-    {"cli", "demo"},
+    {"cli", "demo", "preflight"},
     {"training"},
     {"evaluation"},
     {"generation", "rewards", "data", "models", "observe"},

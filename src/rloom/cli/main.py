@@ -29,6 +29,7 @@ VERBS = {
     "show": "rloom.cli.show",
     "generate": "rloom.cli.generate",
     "check-reward": "rloom.cli.check_reward",
+    "preflight": "rloom.cli.preflight",
     "doctor": "rloom.cli.doctor",
     "serve-reward": "rloom.cli.serve_reward",
     "vllm-serve": "rloom.cli.vllm_serve",

@@ -163,7 +163,7 @@ def _trainer(plan: Plan) -> RLOOTrainer:
         print(f"rloom: {EVALUATED_LAST if callbacks else NOT_EVALUATED}", file=sys.stderr)
     return RLOOTrainer(
         plan.model.model_name_or_path,
-        _rewards(plan) or None,
+        rewards_of(plan) or None,
         plan.config,
         train,
         evaluation,
@@ -173,7 +173,7 @@ def _trainer(plan: Plan) -> RLOOTrainer:
     )
 
 
-def _rewards(plan: Plan) -> list[Any]:
+def rewards_of(plan: Plan) -> list[Any]:
     """The rewards; a time limit that none of them would keep is refused."""
     from rloom.rewards.calling.call_options import call_options_of
 

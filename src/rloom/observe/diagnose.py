@@ -195,7 +195,7 @@ def nothing_ends(logs: Logs, args: RLOOConfig) -> str | None:
     return (
         f"hardly a completion has ended by itself: {now(args, 'max_completion_length')} is too short, or the end token "
         "never comes; compare the chat template (chat_template_kwargs, generation prompt) and the end token with what "
-        "the model was trained on, or set stop_token; `rloom preflight` looks at both"
+        "the model was trained on, or set stop_token_id; `rloom preflight` looks at both"
     )
 
 

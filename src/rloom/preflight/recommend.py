@@ -1,0 +1,131 @@
+"""What to set, from what was measured; each with its reason."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from statistics import fmean, pvariance
+from typing import Any
+
+from rloom.config import RLOOConfig
+from rloom.preflight.dry_run import Measurement
+from rloom.preflight.group_size import best_size, efficiency, signal_by_size
+
+SIGNAL_GROUPS = 16
+"""Groups with signal that an update shall have."""
+BATCH = (64, 512)
+"""Completions per update: the least and the most that are recommended."""
+KL_BUDGET = 10.0
+"""Nats per completion that the policy may go away from the reference."""
+BETA = (0.001, 0.2)
+STEP = 0.01
+"""Nats per token that the first update may move the policy: the usual trust region. (Adam's first step is its largest:
+every weight moves by the whole rate.)"""
+TRUNCATED = 0.05
+"""Share of truncated completions that is left alone."""
+NEAR_ZERO = 0.02
+"""Share of groups with signal below which there is nothing to begin with."""
+
+
+@dataclass(slots=True, kw_only=True)
+class Advice:
+    """A value for an option, the value that it has, and why."""
+
+    option: str
+    value: Any
+    now: Any
+    reason: str
+
+
+def cold_start(found: Measurement) -> str | None:
+    """Why RLOO cannot begin with this model; None where it can."""
+    scores = [score for group in found.groups for score in group]
+    if not scores:
+        return "no completion got a score"
+    signal = fmean(len(set(group)) > 1 for group in found.groups)
+    if signal > NEAR_ZERO:
+        return None
+    if max(scores) == min(scores) or fmean(scores) <= min(scores) + 0.5 * (max(scores) - min(scores)):
+        return (
+            f"base success is near zero: {signal:.0%} of groups have completions that score differently, and the mean "
+            f"score is {fmean(scores):.3g}. RLOO reinforces what a model sometimes does: train it supervised first"
+        )
+    return f"the task is solved already: {signal:.0%} of groups have completions that score differently; harder prompts"
+
+
+def recommend(found: Measurement, config: RLOOConfig, *, context: int | None) -> list[Advice]:
+    """What to set. Nothing for a model that cannot begin."""
+    if cold_start(found) is not None:
+        return []
+    signal = signal_by_size(found.groups)
+    now = config.per_device_train_batch_size * config.gradient_accumulation_steps
+    size = best_size(signal, max(now, BATCH[0]))
+    found_advice = [
+        Advice(
+            option="num_generations", value=size, now=config.num_generations,
+            reason=f"{signal(size):.0%} of groups of {size} have signal, and a completion is worth "
+            f"{efficiency(signal, size):.2f} of one with a perfect baseline; of {2 * size}, "
+            f"{efficiency(signal, 2 * size):.2f}",
+        ),
+        _batch(signal(size), size, config),
+        _length(found, config, context),
+        _rate(found, config),
+    ]  # fmt: skip
+    return [*found_advice, _beta(found, config)] if config.beta else found_advice
+
+
+def _batch(signal: float, size: int, config: RLOOConfig) -> Advice:
+    least, most = (math.ceil(bound / size) for bound in BATCH)
+    # In fours: batches of round numbers.
+    prompts = min(max(4 * round(SIGNAL_GROUPS / max(signal, 1e-6) / 4), least), most)
+    return Advice(
+        option="per_device_train_batch_size", value=prompts * size, now=config.per_device_train_batch_size,
+        reason=f"{prompts} prompts × {size}: about {prompts * signal:.0f} groups have signal "
+        f"in an update (wanted: {SIGNAL_GROUPS}, with "
+        f"{BATCH[0]} to {BATCH[1]} completions); memory does not depend on it",
+    )  # fmt: skip
+
+
+def _length(found: Measurement, config: RLOOConfig, context: int | None) -> Advice:
+    lengths, limit = sorted(found.completion_tokens), config.max_completion_length
+    cut = fmean(record.completion.truncated for record in found.records)
+    if cut > TRUNCATED:
+        value = 2 * limit if context is None else min(2 * limit, context)
+        reason = f"{cut:.0%} of completions are cut off at {limit}"
+    else:
+        longest = lengths[min(len(lengths) - 1, math.ceil(0.99 * len(lengths)) - 1)]
+        value = min(limit, 8 * math.ceil(1.25 * longest / 8))
+        reason = f"99% of completions have at most {longest} tokens, and {cut:.0%} are cut off; a quarter more is room"
+    return Advice(option="max_completion_length", value=value, now=limit, reason=reason)
+
+
+def _beta(found: Measurement, config: RLOOConfig) -> Advice:
+    """The best policy at weight β is π_ref · exp(r/β), and for small tilts its KL is Var(r) / 2β²."""
+    spread = math.sqrt(fmean(pvariance(group) for group in found.groups if len(group) > 1))
+    value = min(max(spread / math.sqrt(2 * KL_BUDGET), BETA[0]), BETA[1])
+    return Advice(
+        option="beta", value=_rounded(value), now=config.beta,
+        reason=f"scores of a prompt differ by {spread:.2g} (standard deviation): with this weight the best policy is "
+        f"about {spread**2 / (2 * value**2):.2g} nats per completion away from the reference (σ²/2β²)",
+    )  # fmt: skip
+
+
+def _rate(found: Measurement, config: RLOOConfig) -> Advice:
+    now = config.learning_rate
+    if not found.movement:
+        reason = "not measured: no group of the last update had signal, or the weights did not move"
+        return Advice(option="learning_rate", value=now, now=now, reason=reason)
+    # Small steps move the policy by a KL that grows with their square.
+    value = _rounded(now * math.sqrt(STEP / found.movement))
+    value = min(max(value, now / 100), now * 100)
+    reason = f"one update at {now:g} moves the policy by {found.movement:.1g} nats per token; wanted: {STEP:g}"
+    return Advice(option="learning_rate", value=value, now=now, reason=reason)
+
+
+def _rounded(value: float) -> float:
+    """To one digit.
+
+    >>> _rounded(0.0268)
+    0.03
+    """
+    return float(f"{value:.0e}")

@@ -1,0 +1,135 @@
+"""`rloom preflight` on a model whose probabilities are known: uniform over its 46 tokens."""
+
+from __future__ import annotations
+
+import json
+import math
+
+import pytest
+import torch
+import yaml
+
+from rloom.cli.main import main
+from tests.conftest import LETTERS, make_model, make_tokenizer
+from tests.integration.test_sick_runs import WITHOUT_ITS_TURN
+from tests.standins import save_jsonl
+
+REWARDS = """
+def early(completions, **kwargs):
+    return [float(text[:1] != "" and text[0] < "x" and text[0] >= "a") for text in completions]
+
+def zero(completions, **kwargs):
+    return [0.0] * len(completions)
+
+def second_time(completions, seen=[], **kwargs):
+    seen.append(0)
+    return [float((len(text) + len(seen)) % 2) for text in completions]
+"""
+LENGTH, SIZE = 6, len(LETTERS) + 4
+
+
+@pytest.fixture
+def here(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    model = make_model()
+    torch.nn.init.zeros_(model.lm_head.weight)
+    model.save_pretrained("model")
+    make_tokenizer().save_pretrained("model")
+    save_jsonl(tmp_path / "prompts.jsonl", [{"prompt": text} for text in LETTERS])
+    (tmp_path / "my.py").write_text(REWARDS)
+    return tmp_path
+
+
+def preflight(capsys, reward="my.py:early", *more):
+    code = main(["preflight", "--model", "model", "--data", "prompts.jsonl", "--reward", reward, "--output_dir", "out",
+                 "--num_generations", "8", "--per_device_train_batch_size", "64", "--max_completion_length", str(LENGTH),
+                 "--max_steps", "3", "--use_cpu", "--report_to", "none", "--no_gradient_checkpointing", "--learning_rate",
+                 "1e-3", *more])  # fmt: skip
+    return code, capsys.readouterr().out
+
+
+def test_known_probabilities_are_measured_and_the_recipe_trains(here, capsys):
+    code, out = preflight(capsys, "my.py:early", "--groups", "32", "--json", "--price_per_hour", "3600")
+    found = json.loads(out)
+    assert (code, found["problems"]) == (0, [])
+    base, n = found["base"], 256
+    assert (base["prompts"], base["completions"]) == (32, n)
+    # 23 of 46 tokens begin a text as wanted. A special token at the start is dropped from the text, so that the next
+    # one begins it: three of 46 (the fourth is the end).
+    success = sum((3 / SIZE) ** place * 23 / SIZE for place in range(LENGTH))
+    assert base["success"] == pytest.approx(success, abs=4 * math.sqrt(0.25 / n))
+    truncated = (1 - 1 / SIZE) ** LENGTH
+    assert base["truncated"] == pytest.approx(truncated, abs=4 * math.sqrt(truncated * (1 - truncated) / n))
+    signal = 1 - success**8 - (1 - success) ** 8
+    assert base["groups_with_signal"] == pytest.approx(signal, abs=0.1)
+    (reward,) = found["rewards"]
+    assert (reward["name"], reward["noise"]) == ("early", 0.0)
+    assert found["run"]["updates"] == 3
+    assert found["run"]["completions"] == 192
+    assert found["run"]["cost"] == pytest.approx(found["run"]["seconds"])
+    assert found["run"]["seconds"] == pytest.approx(sum(found["seconds_per_completion"].values()) * 192)
+    assert all(seconds > 0 for seconds in found["seconds_per_completion"].values())
+    assert found["memory"]["micro_batch"] > 0
+    assert (found["memory"]["prompt"], found["memory"]["completion"]) == (1, LENGTH)
+    assert found["movement_of_one_update"] > 0
+    # Nothing of the run is there, but for the recipe, which trains.
+    assert not (here / "out").exists()
+    recommended = {one["option"]: one["value"] for one in found["recommended"]}
+    assert recommended["num_generations"] == 8
+    assert recommended["max_completion_length"] == 2 * LENGTH
+    recipe = yaml.safe_load((here / "preflight.yaml").read_text())
+    assert recommended.items() <= recipe.items()
+    assert main(["train", "--config", "preflight.yaml", "--save_strategy", "no"]) == 0
+    assert (here / "out" / "model.safetensors").exists()
+
+
+def test_the_weights_move_in_the_last_update_only(here, capsys, monkeypatch):
+    from rloom.preflight import dry_run
+
+    seen = []
+
+    def look(self, args, state, control, **kwargs):
+        seen.append(torch.cat([p.detach().flatten() for p in kwargs["model"].parameters()]).clone())
+
+    monkeypatch.setattr(dry_run._LastRate, "on_step_end", look, raising=False)
+    preflight(capsys, "my.py:early", "--groups", "8")
+    assert len(seen) == 2
+    start = torch.cat([p.detach().flatten() for p in _saved().parameters()])
+    assert torch.equal(seen[0], start)
+    assert not torch.equal(seen[1], start)
+
+
+def _saved():
+    from transformers import AutoModelForCausalLM
+
+    return AutoModelForCausalLM.from_pretrained("model")
+
+
+def test_nothing_to_begin_with(here, capsys):
+    code, out = preflight(capsys, "my.py:zero", "--groups", "4", "--once")
+    assert code == 1
+    assert "problem: base success is near zero: 0% of groups" in out
+    assert "train it supervised first: rloom sft --model model --data ANSWERS.jsonl" in out
+    assert "recommended" not in out
+    assert "noise not looked at" in out
+    # The recipe has what was given.
+    assert yaml.safe_load((here / "preflight.yaml").read_text())["learning_rate"] == 1e-3
+
+
+def test_a_noisy_reward_and_a_broken_template(here, capsys):
+    tokenizer = make_tokenizer()
+    tokenizer.chat_template = WITHOUT_ITS_TURN
+    tokenizer.save_pretrained("model")
+    chats = [{"prompt": [{"role": "user", "content": text}]} for text in "abcdefgh"]
+    save_jsonl(here / "prompts.jsonl", chats)
+    code, out = preflight(capsys, "my.py:second_time", "--groups", "4")
+    assert code == 1
+    assert "problem: the chat template adds no generation prompt" in out
+    assert "more than half of what sets a prompt's completions apart is noise" in out
+
+
+def test_wrong_usage(here, capsys):
+    with pytest.raises(SystemExit) as stop:
+        preflight(capsys, "my.py:early", "--groups", "1")
+    assert stop.value.code == 2
+    assert "--groups must be at least 2" in capsys.readouterr().err

@@ -1,0 +1,201 @@
+"""What preflight computes, against closed forms."""
+
+from __future__ import annotations
+
+import math
+import random
+from types import SimpleNamespace
+
+import pytest
+
+from rloom import RLOOConfig
+from rloom.preflight.dry_run import Measurement
+from rloom.preflight.ends import end_notes, end_problems, passed_over
+from rloom.preflight.estimate import whole_run
+from rloom.preflight.group_size import Successes, best_size, efficiency, signal_by_size
+from rloom.preflight.recommend import KL_BUDGET, STEP, cold_start, recommend
+from rloom.preflight.summary import recipe
+from rloom.types import Completion, Prompt, Record
+from tests.conftest import make_tokenizer
+
+
+def drawn(probabilities, size, seed=0):
+    draw = random.Random(seed)
+    return [[float(draw.random() < p) for _ in range(size)] for p in probabilities]
+
+
+def records(groups, length=4, truncated=False):
+    reason = "length" if truncated else "eos"
+    return [
+        Record(
+            group=number, prompt=Prompt(content="p", token_ids=[1] * 6), reply="x", scores={}, failures={},
+            completion=Completion(token_ids=[5] * length, stop_reason=reason), reward=score, extra={},
+        )
+        for number, group in enumerate(groups)
+        for score in group
+    ]  # fmt: skip
+
+
+def measured(groups, **changes):
+    options = {"seconds": {"generation": 0.5, "rewards": 0.1, "reference": 0.2, "update": 0.4}, "movement": 1e-4}
+    return Measurement(groups=groups, records=records(groups), **(options | changes))
+
+
+@pytest.fixture
+def config(tmp_path):
+    return lambda **changes: RLOOConfig(
+        str(tmp_path), report_to="none", use_cpu=True, **{"num_generations": 8, "per_device_train_batch_size": 128,
+                                                         "max_completion_length": 40, **changes}
+    )  # fmt: skip
+
+
+# -- how many completions
+
+
+@pytest.mark.parametrize("p", [0.05, 0.3, 0.5, 0.9])
+@pytest.mark.parametrize("size", [2, 4, 8, 16])
+def test_prompts_that_are_alike_have_the_signal_of_one(p, size):
+    """Var(c/n) = p(1−p)/n is all drawing, so ρ = 0 and the beta distribution is a point, but for its floor."""
+    alike = Successes(p * 1e6, (1 - p) * 1e6)
+    assert alike.signal(size) == pytest.approx(1 - p**size - (1 - p) ** size, abs=1e-4)
+
+
+@pytest.mark.parametrize("size", [2, 4, 8, 16])
+def test_uniform_success_probabilities(size):
+    """∫ p^K dp = 1/(K+1), from either end."""
+    assert Successes(1.0, 1.0).signal(size) == pytest.approx(1 - 2 / (size + 1))
+
+
+def test_the_fit_finds_the_distribution_that_was_drawn_from():
+    draw = random.Random(1)
+    found = Successes.fitted(
+        [sum(group) / 8 for group in drawn([draw.betavariate(2, 6) for _ in range(4000)], 8)], size=8
+    )
+    assert (found.a, found.b) == (pytest.approx(2, rel=0.15), pytest.approx(6, rel=0.15))
+
+
+def test_signal_of_other_scores_is_counted_without_replacement():
+    groups = [[0.0, 0.0, 0.5, 1.0], [0.25, 0.25, 0.25, 0.25]]
+    share = signal_by_size(groups)
+    # Of the 6 pairs of the first group one is alike; of its triples none; the second group has no signal at all.
+    assert share(2) == pytest.approx((5 / 6 + 0) / 2)
+    assert share(3) == share(4) == share(64) == pytest.approx(0.5)
+    assert signal_by_size([[1.0, 1.0]])(8) == 0.0
+
+
+def test_a_completion_is_worth_what_its_baseline_leaves():
+    """Var(r_i − mean of the others) = σ²·K/(K−1), by drawing."""
+    draw = random.Random(0)
+    for size in (2, 4, 8):
+        values = []
+        for _ in range(20000):
+            group = [draw.gauss(0, 1) for _ in range(size)]
+            values.append(group[0] - sum(group[1:]) / (size - 1))
+        variance = sum(value * value for value in values) / len(values)
+        assert efficiency(lambda size: 1.0, size) == pytest.approx(1 / variance, rel=0.05)
+
+
+def test_the_size_that_is_chosen():
+    def point(p):
+        return lambda size: 1 - p**size - (1 - p) ** size
+
+    # By hand: efficiency(8) = 0.868 and efficiency(16) = 0.937 at p = 0.5, which is 8% more.
+    assert best_size(point(0.5), 256) == 8
+    # At p = 0.1: 0.498, 0.764, 0.936 and 0.983 for 8, 16, 32 and 64.
+    assert best_size(point(0.1), 256) == 32
+    assert best_size(point(0.1), 64) == 16
+    assert best_size(lambda size: 0.0, 256) == 2
+
+
+# -- what is recommended
+
+
+def test_base_success_near_zero_says_train_supervised_first(config):
+    zero = measured([[0.0] * 8] * 8)
+    assert "train it supervised first" in cold_start(zero)
+    assert recommend(zero, config(), context=None) == []
+    assert "supervised first" in cold_start(measured([[0.0] * 8] * 99 + [[1.0] + [0.0] * 7]))
+    assert "solved already" in cold_start(measured([[1.0] * 8] * 99 + [[0.0] + [1.0] * 7]))
+    assert cold_start(measured(drawn([0.3] * 16, 8))) is None
+    assert "no completion got a score" in cold_start(measured([[], []]))
+
+
+def test_recommendations_follow_from_what_was_measured(config):
+    found = measured(drawn([0.5] * 64, 8))
+    advice = {one.option: one for one in recommend(found, config(), context=None)}
+    assert advice["num_generations"].value == 8
+    assert advice["per_device_train_batch_size"].value == 128
+    # A step of 1e-4 nats shall be one of 0.01: a hundred times the KL is ten times the rate.
+    assert advice["learning_rate"].value == pytest.approx(1e-6 * math.sqrt(STEP / 1e-4), rel=0.06)
+    # A coin's standard deviation is about a half; groups of eight have 7/8 of its variance.
+    assert advice["beta"].value == pytest.approx(math.sqrt(0.25 * 7 / 8 / (2 * KL_BUDGET)), rel=0.1)
+    # Four tokens and a quarter more, in eights.
+    assert advice["max_completion_length"].value == 8
+    assert "beta" not in {one.option for one in recommend(found, config(beta=0.0), context=None)}
+
+
+def test_truncated_completions_get_twice_the_room(config):
+    groups = drawn([0.5] * 8, 8)
+    found = Measurement(groups=groups, records=records(groups, 40, truncated=True))
+    length = {one.option: one.value for one in recommend(found, config(), context=None)}["max_completion_length"]
+    assert length == 80
+    length = {one.option: one.value for one in recommend(found, config(), context=50)}["max_completion_length"]
+    assert length == 50
+
+
+def test_a_rate_that_could_not_be_measured_stays(config):
+    advice = {one.option: one for one in recommend(measured(drawn([0.5] * 8, 8), movement=None), config(), context=9)}
+    assert advice["learning_rate"].value == advice["learning_rate"].now
+    assert "not measured" in advice["learning_rate"].reason
+
+
+def test_a_recipe_does_not_contradict_itself(config):
+    advice = recommend(measured(drawn([0.5] * 64, 8)), config(), context=None)
+    given = {"model_name_or_path": "m", "rloo_k": 4, "kl_coef": 0.1, "gradient_accumulation_steps": 4, "seed": 1}
+    options = recipe(given, advice)
+    assert {"rloo_k", "kl_coef", "gradient_accumulation_steps"}.isdisjoint(options)
+    assert (options["model_name_or_path"], options["seed"], options["num_generations"]) == ("m", 1, 8)
+
+
+# -- the whole run
+
+
+def test_time_tokens_and_cost_of_the_whole_run(config):
+    """Ten updates of 128 completions, each passed over twice: 640 are sampled, 1280 trained on."""
+    found = measured([[0.0, 1.0]])
+    run = whole_run(found, config(max_steps=10, num_iterations=2), [], price_per_hour=36.0)
+    assert (run.updates, run.completions, run.tokens) == (10, 640, 640 * 10)
+    assert run.seconds == pytest.approx(640 * (0.5 + 0.1 + 0.2) + 1280 * 0.4)
+    assert run.cost == pytest.approx(run.seconds / 100)
+    rows = [{"prompt": "p"}] * 100
+    # 16 prompts an update: six in an epoch of a hundred, which leaves four over.
+    assert whole_run(found, config(num_train_epochs=2), rows, None).updates == 12
+    assert whole_run(found, config(), iter(rows), None) is None
+
+
+# -- ends
+
+
+def test_ends_that_are_passed_over():
+    tokenizer = make_tokenizer()
+    encoder = SimpleNamespace(vision=None, processing_class=tokenizer)
+    encoder.encode = lambda rows: [SimpleNamespace(token_ids=[5, 6])]
+    passing = [Completion(token_ids=[7, 1, 8, 9], stop_reason="length") for _ in range(4)]
+    ending = [Completion(token_ids=[7, 2], stop_reason="eos") for _ in range(4)]
+    assert passed_over(passing + ending, tokenizer.all_special_ids, [2]) == {1: 0.5}
+    some = [SimpleNamespace(completion=completion) for completion in passing]
+    lines = end_problems(encoder, tokenizer, {"prompt": "ab"}, some, [2])
+    assert len(lines) == 2
+    assert "set stop_token_id=1" in lines[0]
+    assert "no completion ends by itself (at <eos>)" in lines[1]
+    fine = [SimpleNamespace(completion=completion) for completion in ending]
+    assert end_problems(encoder, tokenizer, {"prompt": "ab"}, fine, [2]) == []
+
+
+def test_notes_about_ends():
+    tokenizer = make_tokenizer(pad_token="<eos>")
+    notes = end_notes(tokenizer, [2], chat=False)
+    assert notes[0] == "completions end at <eos>"
+    assert "padding token is an end token" in notes[1]
+    assert "chat template" in notes[2]
+    assert end_notes(make_tokenizer(), [2], chat=True) == ["completions end at <eos>"]
