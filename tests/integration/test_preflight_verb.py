@@ -41,10 +41,10 @@ def here(tmp_path, monkeypatch):
 
 
 def preflight(capsys, reward="my.py:early", *more):
-    code = main(["preflight", "--model", "model", "--data", "prompts.jsonl", "--reward", reward, "--output_dir", "out",
-                 "--num_generations", "8", "--per_device_train_batch_size", "64", "--max_completion_length", str(LENGTH),
-                 "--max_steps", "3", "--use_cpu", "--report_to", "none", "--no_gradient_checkpointing", "--learning_rate",
-                 "1e-3", *more])  # fmt: skip
+    sizes = ["--num_generations", "8", "--per_device_train_batch_size", "64", "--max_completion_length", str(LENGTH)]
+    quick = ["--max_steps", "3", "--use_cpu", "--report_to", "none", "--no_gradient_checkpointing"]
+    data = ["--model", "model", "--data", "prompts.jsonl", "--reward", reward, "--output_dir", "out"]
+    code = main(["preflight", *data, *sizes, *quick, "--learning_rate", "1e-3", *more])
     return code, capsys.readouterr().out
 
 

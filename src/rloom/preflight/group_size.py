@@ -33,8 +33,8 @@ Groups = Sequence[Sequence[float]]
 class Successes:
     """Success probabilities of prompts, as a Beta(a, b) distribution.
 
-    >>> Successes(1.0, 1.0).signal(2)
-    0.3333333333333333
+    >>> round(Successes(1.0, 1.0).signal(2), 3)
+    0.333
     """
 
     a: float
