@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from rloom.observe.progress import LiveProgress
     from rloom.rewards.calling.call_options import reward
     from rloom.rewards.compose import route, term
+    from rloom.training.replay import replay
     from rloom.training.trainer import RLOOTrainer
     from rloom.types import Completion, Group, Prompt
 
@@ -39,6 +40,7 @@ _HOME = {
     "is_bf16_supported": "models.adapters",
     "load_model": "models.quick_load",
     "reward": "rewards.calling.call_options",
+    "replay": "training.replay",
     "route": "rewards.compose",
     "term": "rewards.compose",
 }
@@ -59,6 +61,7 @@ __all__ = [
     "add_lora",
     "is_bf16_supported",
     "load_model",
+    "replay",
     "reward",
     "route",
     "term",

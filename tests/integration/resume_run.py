@@ -17,7 +17,10 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
+from transformers import TrainerCallback
+
 from rloom import RLOOConfig, RLOOTrainer
+from rloom.training.processes import fingerprint
 from tests.conftest import make_model, make_tokenizer
 
 ROWS = [
@@ -54,6 +57,15 @@ KINDS = {
         "num_train_epochs": 1,
         "sync_ref_model": True,
         "ref_model_sync_steps": 1,
+    },
+    # checkpoints lie three updates apart; statistics and a reference that later updates depend on
+    "replayed": {
+        "per_device_train_batch_size": 16,
+        "max_steps": 8,
+        "save_steps": 3,
+        "normalize_rewards": "running",
+        "sync_ref_model": True,
+        "ref_model_sync_steps": 2,
     },
     "stream": {"per_device_train_batch_size": 8, "num_iterations": 2, "max_steps": 10},
 }
@@ -109,12 +121,20 @@ def run(kind: str, output: str, kill_at: int | None, resume: bool) -> None:
         return result
 
     trainer.training_step = dying_step
+    weights = {}
+
+    class Note(TrainerCallback):
+        def on_step_begin(self, args, state, control, **kwargs):
+            weights[state.global_step + 1] = fingerprint(kwargs["model"].parameters())
+
+    trainer.add_callback(Note())
     trainer.train(resume_from_checkpoint=resume or None)
     history = [
         {k: v for k, v in entry.items() if "time" not in k and "per_second" not in k}
         for entry in trainer.state.log_history
     ]
     (Path(output) / "history.json").write_text(json.dumps(history))
+    (Path(output) / "weights.json").write_text(json.dumps(weights))
 
 
 def main() -> None:

@@ -867,6 +867,43 @@ MUTANTS = [
         "            pass",
         "tests/integration/test_sharded.py::test_bfloat16_weights_learn_in_float32",
     ),
+    # -- replay and diff
+    Mutant(
+        "training/playback.py",
+        "    return math.nan if value is None else float(value)",
+        "    return 0.0 if value is None else float(value)",
+        "tests/integration/test_replay.py::test_a_score_that_was_none_is_none_again",
+    ),
+    Mutant(
+        "training/playback.py",
+        '        if not group or group[0].get("prompt") != asked:',
+        "        if not group:",
+        "tests/integration/test_replay.py::test_what_cannot_be_replayed_is_said",
+    ),
+    Mutant(
+        "training/replay.py",
+        "            batch.first = True",
+        "            pass",
+        "tests/integration/test_replay.py::test_a_hundred_samples_of_a_killed_run_come_out_as_they_were_stored",
+    ),
+    Mutant(
+        "training/replay.py",
+        "        if number <= step and checkpoint.damage(folder) is None:",
+        "        if number <= step + 1 and checkpoint.damage(folder) is None:",
+        "tests/integration/test_replay.py::test_scores_are_the_stored_ones_and_a_new_call_stands_beside_them",
+    ),
+    Mutant(
+        "observe/compare.py",
+        "    for name, what in CAUSES:",
+        "    for name, what in reversed(CAUSES):",
+        "tests/unit/test_compare.py::test_the_cause_is_named_before_what_follows_from_it",
+    ),
+    Mutant(
+        "observe/run_rows.py",
+        'if row.get("mode") == "train" and row["step"] >= first',
+        'if row["step"] >= first',
+        "tests/unit/test_compare.py::test_the_same_runs_do_not_part",
+    ),
     # -- checkpoints in parts
     Mutant(
         "training/sharded_checkpoint.py",

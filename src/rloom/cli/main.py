@@ -25,6 +25,8 @@ VERBS = {
     "sft": "rloom.cli.sft",
     "train-reward": "rloom.cli.train_reward",
     "eval": "rloom.cli.eval",
+    "replay": "rloom.cli.replay",
+    "diff": "rloom.cli.diff",
     "demo": "rloom.cli.demo",
     "show": "rloom.cli.show",
     "generate": "rloom.cli.generate",

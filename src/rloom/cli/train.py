@@ -87,8 +87,14 @@ def run(options: argparse.Namespace) -> int:
 
     show_messages()
     with as_usage():
-        plan = make_plan(given(options))
-    trainer = _trainer(plan)
+        values = given(options)
+        # It is changed while plans are made of it.
+        plan = make_plan(dict(values))
+    # Imports torch: complaints about flags come before that.
+    from rloom.cli.command_note import CommandNote
+
+    trainer = make_trainer(plan)
+    trainer.add_callback(CommandNote(trainer, values))
     trainer.report.next_command = next_command(plan)
     trainer.train(resume_from_checkpoint=_resume(plan.config.resume_from_checkpoint))
     save_trained(trainer, plan.lora, noting=trainer.folder.writing)
@@ -153,7 +159,8 @@ def _check_given(values: dict[str, Any]) -> None:
         raise ConfigError("no model: --model takes a hub id or a folder")
 
 
-def _trainer(plan: Plan) -> RLOOTrainer:
+def make_trainer(plan: Plan) -> RLOOTrainer:
+    """The trainer of a plan; models and data are loaded."""
     from rloom.cli.last_evaluation import LastEvaluation
     from rloom.training.trainer import RLOOTrainer
 

@@ -69,6 +69,7 @@ class Journal:
 
 
 def _stored(record: Record, groups_before: int) -> dict[str, Any]:
+    mask = record.completion.mask
     row = {
         "group": groups_before + record.group,
         "prompt": without_images(record.prompt.content),
@@ -80,6 +81,9 @@ def _stored(record: Record, groups_before: int) -> dict[str, Any]:
         "stop_reason": record.completion.stop_reason,
         "num_tokens": len(record.completion.token_ids),
         "extra": record.extra,
+        # What was trained on: text need not become the same tokens again.
+        "token_ids": record.completion.token_ids,
+        **({} if mask is None else {"mask": mask}),
     }
     return row if record.tokens is None else row | {"tokens": record.tokens}
 

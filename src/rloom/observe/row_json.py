@@ -8,8 +8,8 @@ from typing import Any
 
 import numpy as np
 
-TEXTS = ("prompt", "completion", "extra")
-"""Fields that hold the user's or the model's texts."""
+TEXTS = ("prompt", "completion", "extra", "token_ids", "mask")
+"""Fields that hold the user's or the model's texts, also as tokens."""
 LARGEST = float(np.finfo(np.float32).max)
 
 

@@ -10,16 +10,21 @@ import dataclasses
 import hashlib
 import json
 import math
+import platform
 import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
+
+import torch
+import transformers
 
 from rloom.data import datasets
 from rloom.data.images import IMAGE_COLUMNS, without_images
 from rloom.errors import ConfigError
 from rloom.models.load import base_of
 from rloom.printable import get_logger
+from rloom.version import __version__
 
 logger = get_logger(__name__)
 
@@ -36,7 +41,7 @@ SECRET = re.compile(r"token$|url$|key$|password", re.IGNORECASE)
 
 
 def facts_of(trainer: Any) -> dict[str, Any]:
-    """What identifies a run, as plain JSON: `fixed` must not change, `options` may."""
+    """What identifies a run, as plain JSON: `fixed` must not change, `options` and `versions` may."""
     args = trainer.args
     fixed = {
         "model": _model(trainer.model),
@@ -46,15 +51,26 @@ def facts_of(trainer: Any) -> dict[str, Any]:
         "objective": dataclasses.asdict(args.choices),
     }
     options = {name: value for name, value in args.to_dict().items() if name not in ABOUT_THIS_CALL}
-    return json.loads(json.dumps({"fixed": fixed, "options": _without_secrets(options)}, default=str))
+    facts = {"fixed": fixed, "options": without_secrets(options), "versions": _versions()}
+    return json.loads(json.dumps(facts, default=str))
 
 
-def _without_secrets(options: Mapping[str, Any]) -> dict[str, Any]:
+def _versions() -> dict[str, str]:
+    """Versions of what may change a result."""
+    return {
+        "python": platform.python_version(),
+        "rloom": __version__,
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+    }
+
+
+def without_secrets(options: Mapping[str, Any]) -> dict[str, Any]:
     """Options without tokens and addresses, since checkpoints are shared. Addresses may contain a password.
 
-    >>> _without_secrets({"hub_token": "a", "model_init_kwargs": {"token": "b", "revision": "main"}})
+    >>> without_secrets({"hub_token": "a", "model_init_kwargs": {"token": "b", "revision": "main"}})
     {'model_init_kwargs': {'revision': 'main'}}
-    >>> _without_secrets({"servers": [{"token": "a"}]})
+    >>> without_secrets({"servers": [{"token": "a"}]})
     {'servers': [{}]}
     """
     return {
@@ -66,7 +82,7 @@ def _without_secrets(options: Mapping[str, Any]) -> dict[str, Any]:
 
 def _cleaned(value: Any) -> Any:
     if isinstance(value, Mapping):
-        return _without_secrets(value)
+        return without_secrets(value)
     return [_cleaned(item) for item in value] if isinstance(value, list | tuple) else value
 
 

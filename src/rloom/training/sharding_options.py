@@ -42,7 +42,8 @@ def reshards(args: RLOOConfig) -> bool:
 
 def saves_parts(args: RLOOConfig) -> bool:
     """Whether each process writes its part of a checkpoint. What is saved for use alone is whole."""
-    return _asked(args, "state_dict_type", "full_state_dict") == "sharded_state_dict" and not args.save_only_model
+    parts = _asked(args, "state_dict_type", "full_state_dict") == "sharded_state_dict"
+    return parts and not args.save_only_model
 
 
 def load_in_every_process() -> None:
@@ -65,6 +66,11 @@ def hidden_from_accelerate(args: RLOOConfig) -> Iterator[None]:
         args.fsdp_plugin_args = options
         if launched is not None:
             os.environ[LAUNCHED_WITH_FSDP] = launched
+
+
+def _pushes_each(args: RLOOConfig) -> bool:
+    """Whether checkpoints go to the hub, where parts of weights are of no use."""
+    return args.push_to_hub and str(getattr(args.hub_strategy, "value", args.hub_strategy)) != "end"
 
 
 def check_layered(trainer: Any) -> None:
@@ -114,11 +120,8 @@ def check_sharding(trainer: Any) -> None:
         "fp16": trainer.accelerator.mixed_precision == "fp16",
         "split_weights=True": bool(args.split_weights),
         "save_on_each_node=True": args.save_on_each_node,
-        "push_to_hub=True (but with hub_strategy='end') and fsdp_state_dict_type SHARDED_STATE_DICT": (
-            args.push_to_hub
-            and saves_parts(args)
-            and str(getattr(args.hub_strategy, "value", args.hub_strategy)) != "end"
-        ),
+        "push_to_hub=True, unless hub_strategy='end', with SHARDED_STATE_DICT": saves_parts(args)
+        and _pushes_each(args),
         "a quantized model": getattr(trainer.model, "is_quantized", False),
         "a model that another trainer has sharded": isinstance(trainer.model, FSDPModule),
         "optimizers=(…)": trainer.optimizer is not None,

@@ -1,0 +1,105 @@
+"""`rloom replay RUN --step N [--sample I]`: an update of a run of `rloom train`, from its nearest checkpoint."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import tempfile
+from argparse import Namespace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rloom.cli.messages import show_messages
+from rloom.cli.parser import Parser, as_usage
+from rloom.errors import DataError
+from rloom.printable import printable
+
+if TYPE_CHECKING:
+    from rloom.training.replay import Replay, ReplayedSample
+
+SUMMARY = "an update of a run again, and a sample's gradient"
+
+COMMAND_FILE = "_rloom_command.json"
+"""What `rloom train` was given, in the run's folder. The underscore keeps transformers from uploading it."""
+
+ABOUT_THAT_CALL = ("output_dir", "resume_from_checkpoint", "overwrite_output_dir", "report_to", "config")
+
+
+def add_arguments(parser: Parser) -> None:
+    """All flags of the verb."""
+    parser.description = (
+        "Re-create an update of a run of `rloom train`, in the folder from which that was started: from the nearest "
+        "earlier checkpoint, on the stored completions and scores. The run's folder is only read."
+    )
+    parser.add_argument("run", metavar="RUN", help="The output folder of the run.")
+    parser.add_argument("--step", type=int, required=True, help="The update, counted from 1.")
+    parser.add_argument(
+        "--sample", type=int, nargs="+", help="Completions of it, by their place among the stored ones."
+    )
+    parser.add_argument("--no-new-scores", action="store_true", help="Do not call the rewards anew.")
+    parser.add_argument("--json", action="store_true", help="Print what was found as JSON.")
+
+
+def run(options: Namespace) -> int:
+    """0 when all comes out as it was stored, 1 when something does not."""
+    show_messages()
+    values = read_command(options.run)
+    from rloom.cli.train import make_plan, make_trainer
+    from rloom.training.replay import replay
+
+    with tempfile.TemporaryDirectory() as scratch:
+        with as_usage():
+            plan = make_plan({**values, "output_dir": scratch, "report_to": "none"})
+        found = replay(
+            make_trainer(plan), options.step, options.sample, run=options.run, call_rewards=not options.no_new_scores
+        )
+    if options.json:
+        print(json.dumps({**dataclasses.asdict(found), "same": _is_same(found)}))
+    else:
+        _show(found)
+    return 0 if _is_same(found) else 1
+
+
+def write_command(folder: str | Path, values: dict[str, Any]) -> None:
+    """Note what a run was made from. Secrets are left out."""
+    from rloom.training.identity import without_secrets
+
+    kept = {name: value for name, value in without_secrets(values).items() if name not in ABOUT_THAT_CALL}
+    (Path(folder) / COMMAND_FILE).write_text(json.dumps({"train": kept}, indent=1, default=str))
+
+
+def read_command(folder: str | Path) -> dict[str, Any]:
+    """What a run was made from."""
+    try:
+        return dict(json.loads((Path(folder) / COMMAND_FILE).read_text())["train"])
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise DataError(
+            f"{folder} has no {COMMAND_FILE} that can be read, which `rloom train` writes: for a run of a script, call "
+            f"rloom.replay(trainer, step) with its trainer ({error})"
+        ) from error
+
+
+def _is_same(found: Replay) -> bool:
+    return not any(one.differences for one in found.samples)
+
+
+def _show(found: Replay) -> None:
+    begin = f"checkpoint-{found.resumed_from}" if found.resumed_from else "the run's start"
+    print(f"update {found.step}, from {begin}: gradient norm {found.gradient_norm:.6g} before clipping")
+    print(f"  weights before it {found.weights}; {len(found.samples)} samples", end=" ")
+    print("come out as they were stored" if _is_same(found) else "were looked at, and SOME DIFFER")
+    for one in found.samples:
+        _show_sample(one)
+
+
+def _show_sample(one: ReplayedSample) -> None:
+    print(f"sample {one.sample}")
+    print(f"  prompt      {printable(json.dumps(one.stored.get('prompt')))}")
+    print(f"  completion  {printable(json.dumps(one.stored.get('completion')))}")
+    print(f"  scores      {one.stored.get('scores')}; called anew: {printable(str(one.new_scores))}")
+    print(f"  reward {one.replayed.get('reward')}, advantage {one.replayed.get('advantage')}")
+    for name in one.differences:
+        print(f"  DIFFERS: {name} was {one.stored.get(name)!r}, and is {one.replayed.get(name)!r}")
+    if one.largest:
+        print(f"  gradient    norm {one.gradient_norm:.6g}; largest: ", end="")
+        print(", ".join(f"{name} {norm:.3g}" for name, norm in one.largest))

@@ -1,0 +1,102 @@
+"""Where two runs part: the first step at which their completions, scores, advantages or logs differ. Needs no torch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from itertools import zip_longest
+from pathlib import Path
+from typing import Any
+
+from rloom.observe.run_rows import facts_of, log_of, steps_of
+
+CAUSES = (
+    ("prompt", "prompts"), ("token_ids", "completions"), ("completion", "completions"), ("stop_reason", "completions"),
+    ("scores", "scores"), ("failures", "scores"), ("reward", "rewards"), ("advantage", "advantages"),
+)  # fmt: skip
+"""Fields of a completion and what they belong to, in the order in which a step makes them: the first that differs is
+the cause of the others."""
+
+LOGGED = ("loss", "grad_norm", "learning_rate")
+"""Logged numbers that are compared, after a step's completions."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Difference:
+    """One thing that differs: `what` at `where`, in either run."""
+
+    what: str
+    where: str
+    values: tuple[Any, Any]
+
+
+@dataclass(slots=True, kw_only=True)
+class Comparison:
+    """Two runs held against each other. `step` is None where they do not part."""
+
+    step: int | None = None
+    first: Difference | None = None  # of that step
+    others: list[str] = field(default_factory=list)  # what else differs in that step
+    options: list[Difference] = field(default_factory=list)
+    compared: int = 0  # steps that both have
+    ends: tuple[int, int] = (0, 0)  # the last step of each
+
+
+def compare_runs(one: str | Path, other: str | Path) -> Comparison:
+    """Compare two runs step by step, until they part. Steps are read one at a time."""
+    found = Comparison(options=list(_options(facts_of(one), facts_of(other))))
+    logs = log_of(one), log_of(other)
+    ends = [0, 0]
+    for a, b in zip_longest(steps_of(one), steps_of(other)):
+        step = min(pair[0] for pair in (a, b) if pair is not None)
+        for index, pair in enumerate((a, b)):
+            ends[index] = pair[0] if pair is not None else ends[index]
+        if a is None or b is None:
+            # One run is longer. What both have is the same.
+            break
+        found.compared += 1
+        differences = list(_in_step(a, b)) + list(_in_log(step, *logs))
+        if differences:
+            found.step, found.first = step, differences[0]
+            found.others = list(dict.fromkeys(d.what for d in differences if d.what != differences[0].what))
+            break
+    found.ends = (ends[0], ends[1])
+    return found
+
+
+def _in_step(a: tuple[int, list[dict[str, Any]]], b: tuple[int, list[dict[str, Any]]]) -> Iterator[Difference]:
+    """What differs between the completions of a step, causes first."""
+    if a[0] != b[0]:
+        yield Difference(what="schedule", where="the next step with completions", values=(a[0], b[0]))
+        return
+    for name, what in CAUSES:
+        for number, (left, right) in enumerate(zip(a[1], b[1], strict=False)):
+            if left.get(name) != right.get(name):
+                yield Difference(
+                    what=what, where=f"{name} of sample {number}", values=(left.get(name), right.get(name))
+                )
+                break
+    if len(a[1]) != len(b[1]):
+        yield Difference(what="schedule", where="number of completions", values=(len(a[1]), len(b[1])))
+
+
+def _in_log(step: int, one: Mapping[int, Any], other: Mapping[int, Any]) -> Iterator[Difference]:
+    if step in one and step in other:
+        for name in LOGGED:
+            values = one[step].get(name), other[step].get(name)
+            if values[0] != values[1]:
+                yield Difference(what="log", where=name, values=values)
+
+
+def _options(one: Mapping[str, Any], other: Mapping[str, Any], where: str = "") -> Iterator[Difference]:
+    """Model, data, rewards, options and versions that differ.
+
+    >>> [d.where for d in _options({"options": {"seed": 1, "beta": 0}}, {"options": {"seed": 2, "beta": 0}})]
+    ['options seed']
+    """
+    for name in sorted({*one, *other}, key=str):
+        left, right = one.get(name), other.get(name)
+        if isinstance(left, Mapping) and isinstance(right, Mapping):
+            yield from _options(left, right, f"{where} {name}".strip())
+        elif left != right:
+            yield Difference(what="options", where=f"{where} {name}".strip(), values=(left, right))

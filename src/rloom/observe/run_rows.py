@@ -1,0 +1,71 @@
+"""Reads what a run has left in its folder: its completions by step, its log, its options. Needs no torch."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from rloom.errors import DataError
+from rloom.observe.lines import lines_of, parts_of
+from rloom.observe.store import FOLDER
+
+RUN_FILE = "rloom_run.json"
+STATE_FILE = "trainer_state.json"
+
+
+def steps_of(run: str | Path, *, first: int = 0, last: int | None = None) -> Iterator[tuple[int, list[dict[str, Any]]]]:
+    """The training completions of each step, in order. One step is in memory at a time.
+
+    >>> import tempfile
+    >>> from rloom.observe.store import RunStore
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     store = RunStore(folder)
+    ...     store.write([{"group": 0, "reward": 1.0}, {"group": 0, "reward": 0.0}], step=1)
+    ...     store.write([{"group": 0, "reward": 0.5}], step=2)
+    ...     [(step, [row["reward"] for row in rows]) for step, rows in steps_of(folder)]
+    [(1, [1.0, 0.0]), (2, [0.5])]
+    """
+    found = (row for row in _rows(Path(run)) if row.get("mode") == "train" and row["step"] >= first)
+    for step, rows in itertools.groupby(found, key=lambda row: row["step"]):
+        if last is not None and step > last:
+            return
+        yield step, list(rows)
+
+
+def _rows(run: Path) -> Iterator[dict[str, Any]]:
+    parts = parts_of(run / FOLDER)
+    if not parts:
+        raise DataError(f"there are no completions in {run / FOLDER}: is {run} the output folder of a run?")
+    for number, part in enumerate(parts):
+        for _, row, _ in lines_of(part, last=number == len(parts) - 1):
+            if row is not None:
+                yield row
+
+
+def checkpoints_of(run: str | Path) -> list[tuple[int, Path]]:
+    """The checkpoints of a run by step, the newest first."""
+    found = [(path.name.removeprefix("checkpoint-"), path) for path in Path(run).glob("checkpoint-*")]
+    return sorted(((int(step), path) for step, path in found if step.isdigit()), reverse=True)
+
+
+def log_of(run: str | Path) -> dict[int, dict[str, Any]]:
+    """What was logged after each update, from the state of the run or else of its newest checkpoint."""
+    entries = (_newest(run, STATE_FILE) or {}).get("log_history", [])
+    return {entry["step"]: entry for entry in entries if "loss" in entry and "step" in entry}
+
+
+def facts_of(run: str | Path) -> dict[str, Any]:
+    """Model, data, rewards, options and versions of a run, from its newest checkpoint. Empty without one."""
+    return _newest(run, RUN_FILE) or {}
+
+
+def _newest(run: str | Path, name: str) -> dict[str, Any] | None:
+    for folder in (Path(run), *(path for _, path in checkpoints_of(run))):
+        try:
+            return json.loads((folder / name).read_text())
+        except (OSError, ValueError):
+            continue
+    return None

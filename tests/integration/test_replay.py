@@ -1,0 +1,182 @@
+"""`rloom.replay` and `rloom replay`: an update of a run comes out as it was stored, to the bit."""
+
+from __future__ import annotations
+
+import json
+import random
+from pathlib import Path
+
+import pytest
+import torch
+
+import rloom
+from rloom.cli.main import main
+from rloom.errors import ConfigError, DataError
+from rloom.observe.run_rows import steps_of
+from tests.conftest import make_model, make_tokenizer
+from tests.integration import resume_run
+from tests.integration.test_resume import run
+from tests.standins import prompts, save_jsonl, save_llama
+
+
+@pytest.fixture(scope="module")
+def killed(tmp_path_factory) -> tuple[Path, Path]:
+    """A run that was killed in its fifth update and resumed, and one that was not."""
+    folder = tmp_path_factory.mktemp("replay")
+    run("replayed", str(folder / "whole"), f"{folder / 'killed'}:kill=5")
+    run("replayed", f"{folder / 'killed'}:resume")
+    return folder / "killed", folder / "whole"
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {str(file.relative_to(folder)): file.read_bytes() for file in folder.rglob("*") if file.is_file()}
+
+
+def test_a_hundred_samples_of_a_killed_run_come_out_as_they_were_stored(killed, tmp_path):
+    """Tokens, scores, rewards and advantages, at the weights of a run that was never stopped. The folder is read."""
+    folder, whole = killed
+    before = contents(folder)
+    weights = json.loads((whole / "weights.json").read_text())
+    stored = dict(steps_of(folder))
+    everything = [(step, sample) for step, rows in stored.items() for sample in range(len(rows))]
+    assert len(everything) == 128
+    chosen = random.Random(3).sample(everything, 100)
+    for step in sorted({step for step, _ in chosen}):
+        samples = [sample for at, sample in chosen if at == step]
+        trainer = resume_run.make_trainer(str(tmp_path / "trainer"), "replayed")
+        found = rloom.replay(trainer, step, samples, run=folder, call_rewards=step == 2)
+        assert found.weights == weights[str(step)], step
+        assert found.resumed_from == (step - 1) // 3 * 3
+        assert [one.sample for one in found.samples] == samples
+        for one in found.samples:
+            assert one.stored == stored[step][one.sample]
+            assert one.differences == []
+            assert {"token_ids", "completion", "scores", "reward", "advantage"} <= one.replayed.keys()
+            assert one.gradient_norm > 0 or one.replayed["advantage"] == 0
+            assert one.new_scores == (one.stored["scores"] if step == 2 else None)
+    assert contents(folder) == before
+
+
+def make_trainer(folder: Path, reward, **options):
+    config = rloom.RLOOConfig(
+        str(folder),
+        **{
+            "num_generations": 4, "per_device_train_batch_size": 8, "max_completion_length": 5, "max_steps": 3,
+            "save_steps": 1, "learning_rate": 1e-2, "beta": 0.0, "report_to": "none", "use_cpu": True, "seed": 3,
+            "gradient_checkpointing": False, **options,
+        },
+    )  # fmt: skip
+    rows = [{"prompt": text} for text in ("ab", "hello", "1+1=", "why.")]
+    return rloom.RLOOTrainer(make_model(), reward, config, rows, processing_class=make_tokenizer())
+
+
+def by_length(completions, **kwargs):
+    return [len(text) + text.count("a") / 3 for text in completions]
+
+
+def test_the_gradient_of_a_sample_is_that_of_its_share_of_the_loss(tmp_path):
+    """−A_i·∇ log π(y_i) / N at ratio 1, by a plain forward of the model."""
+    make_trainer(tmp_path / "run", by_length).train()
+    trainer = make_trainer(tmp_path / "again", by_length)
+    model = trainer.model
+    found = rloom.replay(trainer, 2, [0, 5], run=tmp_path / "run")
+    assert found.resumed_from == 1
+    for one in found.samples:
+        model.zero_grad()
+        prompt = make_tokenizer()(one.stored["prompt"], add_special_tokens=False)["input_ids"]
+        tokens = torch.tensor([[*prompt, *one.stored["token_ids"]]])
+        logprobs = model(tokens).logits[0, len(prompt) - 1 : -1].log_softmax(-1)
+        drawn = logprobs.gather(1, tokens[0, len(prompt) :].unsqueeze(1))
+        (-one.stored["advantage"] * drawn.sum() / 8).backward()
+        norms = {name: float(p.grad.norm()) for name, p in model.named_parameters()}
+        assert one.gradient_norm == pytest.approx(sum(n**2 for n in norms.values()) ** 0.5, rel=1e-4)
+        for name, norm in one.largest:
+            assert norm == pytest.approx(norms[name], rel=1e-4)
+        assert [name for name, _ in one.largest] == sorted(norms, key=lambda name: -norms[name])[:5]
+
+
+def test_scores_are_the_stored_ones_and_a_new_call_stands_beside_them(tmp_path):
+    make_trainer(tmp_path / "run", by_length).train()
+    calls = []
+
+    def changed(completions, **kwargs):
+        calls.append(len(completions))
+        return [-1.0] * len(completions)
+
+    changed.__name__ = "by_length"
+    found = rloom.replay(make_trainer(tmp_path / "a", changed), 3, run=tmp_path / "run", call_rewards=False)
+    assert calls == []
+    assert [one.differences for one in found.samples] == [[]] * 8
+    assert {one.new_scores for one in found.samples} == {None}
+    found = rloom.replay(make_trainer(tmp_path / "b", changed), 3, 1, run=tmp_path / "run")
+    assert calls == [8]
+    assert found.samples[0].new_scores == {"by_length": -1.0}
+    assert found.samples[0].replayed["scores"] == found.samples[0].stored["scores"] != {"by_length": -1.0}
+
+    def failing(completions, **kwargs):
+        raise OSError("the judge has gone")
+
+    failing.__name__ = "by_length"
+    found = rloom.replay(make_trainer(tmp_path / "c", failing), 3, 1, run=tmp_path / "run")
+    assert "the judge has gone" in found.samples[0].new_scores
+
+
+def picky(completions, **kwargs):
+    """Has no opinion on some."""
+    return [None if "a" in text or len(text) % 2 else float(len(text)) for text in completions]
+
+
+def test_a_score_that_was_none_is_none_again(tmp_path):
+    make_trainer(tmp_path / "run", [by_length, picky]).train()
+    found = rloom.replay(make_trainer(tmp_path / "a", [by_length, picky]), 2, run=tmp_path / "run")
+    assert None in [one.stored["scores"]["picky"] for one in found.samples]
+    assert [one.differences for one in found.samples] == [[]] * 8
+
+
+def test_what_cannot_be_replayed_is_said(tmp_path):
+    make_trainer(tmp_path / "run", by_length, store_completions=False).train()
+    trainer = make_trainer(tmp_path / "a", by_length)
+    with pytest.raises(DataError, match="stored no tokens for update 2: it was trained with store_completions=False"):
+        rloom.replay(trainer, 2, run=tmp_path / "run")
+    with pytest.raises(DataError, match="there are no completions in"):
+        rloom.replay(trainer, 2, run=tmp_path / "nothing")
+    with pytest.raises(ConfigError, match="counted from 1"):
+        rloom.replay(trainer, 0, run=tmp_path / "run")
+    make_trainer(tmp_path / "other", by_length).train()
+    with pytest.raises(DataError, match="has no completions of update 4"):
+        rloom.replay(trainer, 4, run=tmp_path / "other")
+    with pytest.raises(ConfigError, match="samples 0 to 7, and no 8"):
+        rloom.replay(trainer, 1, 8, run=tmp_path / "other")
+    with pytest.raises(DataError, match=r"has stored .* and the data gives"):
+        rloom.replay(make_trainer(tmp_path / "b", by_length, seed=4), 1, run=tmp_path / "other")
+
+
+def test_a_run_of_the_command_line(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    save_llama(tmp_path / "model")
+    save_jsonl(tmp_path / "prompts.jsonl", prompts(8))
+    command = ["train", "--model", "model", "--data", "prompts.jsonl", "--reward", "length(maximum=4)", "--output_dir"]
+    command += ["out", "--max_completion_length", "6", "--per_device_train_batch_size", "4", "--max_steps", "3"]
+    command += ["--use_cpu", "--no_gradient_checkpointing", "--save_steps", "2", "--hub_token", "secret"]
+    assert main(command) == 0
+    assert "secret" not in (tmp_path / "out" / "_rloom_command.json").read_text()
+    before = contents(tmp_path / "out")
+    capsys.readouterr()
+    assert main(["replay", "out", "--step", "3", "--sample", "1", "2", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert (found["step"], found["resumed_from"], found["same"]) == (3, 2, True)
+    assert [one["sample"] for one in found["samples"]] == [1, 2]
+    assert main(["replay", "out", "--step", "1", "--no-new-scores"]) == 0
+    assert "update 1, from the run's start: gradient norm" in (shown := capsys.readouterr().out)
+    assert "4 samples come out as they were stored" in shown
+    # A stored advantage that the scores do not give.
+    store = next((tmp_path / "out" / "_rollouts").glob("*.jsonl"))
+    lines = [json.loads(line) for line in store.read_text().splitlines()]
+    lines[0]["advantage"] += 1
+    assert contents(tmp_path / "out") == before
+    store.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    assert main(["replay", "out", "--step", "1", "--no-new-scores"]) == 1
+    assert "DIFFERS: advantage was" in capsys.readouterr().out
+    (tmp_path / "out" / "_rloom_command.json").unlink()
+    assert main(["replay", "out", "--step", "1"]) == 1
+    assert "call rloom.replay(trainer, step) with its trainer" in capsys.readouterr().err
