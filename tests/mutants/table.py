@@ -267,8 +267,8 @@ MUTANTS = [
     # training
     Mutant(
         "training/learner.py",
-        "loss = loss + self.config.beta * aggregate(kl, mask, self.aggregation)",
-        "loss = loss - self.config.beta * aggregate(kl, mask, self.aggregation)",
+        "loss = loss + self.assigner.credit.beta * aggregate(kl, mask, self.aggregation)",
+        "loss = loss - self.assigner.credit.beta * aggregate(kl, mask, self.aggregation)",
         draw(21),
     ),
     Mutant(
@@ -1060,7 +1060,7 @@ MUTANTS = [
         "training/learner.py",
         "loss + self.assigner.credit.beta * aggregate(",
         "loss + self.config.beta * aggregate(",
-        "tests/parity/test_oracle.py",
+        "tests/parity/test_oracle.py::test_run_is_the_oracles",
     ),
     Mutant(
         "observe/courses.py",
