@@ -26,6 +26,7 @@ import numpy as np
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from rloom.observe.row_index import NAMES, RECORDS
+from rloom.observe.row_json import packed_ids
 from rloom.observe.runs import packed
 from rloom.observe.store import FOLDER, RunStore
 
@@ -191,7 +192,7 @@ def measure_writing() -> None:
             {
                 "group": i // 8, "prompt": text[:1000], "completion": text, "scores": {"right": 1.0, "form": 0.123456},
                 "failures": {}, "reward": draw.gauss(0, 1), "advantage": draw.gauss(0, 1), "stop_reason": "eos",
-                "num_tokens": 256, "extra": {},
+                "num_tokens": 256, "extra": {}, "ids": [draw.randrange(150_000) for _ in range(256)],
             }
             for i in range(128)
         ]  # fmt: skip
@@ -201,7 +202,7 @@ def measure_writing() -> None:
             for row in rows[:8]:
                 names = ("policy", "reference", "kl", "entropy", "sampling")
                 row["tokens"] = {"ids": list(range(256)), "texts": ["word "] * 256} | {n: packed(values) for n in names}
-            store.write(rows, step)
+            store.write([{**row, "token_ids": packed_ids(row["ids"])} | {"ids": None} for row in rows], step)
             times.append(time.perf_counter() - began)
             busy.append(time.process_time() - cpu)
             began = time.perf_counter()

@@ -51,6 +51,7 @@ SECTIONS = {
         "rloom.observe.runs.RunReader.metrics",
         "rloom.observe.runs.RunReader.completions",
         "rloom.observe.runs.RunReader.group",
+        "rloom.replay",
     ],
 }
 # Longer signatures have a line for each argument.

@@ -170,7 +170,7 @@ def test_a_run_of_the_command_line(tmp_path, monkeypatch, capsys):
     assert "update 1, from the run's start: gradient norm" in (shown := capsys.readouterr().out)
     assert "4 samples come out as they were stored" in shown
     # A stored advantage that the scores do not give.
-    store = next((tmp_path / "out" / "_rollouts").glob("*.jsonl"))
+    store = next((tmp_path / "out" / "_rollouts").glob("0*.jsonl"))
     lines = [json.loads(line) for line in store.read_text().splitlines()]
     lines[0]["advantage"] += 1
     assert contents(tmp_path / "out") == before

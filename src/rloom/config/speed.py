@@ -26,10 +26,10 @@ class SpeedTopic(Topic):
         "uses and `save_model` writes. Unset: under `bf16` on a GPU, unless `model_init_kwargs` asks for float32; "
         "False: float32 weights that are cast for each product, as torch's autocast does.",
     )
-    dither_weights: bool | None = option(
-        None,
+    dither_weights: bool = option(
+        False,
         "Weight matrices of a bfloat16 checkpoint: draw the bits below bfloat16 at random, within rounding, before the "
-        "first update of AdamW, so that the bfloat16 weights follow the float32 ones from the start. Unset: on a GPU.",
+        "first update of AdamW, so that what is computed with follows what is saved from the start.",
     )
     offload_reference: bool = option(
         False, "Keep the reference's weights in the host's memory, and on the device only while they are used."

@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 
 from rloom.data.images import without_images
 from rloom.observe.completions import CompletionLog, sendable
+from rloom.observe.row_json import packed_ids
 from rloom.observe.store import RunStore
 from rloom.observe.token_values import TokenValues
 from rloom.types import Record, Rollout
@@ -82,7 +83,7 @@ def _stored(record: Record, groups_before: int) -> dict[str, Any]:
         "num_tokens": len(record.completion.token_ids),
         "extra": record.extra,
         # What was trained on: text need not become the same tokens again.
-        "token_ids": record.completion.token_ids,
+        "token_ids": packed_ids(record.completion.token_ids),
         **({} if mask is None else {"mask": mask}),
     }
     return row if record.tokens is None else row | {"tokens": record.tokens}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import json
 import math
 from typing import Any
@@ -11,6 +12,26 @@ import numpy as np
 TEXTS = ("prompt", "completion", "extra", "token_ids", "mask")
 """Fields that hold the user's or the model's texts, also as tokens."""
 LARGEST = float(np.finfo(np.float32).max)
+
+
+def packed_ids(token_ids: list[int]) -> str:
+    """Token ids as text: 32 bits each, which is quicker to write than digits.
+
+    >>> packed_ids([5, 2])
+    'BQAAAAIAAAA='
+    """
+    return base64.b64encode(np.asarray(token_ids, "<i4").tobytes()).decode()
+
+
+def with_token_ids(row: dict[str, Any]) -> dict[str, Any]:
+    """A row, with its token ids as a list.
+
+    >>> with_token_ids({"step": 1, "token_ids": packed_ids([5, 2])})
+    {'step': 1, 'token_ids': [5, 2]}
+    """
+    if isinstance(packed := row.get("token_ids"), str):
+        row["token_ids"] = np.frombuffer(base64.b64decode(packed), "<i4").tolist()
+    return row
 
 
 def shortest(value: Any) -> Any:

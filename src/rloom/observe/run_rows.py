@@ -10,6 +10,7 @@ from typing import Any
 
 from rloom.errors import DataError
 from rloom.observe.lines import lines_of, parts_of
+from rloom.observe.row_json import with_token_ids
 from rloom.observe.store import FOLDER
 
 RUN_FILE = "rloom_run.json"
@@ -42,7 +43,7 @@ def _rows(run: Path) -> Iterator[dict[str, Any]]:
     for number, part in enumerate(parts):
         for _, row, _ in lines_of(part, last=number == len(parts) - 1):
             if row is not None:
-                yield row
+                yield with_token_ids(row)
 
 
 def checkpoints_of(run: str | Path) -> list[tuple[int, Path]]:

@@ -17,6 +17,7 @@ import numpy as np
 
 from rloom.errors import DataError
 from rloom.observe.lines import lines_of, parts_of
+from rloom.observe.row_json import with_token_ids
 from rloom.observe.row_table import RowTable
 from rloom.observe.store import DIAGNOSES, FOLDER, METRICS, RUN
 
@@ -128,8 +129,8 @@ class RunReader:
         return self.completions(step=step, mode=mode, group=group)
 
     def row(self, record: np.void) -> dict[str, Any]:
-        """The stored row of a record of the table. Its tokens' values, if stored, are lists of numbers."""
-        row = self.table.line_of(record)
+        """The stored row of a record of the table. Its tokens, and their values if stored, are lists of numbers."""
+        row = with_token_ids(self.table.line_of(record))
         if isinstance(tokens := row.get("tokens"), dict):
             row["tokens"] = unpacked(tokens)
         return row

@@ -15,7 +15,7 @@ from typing import Any
 
 from rloom.observe.lines import append_whole, cut, drop_torn_line, first_step, lines_of, parts_of, warn_of_damage
 from rloom.observe.row_index import IndexWriter, remove_index
-from rloom.observe.row_json import TEXTS, as_json, finite, shortest
+from rloom.observe.row_json import TEXTS, as_json, finite, shortest, with_token_ids
 from rloom.printable import get_logger
 
 logger = get_logger(__name__)
@@ -288,6 +288,6 @@ def read_store(output_dir: str | Path, *, first: int = 0, last: int | None = Non
             if row is None:
                 damaged += 1
             elif row["step"] >= first and (last is None or row["step"] <= last):
-                rows.append(row)
+                rows.append(with_token_ids(row))
         warn_of_damage(damaged, part)
     return rows

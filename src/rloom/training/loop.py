@@ -110,9 +110,8 @@ class UpdateLoop(CheckpointedTrainer):
         if model is None or self.processes.external_optimizer:
             return cls, options
         split = self.precision.split
-        dither = args.device.type == "cuda" if args.dither_weights is None else args.dither_weights
         low_bits = split.low_bits if split is not None else None
-        chosen, options = optimizer_with_low_bits(cls, options, model, low_bits, dither=dither)
+        chosen, options = optimizer_with_low_bits(cls, options, model, low_bits, dither=args.dither_weights)
         if args.dither_weights and chosen is not SplitAdamW:
             raise ConfigError("dither_weights=True: AdamW updates no bfloat16 weights in this run; leave it unset")
         return chosen, options

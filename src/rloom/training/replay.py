@@ -20,6 +20,7 @@ from transformers import DefaultFlowCallback
 from rloom.errors import ConfigError, DataError
 from rloom.models.low_bits import added_as_they_come
 from rloom.models.verify import evaluating
+from rloom.observe.row_json import with_token_ids
 from rloom.observe.run_rows import checkpoints_of
 from rloom.observe.store import RunStore
 from rloom.observe.view import View
@@ -175,7 +176,7 @@ class _Player:
             model, shares, compute_loss=trainer.compute_loss, backward=trainer._backward, skip=False
         )
         norm = _norm(model)
-        rows = trainer.store.plain(trainer._first_used(new).stored)
+        rows = [_compared(row) for row in trainer.store.plain(trainer._first_used(new).stored)]
         samples = self._samples(rows, records)
         for one in samples if self.wanted is not None else ():
             rollout, row = _place(new, one.sample)
@@ -228,6 +229,11 @@ class _Player:
         norms = {name: float(p.grad.float().norm()) for name, p in model.named_parameters() if p.grad is not None}
         largest = sorted(norms.items(), key=lambda item: -item[1])[:LARGEST]
         return _norm(model), largest
+
+
+def _compared(row: dict[str, Any]) -> dict[str, Any]:
+    """A row without the values of its tokens, which are stored for some groups, to be looked at."""
+    return {name: value for name, value in with_token_ids(row).items() if name != "tokens"}
 
 
 def _norm(model: nn.Module) -> float:
