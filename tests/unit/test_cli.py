@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from types import SimpleNamespace
@@ -60,3 +61,12 @@ def test_a_new_verb_is_a_module_and_a_row(monkeypatch, capsys):
     with pytest.raises(SystemExit):
         main(["say", "--number", "0"])
     assert "--number: must be at least 1, not 0" in capsys.readouterr().err
+
+
+def test_output_that_nobody_reads_is_no_error():
+    reader, writer = os.pipe()
+    os.close(reader)
+    command = [sys.executable, "-m", "rloom", "completion", "bash"]
+    done = subprocess.run(command, stdout=writer, stderr=subprocess.PIPE, text=True)
+    os.close(writer)
+    assert (done.returncode, done.stderr) == (0, "")

@@ -10,6 +10,8 @@ from __future__ import annotations
 import argparse
 import importlib
 import logging
+import os
+import select
 import sys
 import traceback
 from collections.abc import Callable, Sequence
@@ -62,11 +64,15 @@ def _run(verb: str, *words: str) -> int:
 def _guarded(run: Callable[[], int]) -> int:
     """What goes wrong on purpose is one line, not a traceback."""
     try:
-        return run()
+        code = run()
+        sys.stdout.flush()
+        return code
     except KeyboardInterrupt:
         print("\nstopped", file=sys.stderr)
         return 130
     except (OSError, RloomError) as error:
+        if isinstance(error, BrokenPipeError) and _nobody_reads():
+            return 0
         print(printable(f"rloom: {error}"), file=sys.stderr)
         return 1
     # The rows of a stream are read as they come.
@@ -79,6 +85,16 @@ def _guarded(run: Callable[[], int]) -> int:
         # The error of a reward has words that may be a service's, and of its frames only the user's are of use.
         print(printable(reward_trace(error) or traceback.format_exc()), end="", file=sys.stderr)
         return 1
+
+
+def _nobody_reads() -> bool:
+    """Whether who reads the output has enough of it (`| head`). What is left of it goes nowhere then."""
+    poll = select.poll()
+    poll.register(sys.stdout, 0)
+    if not any(event & select.POLLERR for _, event in poll.poll(0)):
+        return False
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    return True
 
 
 def _module(verb: str) -> Any:
