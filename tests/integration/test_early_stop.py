@@ -28,7 +28,14 @@ def test_a_diagnosis_at_three_logs_in_a_row_ends_the_run(config, rows, tmp_path,
     (line,) = [message for message in caplog.messages if "early stop" in message]
     assert "after update 5" in line
     assert "at 3 logs in a row scores_are_constant: every completion scores 0" in line
-    assert "stopped after update 5 of 9: scores_are_constant" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert "stopped after update 5 of 9: scores_are_constant" in said
+    assert "those of update 5, as the diagnosis found them; there is no earlier checkpoint" in said
+
+
+def test_an_earlier_checkpoint_is_named(config, rows, tmp_path, capsys):
+    run(config, rows, save_strategy="steps", save_steps=2)
+    assert f"earlier ones are in {tmp_path / 'out' / 'checkpoint-4'}" in " ".join(capsys.readouterr().out.split())
 
 
 def test_a_resumed_run_ends_where_the_run_would_have(config, rows, tmp_path):

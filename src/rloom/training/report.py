@@ -128,9 +128,21 @@ class RunReport:
             rows.append(("reward", f"{ends[0]:.3f} → {ends[1]:.3f} (means of the first and the last logs)"))
         rows += [("evaluation", words) for words in self._evaluations(numbers)]
         rows += [("time", self._time(numbers)), ("files", self._written())]
+        if self.stopped_because:
+            rows.append(("weights", self._before_the_stop()))
         if state.global_step >= state.max_steps:
             rows.append(("next", self._next()))
         return rows
+
+    def _before_the_stop(self) -> str:
+        """What an early stop leaves: a policy that something is wrong with, and perhaps an earlier one."""
+        state, output = self.trainer.state, Path(self.trainer.args.output_dir)
+        steps = [int(path.name.split("-")[1]) for path in output.glob("checkpoint-[0-9]*")]
+        earlier = max((step for step in steps if step < state.global_step), default=None)
+        words = f"those of update {state.global_step}, as the diagnosis found them"
+        if earlier is None:
+            return f"{words}; there is no earlier checkpoint (save_steps)"
+        return f"{words}; earlier ones are in {output / f'checkpoint-{earlier}'}"
 
     def _evaluations(self, numbers: RunNumbers) -> list[str]:
         found = []
