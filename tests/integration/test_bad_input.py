@@ -224,7 +224,9 @@ def test_ways_of_sharding_a_model_are_refused(changes, message):
 
 def test_an_exact_kl_is_refused_under_zero_3():
     choices = SimpleNamespace(kl_estimator="full")
-    args = SimpleNamespace(n_gpu=1, fsdp=None, parallelism_config=None, beta=0.1, choices=choices)
+    args = SimpleNamespace(
+        n_gpu=1, fsdp=None, parallelism_config=None, beta=0.1, choices=choices, ds3_gather_for_generation=True
+    )
     state = SimpleNamespace(deepspeed_plugin=SimpleNamespace(zero_stage=3))
     accelerator = SimpleNamespace(num_processes=2, distributed_type="DistributedType.DEEPSPEED", state=state)
     with pytest.raises(ConfigError, match="kl_estimator='full' does not go together with ZeRO-3"):

@@ -69,8 +69,9 @@ def test_several_micro_batches_train_as_without(tmp_path):
 def test_no_second_master_under_deepspeed():
     model = make_model().bfloat16()
     args = SimpleNamespace(
-        optim="adamw_torch", optim_args=None, learning_rate=1e-3, adam_beta1=0.9, adam_beta2=0.999, adam_epsilon=1e-8
-    )
+        optim="adamw_torch", optim_args=None, learning_rate=1e-3, adam_beta1=0.9, adam_beta2=0.999, adam_epsilon=1e-8,
+        dither_weights=False,
+    )  # fmt: skip
     choose = lambda kind: UpdateLoop.get_optimizer_cls_and_kwargs(  # noqa: E731
         SimpleNamespace(processes=kind(), precision=SimpleNamespace(split=None)), args, model
     )[0]

@@ -41,8 +41,8 @@ def test_a_diagnosis_is_stored_with_its_step(config, rows):
     args = config(max_steps=4, max_completion_length=1)
     train(args, rows)
     found = {entry["rule"]: entry for entry in RunReader(args.output_dir).diagnoses()}
-    assert found["completions_are_cut_off"]["step"] == 3
-    assert "max_completion_length=1" in found["completions_are_cut_off"]["diagnosis"]
+    assert found["nothing_ends"]["step"] == 3
+    assert "max_completion_length (now 1)" in found["nothing_ends"]["diagnosis"]
 
 
 @pytest.mark.parametrize("beta", [0.0, 0.1])

@@ -185,7 +185,9 @@ def test_scores_are_shaped_by_the_statistics_of_all(normalize):
 def credit_of(processes: Processes = ALONE, **changes) -> Credit:
     options = {"kl_placement": "reward", "advantage_estimator": "leave_one_out", "advantage_clip": None,
                "normalize_advantages": False} | changes  # fmt: skip
-    return Credit(SimpleNamespace(beta=0.1, choices=SimpleNamespace(**options), baseline_momentum=0.5), processes)
+    choices = SimpleNamespace(**options)
+    config = SimpleNamespace(beta=0.1, kl_target=None, kl_target_gain=0.1, choices=choices, baseline_momentum=0.5)
+    return Credit(config, processes)
 
 
 @pytest.mark.parametrize(
