@@ -5,6 +5,7 @@ from __future__ import annotations
 import http.client
 import io
 import json
+import math
 import random
 import re
 import threading
@@ -381,6 +382,33 @@ def test_an_export_is_one_file_whose_data_stays_data(folder, tmp_path):
         assert any(row["has_tokens"] for row in run["rows"])
         rewards = [row["reward"] for row in read_store(where) if row["reward"] is not None]
         assert {min(rewards), max(rewards)} <= {row["reward"] for row in run["rows"]}
+
+
+def not_json(name: str):
+    raise AssertionError(f"{name} is no JSON, and a browser refuses all of it")
+
+
+def test_numbers_that_are_not_finite_are_sent_as_none(tmp_path):
+    """As a store has them by whoever else wrote it, and logs and facts of another trainer."""
+    row = {"step": 1, "mode": "train", "group": 0, "completion": "a", "num_tokens": 1, "advantage": math.nan}
+    rows = [{**row, "reward": reward, "scores": {"f": -math.inf}} for reward in (math.inf, 0.5, 1.5)]
+    rows[0]["tokens"] = {"ids": [1, 2], "texts": ["a", "b"], "kl": packed([math.inf, 0.5])}
+    folder = tmp_path / "run"
+    (folder / "_rollouts").mkdir(parents=True)
+    (folder / "_rollouts" / "000000001.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (folder / "_rollouts" / "metrics.jsonl").write_text('{"step": 1, "reward": Infinity, "loss": NaN}\n')
+    (folder / "_rollouts" / "run.json").write_text('{"options": {"max_grad_norm": Infinity}}')
+    export([str(folder)], tmp_path / "report.html")
+    text = (tmp_path / "report.html").read_text().split('id="data">')[1].split("</script>")[0]
+    (run,) = json.loads(text, parse_constant=not_json)["runs"]
+    assert run["rows"][0]["tokens"]["kl"] == [None, 0.5]
+    assert run["distributions"]["reward"]["mean"] == 1.0
+    assert run["facts"] == {"options": {"max_grad_norm": None}}
+    for server in serving([str(folder)]):
+        for path in ("group?step=1&group=0", "rows", "metrics", "facts", "runs", "prompt", "distribution"):
+            answer, body = ask(server, f"/api/{path}")
+            assert answer.status == 200, body
+            json.loads(body, parse_constant=not_json)
 
 
 def test_a_sample_has_whole_groups(folder):

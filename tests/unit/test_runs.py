@@ -233,6 +233,7 @@ def test_values_of_tokens_keep_all_bits():
     values = np.random.default_rng(0).normal(size=100).astype("<f4")
     assert unpacked({"kl": packed(values)})["kl"] == values.tolist()
     assert unpacked({"kl": "no base64!"}) == {"kl": []}
+    assert unpacked({"kl": packed([math.inf, 1.0, -math.inf, math.nan])}) == {"kl": [None, 1.0, None, None]}
 
 
 def test_records_made_from_lines_are_those_that_were_written(tmp_path):

@@ -66,6 +66,19 @@ def finite(value: Any) -> Any:
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
+def strict_json(value: Any) -> str:
+    """A value as JSON that every reader takes: a browser refuses the `NaN` and `Infinity` that Python writes.
+
+    >>> strict_json({"kl": [0.5, float("inf")]})
+    '{"kl": [0.5, null]}'
+    """
+    try:
+        return json.dumps(value, allow_nan=False)
+    except ValueError:
+        # Most values are finite: looking at each is left until it is needed.
+        return json.dumps(finite(value), allow_nan=False)
+
+
 def as_json(row: dict[str, Any]) -> str:
     """A row as JSON. Prompts and extra columns are the user's, and may hold any object. Values that are not finite
     become null. Objects that JSON does not know, or that contain themselves, become text."""

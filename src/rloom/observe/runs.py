@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import base64
 import json
+import math
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -155,9 +156,9 @@ def packed(values: Any) -> str:
 
 
 def unpacked(tokens: dict[str, Any]) -> dict[str, Any]:
-    """The values of a completion's tokens: lists of equal length. NaN becomes None.
+    """The values of a completion's tokens: lists of equal length. NaN and infinities become None.
 
-    >>> unpacked({"ids": [5, 6], "texts": ["a", "b"], "kl": packed([0.5, float("nan")])})
+    >>> unpacked({"ids": [5, 6], "texts": ["a", "b"], "kl": packed([0.5, float("-inf")])})
     {'ids': [5, 6], 'texts': ['a', 'b'], 'kl': [0.5, None]}
     """
     return {name: _numbers(value) if isinstance(value, str) else value for name, value in tokens.items()}
@@ -168,4 +169,4 @@ def _numbers(text: str) -> list[float | None]:
         found = np.frombuffer(base64.b64decode(text, validate=True), "<f4")
     except ValueError:
         return []
-    return [None if np.isnan(value) else float(value) for value in found]
+    return [value if math.isfinite(value) else None for value in found.tolist()]

@@ -164,7 +164,7 @@ def prompt_course(run: LiveRun, query: Query) -> dict[str, Any]:
     made = []
     for place, (step, number) in enumerate(groups.tolist()):
         rewards = found["reward"][owner == place]
-        known = rewards[~np.isnan(rewards)].astype(float)
+        known = rewards[np.isfinite(rewards)].astype(float)
         ends = [float(f(known)) for f in (np.min, np.mean, np.max)] if len(known) else [None] * 3
         made.append({"step": step, "group": number, "count": len(rewards), **dict(zip(NAMES, ends, strict=True))})
     return {"groups": made}
@@ -178,7 +178,7 @@ def distribution(run: LiveRun, name: str, query: Query) -> dict[str, Any]:
     records, names = run.snapshot()
     found = records[chosen(records, names, query)]
     values = column(found, names, name).astype(float)
-    known = ~np.isnan(values)
+    known = np.isfinite(values)
     values, steps = values[known], found["step"][known].astype(float)
     if not len(values):
         return {"count": 0, "edges": [], "counts": [], "steps": [], "quantiles": {}}

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import base64
 import hashlib
-import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -15,6 +14,7 @@ from rloom.observe.page import answers
 from rloom.observe.page.live import LiveRun
 from rloom.observe.page.query import Query
 from rloom.observe.page.server import SCRIPTS, STATIC, STYLES
+from rloom.observe.row_json import strict_json
 
 SAMPLE = 400
 """Completions of each run that an export holds, unless another number is asked for."""
@@ -42,7 +42,7 @@ def document(data: Any) -> str:
         "base-uri 'none'; form-action 'none'"
     )
     # In a script element, only "<" could end the data.
-    safe = json.dumps(data).replace("<", "\\u003c")
+    safe = strict_json(data).replace("<", "\\u003c")
     parts = {
         "<!-- policy -->": f'<meta http-equiv="Content-Security-Policy" content="{policy}">',
         "<!-- styles -->": f"<style>{styles}</style>",

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import hmac
 import ipaddress
-import json
 import secrets
 import threading
 from collections.abc import Callable, Sequence
@@ -24,6 +23,7 @@ from rloom.errors import DataError
 from rloom.observe.page import answers
 from rloom.observe.page.live import LiveRun
 from rloom.observe.page.query import Query
+from rloom.observe.row_json import strict_json
 
 STATIC = files("rloom.observe.page") / "static"
 SCRIPTS = (
@@ -174,7 +174,7 @@ class Handler(BaseHTTPRequestHandler):
             self._send_json(HTTPStatus.OK, found)
 
     def _send_json(self, status: HTTPStatus, value: Any) -> None:
-        self._send(status, json.dumps(value).encode(), "application/json")
+        self._send(status, strict_json(value).encode(), "application/json")
 
     def _send(self, status: HTTPStatus, body: bytes, kind: str) -> None:
         self.send_response(status)
