@@ -102,6 +102,28 @@ def test_a_resumed_run_has_each_row_once_in_the_index_too(tmp_path, part_bytes, 
     assert (folder / RECORDS).stat().st_size == len(reader.table) * reader.table.names.dtype().itemsize
 
 
+@pytest.mark.parametrize("part_bytes", [1, 10**6])
+@pytest.mark.parametrize("lost", ["the end", "the end but one", "the end, as zeros", "the middle, as zeros"])
+def test_lines_that_a_crash_has_cost_are_not_in_the_index_of_a_resumed_run(tmp_path, part_bytes, lost):
+    """The disk has kept the newest records of the index, and not the lines that they are of."""
+    write(RunStore(tmp_path, part_bytes=part_bytes), 1, 2, 3, 4)
+    parts = sorted((tmp_path / FOLDER).glob("0*.jsonl"))
+    part = parts[-2:][0] if lost == "the end but one" else parts[-1]
+    size = part.stat().st_size
+    start = {"the middle, as zeros": size // 2}.get(lost, size // 3)
+    os.truncate(part, start)
+    if lost.endswith("zeros"):
+        os.truncate(part, size - size // 4 if lost.startswith("the middle") else size)
+    if lost.startswith("the middle"):
+        with part.open("ab") as file:
+            file.write(b"\n" + json.dumps({**rows_of(4)[0], "step": 4, "mode": "train"}).encode() + b"\n")
+    again = RunStore(tmp_path, part_bytes=part_bytes)
+    again.resume(4)
+    write(again, 5, k=4)
+    reader = check(tmp_path)
+    assert (tmp_path / FOLDER / RECORDS).stat().st_size == len(reader.table) * reader.table.names.dtype().itemsize
+
+
 def test_rows_that_the_index_lacks_are_read_from_their_lines(tmp_path):
     store = RunStore(tmp_path)
     write(store, 1, 2, 3)

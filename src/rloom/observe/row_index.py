@@ -20,7 +20,7 @@ from typing import Any
 
 import numpy as np
 
-from rloom.observe.lines import append_whole, first_step, lines_of, parts_of
+from rloom.observe.lines import append_whole, first_step, lines_of, parsed, parts_of
 
 RECORDS, NAMES = "index.bin", "index.json"
 VERSION = 1
@@ -207,6 +207,24 @@ def end_of(records: np.ndarray) -> tuple[int, int]:
     return int(last["part"]), int(last["offset"] + last["size"])
 
 
+def line_of(folder: Path, record: np.void) -> bytes:
+    """The line of a record."""
+    with (folder / f"{int(record['part']):09d}.jsonl").open("rb") as file:
+        file.seek(int(record["offset"]))
+        return file.read(int(record["size"]))
+
+
+def fits(folder: Path, records: np.ndarray) -> bool:
+    """Whether the last record of an index is that of a line of the store."""
+    if not len(records):
+        return True
+    try:
+        row = parsed(line_of(folder, records[-1]))
+    except OSError:
+        return False
+    return row is not None and row["step"] == int(records[-1]["step"])
+
+
 # -- files
 
 
@@ -253,15 +271,25 @@ class IndexWriter:
 
     def resume(self, step: int) -> None:
         """Drop the records of steps after `step`, and add those that are missing. The lines have been cut already."""
-        names, records = read_index(self.folder) or (IndexNames(), None)
-        kept = np.zeros(0, names.dtype()) if records is None else np.array(records)
-        later = np.flatnonzero(kept["step"] > step)
-        kept = kept[: later[0]] if len(later) else kept
+        names, kept = self._believed(step)
         names.id = uuid.uuid4().hex
         builder = IndexBuilder(names)
         kept = joined([kept, *tail_of(self.folder, builder, end_of(kept))], names)
         write_index(self.folder, names, kept)
         self._builder = builder
+
+    def _believed(self, step: int) -> tuple[IndexNames, np.ndarray]:
+        """The records up to `step` whose lines are sure to be there. A crash of the machine can cost lines and leave
+        their records: those of the newest file are made anew."""
+        newest = max((first_step(part) for part in parts_of(self.folder)), default=0)
+        names, records = read_index(self.folder) or (IndexNames(), None)
+        if records is not None:
+            dropped = np.flatnonzero((records["step"] > step) | (records["part"] >= newest))
+            kept = np.array(records[: dropped[0]] if len(dropped) else records)
+            if fits(self.folder, kept):
+                return names, kept
+        names = IndexNames()
+        return names, np.zeros(0, names.dtype())
 
     def add(self, rows: Sequence[dict[str, Any]], lines: Sequence[str], *, part: int, offset: int) -> None:
         """Append the records of rows whose lines have just been appended to a file."""

@@ -10,12 +10,14 @@ from typing import Any
 
 import numpy as np
 
-from rloom.observe.lines import first_step, parsed, parts_of
+from rloom.observe.lines import first_step, parts_of
 from rloom.observe.row_index import (
     IndexBuilder,
     IndexNames,
     end_of,
+    fits,
     joined,
+    line_of,
     part_records,
     read_index,
     write_index,
@@ -102,10 +104,7 @@ class RowTable:
 
     def line_of(self, record: np.void) -> dict[str, Any]:
         """The stored row of a record."""
-        path = self.folder / f"{int(record['part']):09d}.jsonl"
-        with path.open("rb") as file:
-            file.seek(int(record["offset"]))
-            return json.loads(file.read(int(record["size"])))
+        return json.loads(line_of(self.folder, record))
 
     # -- what is on disk
 
@@ -113,7 +112,7 @@ class RowTable:
         """Map the index on disk. Where its names are others than before, rows may have been dropped: lines are read
         anew."""
         loaded = read_index(self.folder)
-        self._on_disk = loaded is not None and self._fits(loaded[1])
+        self._on_disk = loaded is not None and fits(self.folder, loaded[1])
         if loaded is not None and self._on_disk:
             names, self._base = loaded
         else:
@@ -122,16 +121,6 @@ class RowTable:
         if names != self.names:
             self._read = {}
         self.names = names
-
-    def _fits(self, records: np.ndarray) -> bool:
-        """Whether the last record of an index is that of a line of the store."""
-        if not len(records):
-            return True
-        try:
-            row = self.line_of(records[-1])
-        except (OSError, ValueError):
-            return False
-        return parsed(json.dumps(row).encode()) is not None and row["step"] == int(records[-1]["step"])
 
     def _shrunk(self) -> bool:
         """Whether lines that were read are gone: a run of an older version was resumed."""
