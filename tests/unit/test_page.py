@@ -9,6 +9,7 @@ import math
 import random
 import re
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from html.parser import HTMLParser
 
 import numpy as np
@@ -172,6 +173,72 @@ def test_a_text_is_found_wherever_blocks_end(folder, monkeypatch, block):
         search = TextSearch(folder / "_rollouts", records, text).start()
         assert search.wait(20)
         assert search.matches.tolist() == [text in row["completion"] for row in rows], text
+
+
+@pytest.fixture
+def slow_search(monkeypatch):
+    """Searches look at one row, and go on when they are allowed to."""
+    go, began = threading.Event(), threading.Event()
+    search_rows = TextSearch._search_rows
+
+    def slowly(self, *given):
+        search_rows(self, *given)
+        began.set()
+        assert go.wait(20)
+
+    monkeypatch.setattr("rloom.observe.page.text_search.BLOCK", 1)
+    monkeypatch.setattr(TextSearch, "_search_rows", slowly)
+    yield began, go
+    go.set()
+
+
+def test_a_search_that_was_stopped_does_not_say_that_it_is_done(folder, slow_search):
+    began, go = slow_search
+    run = LiveRun(folder)
+    run.catch_up()
+    search = TextSearch(folder / "_rollouts", run.snapshot()[0], "owned").start()
+    assert began.wait(20)
+    search.stop()
+    go.set()
+    assert not search.wait(20)
+    assert search.ended
+    assert not search.done
+
+
+def test_two_tabs_search_for_two_texts(folder, slow_search, monkeypatch):
+    began, go = slow_search
+    monkeypatch.setattr(live, "PATIENCE_SECONDS", 20.0)
+    run = LiveRun(folder)
+    run.catch_up()
+    with ThreadPoolExecutor() as pool:
+        asked = {}
+        for text in ("owned", "nice"):
+            began.clear()
+            asked[text] = pool.submit(answers.rows, run, Query(text=text))
+            assert began.wait(20)
+        go.set()
+        for text, answer in asked.items():
+            wanted = sum(text in row["completion"] for row in read_store(folder))
+            assert (answer.result()["searched"], answer.result()["count"]) == (1.0, wanted)
+
+
+def test_of_too_many_searches_the_oldest_is_given_up_and_begins_anew(folder, slow_search, monkeypatch):
+    _, go = slow_search
+    monkeypatch.setattr(live, "PATIENCE_SECONDS", 0.01)
+    run = LiveRun(folder)
+    run.catch_up()
+    assert answers.rows(run, Query(text="owned"))["searched"] < 1
+    first = run._searches["owned"][1]
+    for number in range(live.SEARCHES):
+        answers.rows(run, Query(text=f"other {number}"))
+    assert len(run._searches) == live.SEARCHES
+    go.set()
+    assert not first.wait(20)
+    assert first.ended
+    monkeypatch.setattr(live, "PATIENCE_SECONDS", 20.0)
+    found = answers.rows(run, Query(text="owned"))
+    assert found["count"] == sum("owned" in row["completion"] for row in read_store(folder))
+    assert found["searched"] == 1.0
 
 
 def test_pages_of_rows_join_to_all_of_them(server):

@@ -22,6 +22,10 @@ PATIENCE_SECONDS = 0.15
 """How long an answer waits for a text search. Then it has the rows found so far, and says so."""
 
 
+SEARCHES = 4
+"""Texts whose searches are kept, and may go on at the same time: pages in several tabs ask for different ones."""
+
+
 class LiveRun:
     """A run that is read while it goes on. Its methods may be called from several threads."""
 
@@ -104,18 +108,19 @@ class LiveRun:
         return records, in_order(records, names, np.flatnonzero(wanted), query.sort), searched
 
     def _search(self, records: np.ndarray, text: str, version: str) -> TextSearch:
-        """The search for a text, which may be going on already."""
+        """The search for a text, which may be going on already. One that broke off, as its lines changed, begins anew.
+        Of too many, the one that was asked for longest ago is given up, and says so to who still waits for it."""
         key = f"{version} {len(records)}"
         with self._lock:
-            known = self._searches.get(text)
-            if known is not None and known[0] == key:
-                return known[1]
-            # One at a time: who types on no longer wants the last one.
-            for _, other in self._searches.values():
-                other.stop()
-            search = TextSearch(self.reader.store, records, text)
-            self._searches = {text: (key, search)}
-        return search.start()
+            known = self._searches.pop(text, None)
+            if known is None or known[0] != key or (known[1].ended and not known[1].done):
+                if known is not None:
+                    known[1].stop()
+                known = (key, TextSearch(self.reader.store, records, text).start())
+            self._searches[text] = known
+            for other in list(self._searches)[:-SEARCHES]:
+                self._searches.pop(other)[1].stop()
+            return known[1]
 
 
 def _entries_from(path: Path, start: int) -> list[dict[str, Any]] | None:

@@ -21,7 +21,7 @@ BLOCK = 8 * 2**20
 class TextSearch:
     """Searches the completions of the rows of a table for a text.
 
-    `matches` is True for rows found so far, `done` when all were looked at.
+    `matches` is True for rows found so far, `done` when all were looked at, `ended` also when it was stopped before.
     """
 
     def __init__(self, folder: Path, records: np.ndarray, text: str) -> None:
@@ -38,6 +38,11 @@ class TextSearch:
     @property
     def done(self) -> bool:
         """Whether all rows were looked at."""
+        return self.looked == len(self.records)
+
+    @property
+    def ended(self) -> bool:
+        """Whether no more rows will be looked at."""
         return self._end.is_set()
 
     def start(self) -> TextSearch:
@@ -47,7 +52,8 @@ class TextSearch:
 
     def wait(self, seconds: float) -> bool:
         """Wait for the end, or so long. Returns whether it is done."""
-        return self._end.wait(seconds)
+        self._end.wait(seconds)
+        return self.done
 
     def stop(self) -> None:
         """Give up."""
