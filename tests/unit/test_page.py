@@ -8,6 +8,8 @@ import json
 import math
 import random
 import re
+import subprocess
+import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from html.parser import HTMLParser
@@ -177,7 +179,7 @@ def test_a_text_is_found_wherever_blocks_end(folder, monkeypatch, block):
 
 @pytest.fixture
 def slow_search(monkeypatch):
-    """Searches look at one row, and go on when they are allowed to."""
+    """Searches look at a few rows, and go on when they are allowed to."""
     go, began = threading.Event(), threading.Event()
     search_rows = TextSearch._search_rows
 
@@ -186,7 +188,7 @@ def slow_search(monkeypatch):
         began.set()
         assert go.wait(20)
 
-    monkeypatch.setattr("rloom.observe.page.text_search.BLOCK", 1)
+    monkeypatch.setattr("rloom.observe.page.text_search.BLOCK", 700)
     monkeypatch.setattr(TextSearch, "_search_rows", slowly)
     yield began, go
     go.set()
@@ -203,6 +205,41 @@ def test_a_search_that_was_stopped_does_not_say_that_it_is_done(folder, slow_sea
     assert not search.wait(20)
     assert search.ended
     assert not search.done
+
+
+CUT = """
+import sys
+from pathlib import Path
+from rloom.observe.page import text_search
+from rloom.observe.row_table import RowTable
+from rloom.observe.store import FOLDER, RunStore
+
+output, text_search.BLOCK = Path(sys.argv[1]), 2**18
+store = RunStore(output)
+store.begin()
+for step in range(1, 11):
+    store.write([{"group": 0, "completion": "x" * 200_000}], step)
+table = RowTable(output / FOLDER)
+table.read_all()
+search_rows, blocks = text_search.TextSearch._search_rows, []
+
+def cut_meanwhile(self, *given):
+    blocks.append(given)
+    if len(blocks) == 3:
+        RunStore(output).resume(2)
+    search_rows(self, *given)
+
+text_search.TextSearch._search_rows = cut_meanwhile
+search = text_search.TextSearch(output / FOLDER, table.records, "needle").start()
+search.wait(60)
+print("ended" if search.ended else "going on", "done" if search.done else "not done", len(blocks))
+"""
+
+
+def test_a_run_that_is_resumed_during_a_search_does_not_kill_the_server(tmp_path):
+    """In a process of its own: touching a file's map beyond its end cannot be caught."""
+    ran = subprocess.run([sys.executable, "-c", CUT, str(tmp_path)], capture_output=True, text=True, timeout=120)
+    assert (ran.returncode, ran.stdout) == (0, "ended not done 3\n"), ran.stderr
 
 
 def test_two_tabs_search_for_two_texts(folder, slow_search, monkeypatch):

@@ -7,10 +7,10 @@ capitals.
 from __future__ import annotations
 
 import json
-import mmap
 import re
 import threading
 from pathlib import Path
+from typing import BinaryIO
 
 import numpy as np
 
@@ -76,20 +76,20 @@ class TextSearch:
 
     def _search_part(self, number: int, first: int, last: int) -> None:
         path = self.folder / f"{number:09d}.jsonl"
-        with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
+        with path.open("rb") as file:
             offsets = self.records["offset"][first:last].astype(np.int64)
             end = int(offsets[-1]) + int(self.records["size"][last - 1])
             for start in range(int(offsets[0]), end, BLOCK):
                 # Blocks begin with a row, and end with one.
                 rows = slice(*(first + np.searchsorted(offsets, [start, start + BLOCK])))
                 if rows.start < rows.stop and not self._stop:
-                    self._search_rows(data, rows)
+                    self._search_rows(_bytes_of(file, self.records[rows]), rows)
 
-    def _search_rows(self, data: mmap.mmap, rows: slice) -> None:
+    def _search_rows(self, data: bytes, rows: slice) -> None:
         records = self.records[rows]
-        begin = records["offset"].astype(np.int64)
-        end = begin[-1] + int(records["size"][-1])
-        hits = np.array([hit.start() for hit in self._pattern.finditer(data, int(begin[0]), int(end))], np.int64)
+        # Where each line begins in the data.
+        begin = records["offset"].astype(np.int64) - int(records["offset"][0])
+        hits = np.array([hit.start() for hit in self._pattern.finditer(data)], np.int64)
         if len(hits):
             owner = np.searchsorted(begin, hits, side="right") - 1
             text_at = begin[owner] + records["text_at"][owner]
@@ -100,16 +100,28 @@ class TextSearch:
             self.matches[rows.start + owner[sure]] = True
             for row in np.unique(owner[~sure]):
                 if not self.matches[rows.start + row]:
-                    self.matches[rows.start + row] = self.text in _text_of(data, records[row])
+                    self.matches[rows.start + row] = self.text in _text_of(data, int(begin[row]), records[row])
         self.looked += len(records)
 
 
-def _in_escape(data: mmap.mmap, hits: np.ndarray) -> np.ndarray:
+def _bytes_of(file: BinaryIO, records: np.ndarray) -> bytes:
+    """The lines of neighbouring rows. They are copied: touching a map of a file that a resumed run cuts meanwhile would
+    kill the process."""
+    start = int(records["offset"][0])
+    size = int(records["offset"][-1]) + int(records["size"][-1]) - start
+    file.seek(start)
+    data = file.read(size)
+    if len(data) < size:
+        raise ValueError(f"{file.name} was cut")
+    return data
+
+
+def _in_escape(data: bytes, hits: np.ndarray) -> np.ndarray:
     """Whether hits may begin inside an escape, such as the n of \\n: then the row has to be decoded to know."""
     before = np.maximum(hits[:, None] - np.arange(1, 6), 0)
     return (np.frombuffer(data, np.uint8)[before] == ord("\\")).any(1)
 
 
-def _text_of(data: mmap.mmap, record: np.void) -> str:
-    begin = int(record["offset"] + record["text_at"])
+def _text_of(data: bytes, line: int, record: np.void) -> str:
+    begin = line + int(record["text_at"])
     return json.loads(b'"' + data[begin : begin + int(record["text_size"])] + b'"')
