@@ -11,6 +11,7 @@ import re
 import subprocess
 import sys
 import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
 from html.parser import HTMLParser
 
@@ -20,7 +21,7 @@ from rich.console import Console
 
 from rloom.cli.main import main
 from rloom.errors import DataError
-from rloom.observe import read_store
+from rloom.observe import read_store, row_table
 from rloom.observe.page import answers, live
 from rloom.observe.page.export import document, export, sampled_rows
 from rloom.observe.page.live import LiveRun
@@ -28,6 +29,7 @@ from rloom.observe.page.query import Query
 from rloom.observe.page.server import SCRIPTS, STATIC, PageServer
 from rloom.observe.page.terminal import show_text
 from rloom.observe.page.text_search import TextSearch
+from rloom.observe.row_index import remove_index
 from rloom.observe.runs import packed
 from rloom.observe.store import RunStore
 
@@ -359,6 +361,33 @@ def test_a_run_that_goes_on_is_followed(folder):
     assert answers.metrics(run)["steps"] == [1, 2]
     assert run.generation != generation
     assert answers.rows(run, Query())["count"] == 24
+
+
+def test_a_page_whose_store_loses_files_while_it_is_read_goes_on(tmp_path, monkeypatch):
+    make_run(tmp_path, part_bytes=1)
+    remove_index(tmp_path / "_rollouts")
+    read_part, read = row_table.part_records, []
+
+    def resumed_meanwhile(part, *given, **options):
+        read.append(part)
+        if len(read) == 2:
+            RunStore(tmp_path).resume(3)
+        return read_part(part, *given, **options)
+
+    monkeypatch.setattr(row_table, "part_records", resumed_meanwhile)
+    monkeypatch.setattr(live, "FRESH_SECONDS", 0.01)
+    with PageServer([str(tmp_path)]) as server:
+        server.begin()
+        (run,) = server.runs
+        for _ in range(2000):
+            if run.reader.table.complete:
+                break
+            time.sleep(0.01)
+        assert answers.run_info(run, 0)["complete"]
+        assert answers.rows(run, Query())["count"] == 36
+    monkeypatch.setattr(run.reader.table, "refresh", lambda: (_ for _ in ()).throw(OSError("gone")))
+    with pytest.raises(OSError, match="gone"):
+        run.catch_up()
 
 
 def test_of_many_logs_some_are_sent_and_all_evaluations(tmp_path, monkeypatch):

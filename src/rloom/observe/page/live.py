@@ -15,6 +15,9 @@ from rloom.observe.page.text_search import TextSearch
 from rloom.observe.row_index import IndexNames
 from rloom.observe.runs import RunReader
 from rloom.observe.store import METRICS
+from rloom.printable import get_logger
+
+logger = get_logger(__name__)
 
 FRESH_SECONDS = 1.0
 """How long what was read is believed."""
@@ -56,17 +59,34 @@ class LiveRun:
             finally:
                 self._table_lock.release()
 
-    def catch_up(self) -> None:
-        """Read the lines of a store without an index to the end, and give it one. Others are answered in between."""
-        table = self.reader.table
+    def catch_up(self, *, keep_trying: bool = False) -> None:
+        """Read the lines of a store without an index to the end, and give it one. Others are answered in between.
+
+        A run that is resumed meanwhile drops files, also one that is just being read. `keep_trying` begins again then.
+        """
+        said = ""
         while True:
-            with self._table_lock:
-                table.refresh()
-                if table.complete:
-                    table.save()
+            try:
+                if self._read_on():
                     return
+            except (OSError, ValueError) as error:
+                if not keep_trying:
+                    raise
+                if str(error) != said:
+                    logger.warning("%s could not be read, and is tried again: %s", self.reader.store, error)
+                said = str(error)
+                time.sleep(FRESH_SECONDS)
             # Whoever waits for the lock gets it.
             time.sleep(0.01)
+
+    def _read_on(self) -> bool:
+        """Read some of the lines. Returns whether these were the last."""
+        table = self.reader.table
+        with self._table_lock:
+            table.refresh()
+            if table.complete:
+                table.save()
+            return table.complete
 
     def _read_entries(self) -> None:
         path = self.reader.store / METRICS

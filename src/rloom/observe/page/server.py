@@ -79,7 +79,7 @@ class PageServer(ThreadingHTTPServer):
     def begin(self) -> None:
         """Read the lines of stores without an index, in the background."""
         for run in self.runs:
-            threading.Thread(target=run.catch_up, daemon=True).start()
+            threading.Thread(target=run.catch_up, kwargs={"keep_trying": True}, daemon=True).start()
 
     def handle_error(self, request: Any, client_address: Any) -> None:
         """Say nothing of a browser that went away."""
