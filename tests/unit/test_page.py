@@ -12,6 +12,8 @@ import subprocess
 import sys
 import threading
 import time
+import urllib.error
+import urllib.request
 from concurrent.futures import ThreadPoolExecutor
 from html.parser import HTMLParser
 
@@ -26,7 +28,7 @@ from rloom.observe.page import answers, live
 from rloom.observe.page.export import document, export, sampled_rows
 from rloom.observe.page.live import LiveRun
 from rloom.observe.page.query import Query
-from rloom.observe.page.server import SCRIPTS, STATIC, PageServer
+from rloom.observe.page.server import SCRIPTS, STATIC, PageServer, own_names
 from rloom.observe.page.terminal import show_text
 from rloom.observe.page.text_search import TextSearch
 from rloom.observe.row_index import remove_index
@@ -424,6 +426,22 @@ def test_another_name_for_this_machine_is_refused(server, host):
     answer, body = ask(server, "/api/rows", Host=host)
     assert answer.status == 403
     assert b"owned" not in body
+
+
+def test_a_server_answers_to_the_address_that_it_prints(folder):
+    for server in serving([str(folder)], host="127.0.0.2"):
+        assert server.url == f"http://127.0.0.2:{server.server_address[1]}/"
+        with urllib.request.urlopen(server.url, timeout=20) as answer:
+            assert answer.status == 200
+        with pytest.raises(urllib.error.HTTPError) as refused:
+            urllib.request.urlopen(urllib.request.Request(server.url, headers={"Host": "evil.example"}), timeout=20)
+        with refused.value:
+            assert refused.value.code == 403
+
+
+def test_port_80_is_left_out_by_browsers():
+    assert {"127.0.0.1", "localhost:80", "[::1]"} <= own_names("127.0.0.1", 80)
+    assert not {"127.0.0.1", "localhost", "[::1]"} & own_names("127.0.0.1", 8080)
 
 
 def test_requests_of_other_sites_are_refused(server):

@@ -72,8 +72,8 @@ class PageServer(ThreadingHTTPServer):
         super().__init__((host, port), Handler)
         bound = self.server_address[1]
         self.cookie = f"rloom_{bound}"
-        self.names = {f"{name}:{bound}" for name in ("127.0.0.1", "localhost", "[::1]")} if loopback else None
         shown = f"[{host}]" if ":" in host else host
+        self.names = own_names(shown, bound) if loopback else None
         self.url = f"http://{shown}:{bound}/" + (f"?token={self.token}" if self.token else "")
 
     def begin(self) -> None:
@@ -95,6 +95,17 @@ def is_loopback(host: str) -> bool:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
         return host == "localhost"
+
+
+def own_names(host: str, port: int) -> set[str]:
+    """What a browser on this machine may call a server on the loopback, as the header `Host` has it.
+
+    >>> sorted(own_names("127.0.0.2", 8000))
+    ['127.0.0.1:8000', '127.0.0.2:8000', '[::1]:8000', 'localhost:8000']
+    """
+    # Browsers write names small, and leave out port 80.
+    names = {host.lower(), "127.0.0.1", "localhost", "[::1]"}
+    return {f"{name}:{port}" for name in names} | (names if port == 80 else set())
 
 
 def _family(host: str) -> Any:
