@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import pytest
 
 from rloom import RLOOConfig, RLOOTrainer
-from rloom.observe import diagnose
+from rloom.observe import diagnose, doctor
 from rloom.observe.courses import Course, Logs
 from rloom.observe.diagnose import RULES
 from rloom.observe.doctor import Doctor, examine, lasting
@@ -127,6 +127,46 @@ def test_numbers_that_were_not_measured_are_passed_over():
     logs = Logs([{"kl": None}, {"kl": float("nan")}, {"kl": 0.5}, {"other": "text"}])
     assert logs["kl"].values == [0.5]
     assert len(logs["other"]) == 0
+
+
+NAN = float("nan")
+
+
+@pytest.mark.parametrize("name", SYMPTOMS)
+def test_no_rule_needs_a_metric_that_is_not_there(args, name):
+    """A run that scores nothing, one that has just begun, and one of a trainer that logs less."""
+    whole, rule = healthy() | SYMPTOMS[name][0], getattr(diagnose, name)
+    for column in whole:
+        others = {other: values for other, values in whole.items() if other != column}
+        for changed in (others, others | {column: [NAN] * 60}, {column: whole[column]}):
+            rule(Logs(entries(changed)), args)
+            rule(Logs(entries(changed)), SimpleNamespace())
+    for few in ([], [{}], [{}] * 60, entries(whole)[:1], entries(dict.fromkeys(whole, [NAN] * 60))):
+        assert rule(Logs(few), args) is None
+
+
+def test_equal_scores_are_told_without_a_reward(args):
+    alike = {"reward_std": [0.0] * 6, "frac_reward_zero_std": [1.0] * 6}
+    assert "every completion scores alike, so" in diagnose.scores_are_constant(Logs(entries(alike)), args)
+    became = {"reward_std": [0.5] * 6 + [0.0] * 6, "frac_reward_zero_std": [0.2] * 6 + [1.0] * 6}
+    assert "equal scores by now: solved" in diagnose.groups_became_alike(Logs(entries(became)), args)
+
+
+def test_a_rule_that_fails_ends_nothing(args, monkeypatch, caplog):
+    """It is named once; what the others say is said."""
+
+    def broken(logs, args):
+        raise ZeroDivisionError("by zero")
+
+    monkeypatch.setattr(doctor, "RULES", (broken, *RULES))
+    history = [{"step": n, "loss": 0.0, "kl": 3.0} for n in range(1, 5)]
+    with caplog.at_level(logging.WARNING, logger="rloom"):
+        assert [name for name, _ in Doctor().named(history, args, step=4)] == ["kl_explodes"]
+        assert [found.name for found in examine(history, args)] == ["kl_explodes"]
+        assert lasting(["broken", "kl_explodes"], history, args, patience=2).startswith("kl_explodes: ")
+    (message,) = caplog.messages
+    assert "the diagnosis broken failed" in message
+    assert "ZeroDivisionError: by zero" in message
 
 
 def zero(completions, **kwargs):

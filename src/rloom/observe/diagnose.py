@@ -136,14 +136,20 @@ def scores_are_constant(logs: Logs, args: RLOOConfig) -> str | None:
     if not logs.long("reward_std", at_least=WINDOW) or not _constant(logs):
         return None
     return (
-        f"every completion scores {logs['reward'].last():.3g}, so nothing is learnt: the model never does what is "
+        f"every completion scores {_reward(logs) or 'alike'}, so nothing is learnt: the model never does what is "
         "rewarded (a cold start: train it with `rloom sft` first), or the reward function tells nothing apart; try it "
         "with `rloom check-reward`, and look at the completions (log_completions=True)"
     )
 
 
 def _constant(logs: Logs) -> bool:
-    return max(logs["reward_std"].values) <= 1e-8
+    """Whether scores are not known to differ: they never did, or none was logged."""
+    return max(logs["reward_std"].values, default=0.0) <= 1e-8
+
+
+def _reward(logs: Logs) -> str:
+    """The latest reward in words; nothing where none was logged."""
+    return f"{logs['reward'].last():.3g}" if len(logs["reward"]) else ""
 
 
 def cold_start(logs: Logs, args: RLOOConfig) -> str | None:
@@ -161,10 +167,11 @@ def groups_became_alike(logs: Logs, args: RLOOConfig) -> str | None:
     """Groups have equal scores by now: the task is solved, or the policy has collapsed."""
     if not _alike(logs) or logs["frac_reward_zero_std"].first() >= ALIKE:
         return None
+    reward = f" (reward {_reward(logs)})" if _reward(logs) else ""
     return (
-        f"{logs['frac_reward_zero_std'].last():.0%} of groups have equal scores by now (reward "
-        f"{logs['reward'].last():.3g}): solved, or collapsed to one answer; harder or more diverse prompts, a higher "
-        f"{now(args, 'temperature')}, or dynamic_sampling"
+        f"{logs['frac_reward_zero_std'].last():.0%} of groups have equal scores by now{reward}: solved, or "
+        f"collapsed to one answer; harder or more diverse prompts, a higher {now(args, 'temperature')}, or "
+        "dynamic_sampling"
     )
 
 
@@ -263,7 +270,7 @@ def reward_is_gamed(logs: Logs, args: RLOOConfig) -> str | None:
     if not logs.long("reward") or logs["reward"].last() <= logs["reward"].first():
         return None
     for name, what in (("eval_win_rate", "the judge's win rate"), ("eval_reward", "the reward in evaluations")):
-        if not logs.long(f"{name}_low", f"{name}_high", at_least=2):
+        if not logs.long(name, f"{name}_low", f"{name}_high", at_least=2):
             continue
         if logs[f"{name}_high"].values[-1] < logs[f"{name}_low"].values[0]:
             return (

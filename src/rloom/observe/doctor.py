@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from rloom.observe.courses import Logs
 from rloom.observe.diagnose import RULES, Rule
+from rloom.printable import get_logger
 
 if TYPE_CHECKING:
     from rloom.config import RLOOConfig
+
+logger = get_logger(__name__)
 
 KEPT = 500
 """Log entries that rules see from the beginning, and from the end."""
@@ -28,6 +32,20 @@ def logs_of(entries: Entries) -> Logs:
     """What rules see. They use the beginning and the end; reading all entries of a long run would make each log
     slow."""
     return Logs([*entries[:KEPT], *entries[-KEPT:]] if len(entries) > 2 * KEPT else entries)
+
+
+def apply(rule: Rule, logs: Logs, args: RLOOConfig) -> str | None:
+    """What a rule says. One that fails says nothing: a hint ends no run, and keeps no other rule from being asked."""
+    try:
+        return rule(logs, args)
+    except Exception as error:
+        _warn_once(rule.__name__, f"{type(error).__name__}: {error}")
+        return None
+
+
+@functools.cache
+def _warn_once(rule: str, error: str) -> None:
+    logger.warning("the diagnosis %s failed on these logs and is left out (%s); please report it", rule, error)
 
 
 class Doctor:
@@ -58,7 +76,7 @@ class Doctor:
             name = rule.__name__
             if name in self.spoke and step - self.spoke[name] < self.quiet:
                 continue
-            line = rule(logs, args)
+            line = apply(rule, logs, args)
             if line is not None:
                 self.spoke[name] = step
                 found.append((name, line))
@@ -89,9 +107,9 @@ def examine(entries: Entries, args: RLOOConfig) -> list[Finding]:
     found: dict[str, Finding] = {}
     # Counted from the end, so that the last log is always looked at.
     for end in reversed(ends[::-1][:: max(1, stride)]):
-        logs, step = logs_of(entries[:end]), int(entries[end - 1].get("step", end))
+        logs, step = logs_of(entries[:end]), int(entries[end - 1].get("step") or end)
         for rule in RULES:
-            line = rule(logs, args)
+            line = apply(rule, logs, args)
             if line is None:
                 continue
             known = found.setdefault(
@@ -122,7 +140,7 @@ def lasting(names: Sequence[str], entries: Entries, args: RLOOConfig, patience: 
     views = [logs_of(entries[:end]) for end in ends]
     rules: list[Rule] = [rule for rule in RULES if rule.__name__ in names]
     for rule in rules:
-        lines = [rule(view, args) for view in views]
+        lines = [apply(rule, view, args) for view in views]
         if all(line is not None for line in lines):
             return f"{rule.__name__}: {lines[-1]}"
     return None
