@@ -1082,9 +1082,9 @@ MUTANTS = [
     ),
     Mutant(
         "observe/history.py",
-        "    stored = _of_store(folder, after=_last_step(entries))",
-        "    stored = _of_store(folder, after=0)",
-        "tests/unit/test_doctor.py::test_a_run_that_goes_on_is_read_from_its_checkpoint_and_its_store",
+        "entries=run.metrics() or _of_store(folder)",
+        "entries=_of_store(folder) or run.metrics()",
+        "tests/unit/test_doctor.py::test_normalized_rewards_of_the_store_are_not_read_beside_logged_ones",
     ),
     Mutant(
         "preflight/group_size.py",

@@ -12,6 +12,7 @@ from rloom import RLOOTrainer
 from rloom.cli.main import main
 from rloom.errors import DataError
 from rloom.observe.history import read_history
+from rloom.observe.store import RunStore
 from tests.conftest import make_model, make_tokenizer
 
 
@@ -44,17 +45,61 @@ def test_a_run_that_has_ended(ended, capsys):
     assert "rloom sft" in out
 
 
-def test_a_run_that_goes_on_is_read_from_its_checkpoint_and_its_store(ended, capsys):
-    """Without the state of the end: four logs are the checkpoint's, the fifth is told from its completions."""
-    whole = read_history(ended).entries
+def test_a_run_that_goes_on_is_read_from_its_logs(ended):
+    """Without the state of the end: what is logged is on the disk at once, also what the checkpoint does not have."""
+    whole = [entry for entry in read_history(ended).entries if "train_runtime" not in entry]
+    assert [entry["step"] for entry in whole] == [1, 2, 3, 4, 5]
     (ended / "trainer_state.json").unlink()
+    found = read_history(ended)
+    assert [entry for entry in found.entries if "train_runtime" not in entry] == whole
+    assert {"grad_norm", "kl", "entropy"} <= whole[-1].keys()
+    assert found.options.learning_rate == 2e-3
+
+
+def test_a_run_that_was_stored_and_never_logged(ended):
+    """Its completions tell some of what logs would have said."""
+    whole = read_history(ended).entries
+    for file in (ended / "trainer_state.json", ended / "checkpoint-4/trainer_state.json",
+                 ended / "checkpoint-5/trainer_state.json", ended / "_rollouts/metrics.jsonl"):  # fmt: skip
+        file.unlink(missing_ok=True)
     entries = read_history(ended).entries
     assert [entry["step"] for entry in entries] == [1, 2, 3, 4, 5]
     for name in ("reward", "reward_std", "frac_reward_zero_std", "completions/mean_length"):
         assert entries[-1][name] == pytest.approx(whole[4][name]), name
     assert entries[-1]["completions/clipped_ratio"] == pytest.approx(whole[4]["completions/clipped_ratio"])
-    # Options come with the checkpoint.
+    # Options come with the checkpoint, or with the store.
     assert read_history(ended).options.learning_rate == 2e-3
+
+
+def write_state(folder, steps) -> None:
+    folder.mkdir(exist_ok=True)
+    logs = [{"step": n, "loss": 0.0, "reward": 5.0, "reward_std": 1.0, "frac_reward_zero_std": 0.0} for n in steps]
+    (folder / "trainer_state.json").write_text(json.dumps({"log_history": logs}))
+
+
+def test_normalized_rewards_of_the_store_are_not_read_beside_logged_ones(tmp_path, capsys):
+    """The store has rewards after penalties and normalization: 0 on average, where the log says 5."""
+    write_state(tmp_path / "checkpoint-20", range(1, 21))
+    store = RunStore(tmp_path)
+    store.begin()
+    for step in range(1, 31):
+        store.write([{"group": 0, "completion": "x", "reward": r, "num_tokens": 3} for r in (-1.0, 1.0)], step)
+        store.log({"loss": 0.0, "reward": 5.0, "reward_std": 1.0, "frac_reward_zero_std": 0.0}, step)
+    assert found(capsys, tmp_path)["diagnoses"] == []
+    assert [entry["reward"] for entry in read_history(tmp_path).entries] == [5.0] * 30
+    # A run of an older version has no logs but the checkpoint's.
+    (tmp_path / "_rollouts/metrics.jsonl").unlink()
+    assert [entry["reward"] for entry in read_history(tmp_path).entries] == [5.0] * 20
+
+
+def test_a_state_that_cannot_be_read_is_passed_over(tmp_path):
+    """The run was killed while it was written; the checkpoint before it is whole."""
+    write_state(tmp_path / "checkpoint-20", range(1, 21))
+    write_state(tmp_path, range(1, 11))
+    (tmp_path / "checkpoint-30").mkdir()
+    (tmp_path / "checkpoint-30/trainer_state.json").write_text('{"log_history": [{"st')
+    # The folder's own is that of an end at step 10, after which the run was resumed.
+    assert len(read_history(tmp_path).entries) == 20
 
 
 def test_another_trainers_state_and_lines(tmp_path, capsys):
@@ -83,7 +128,7 @@ def test_nothing_wrong_is_said_too(tmp_path, capsys):
         ("a.jsonl", "not json", "cannot be read as JSON"),
         ("a.json", "[1, 2]", "has no logs"),
         ("a.json", '{"log_history": []}', "has no logs yet"),
-        (None, None, "is no output folder of a run"),
+        (None, None, "holds no run"),
     ],
 )
 def test_what_cannot_be_read_is_said(name, text, words, tmp_path, capsys):

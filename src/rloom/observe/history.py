@@ -13,9 +13,6 @@ from typing import Any
 
 from rloom.errors import DataError
 
-STATE_FILE = "trainer_state.json"
-RUN_FILE = "rloom_run.json"
-
 OTHER_NAMES = {
     # TRL, before and beside what it has in common with rloom
     "completion_length": "completions/mean_length",
@@ -76,25 +73,20 @@ def read_history(path: str | Path) -> History:
 
 
 def _of_folder(folder: Path) -> History:
-    """The logs of the newest state, and of the updates since by the store, where there is one."""
-    checkpoints = sorted(folder.glob("checkpoint-*"), key=lambda path: _number(path.name))
-    states = [path / STATE_FILE for path in (*checkpoints, folder) if (path / STATE_FILE).is_file()]
-    histories = [(_of_file(state), state) for state in states[-2:]]
-    entries, source = max(histories, key=lambda pair: _last_step(pair[0]), default=([], folder / "_rollouts"))
-    stored = _of_store(folder, after=_last_step(entries))
-    if not (histories or stored):
-        raise DataError(
-            f"{folder} is no output folder of a run: it has neither {STATE_FILE} nor a store of completions (_rollouts)"
-        )
-    return History(entries=[*entries, *stored], source=source, options=_options([folder, *reversed(checkpoints)]))
+    """What a run has logged. Of one without any logs, what its stored completions tell.
+
+    Never both: a log has the rewards that functions gave, the store those after penalties and normalization.
+    """
+    # The reader imports numpy.
+    from rloom.observe.runs import RunReader
+
+    run = RunReader(folder)
+    options = {name: value for name, value in _dict(run.facts().get("options")).items() if value is not None}
+    return History(entries=run.metrics() or _of_store(folder), source=folder, options=SimpleNamespace(**options))
 
 
-def _number(name: str) -> int:
-    return int(name.rpartition("-")[2]) if name.rpartition("-")[2].isdigit() else -1
-
-
-def _last_step(entries: Sequence[dict[str, Any]]) -> int:
-    return max((int(entry.get("step") or 0) for entry in entries), default=0)
+def _dict(value: Any) -> dict[str, Any]:
+    return value if isinstance(value, dict) else {}
 
 
 def _of_file(file: Path) -> list[dict[str, Any]]:
@@ -114,17 +106,6 @@ def _of_file(file: Path) -> list[dict[str, Any]]:
     return content
 
 
-def _options(folders: Sequence[Path]) -> SimpleNamespace:
-    """The options that checkpoints of rloom have noted; nothing for a run of others."""
-    for folder in folders:
-        try:
-            options = json.loads((folder / RUN_FILE).read_text(encoding="utf-8"))["options"]
-            return SimpleNamespace(**{name: value for name, value in options.items() if value is not None})
-        except (OSError, ValueError, KeyError, TypeError, AttributeError):
-            continue
-    return SimpleNamespace()
-
-
 def _renamed(entry: dict[str, Any]) -> dict[str, Any]:
     """An entry under our names. What trackers put in front (`train/`) is taken off; our own names come first."""
     plain = {str(name).removeprefix("train/"): value for name, value in entry.items()}
@@ -135,13 +116,13 @@ def _renamed(entry: dict[str, Any]) -> dict[str, Any]:
 # -- from the store
 
 
-def _of_store(folder: Path, *, after: int) -> list[dict[str, Any]]:
-    """What can be told of the updates since the last state from their completions alone."""
+def _of_store(folder: Path) -> list[dict[str, Any]]:
+    """What can be told of updates from their completions alone."""
     # The store's module imports numpy.
     from rloom.observe.store import read_store
 
     try:
-        rows = [row for row in read_store(folder, first=after + 1) if row.get("mode") == "train"]
+        rows = [row for row in read_store(folder) if row.get("mode") == "train"]
     except FileNotFoundError:
         return []
     return [_entry(step, list(part)) for step, part in groupby(rows, key=lambda row: row["step"])]

@@ -52,7 +52,7 @@ class RunReader:
         logged = any((self.store / name).exists() for name in (METRICS, RUN))
         if not logged and not parts_of(self.store) and self._state() is None:
             raise DataError(
-                f"{folder} holds no run: neither {FOLDER} nor {STATE} is there, nor a checkpoint that has one"
+                f"{folder} holds no run: neither {FOLDER} nor a {STATE} that can be read, here or in a checkpoint"
             )
         self.name = self.folder.resolve().name
         self.table = RowTable(self.store)
@@ -62,10 +62,10 @@ class RunReader:
     def metrics(self) -> list[dict[str, Any]]:
         """What was logged, oldest first: a dict each, with its `step`."""
         own = list(_entries(self.store / METRICS))
-        state = self._state() or {}
+        state = self._state()
         before = own[0]["step"] if own else None
         # A run that an older version began has its first logs there alone.
-        older = [entry for entry in state.get("log_history", []) if isinstance(entry, dict) and "step" in entry]
+        older = [] if state is None else _logs_of(state)
         return [entry for entry in older if before is None or entry["step"] < before] + own
 
     def diagnoses(self) -> list[dict[str, Any]]:
@@ -74,7 +74,7 @@ class RunReader:
 
     def facts(self) -> dict[str, Any]:
         """What the run is: `options`, `environment`, `about` (model, data, rewards, device). Empty where unknown."""
-        for path in (self.store / RUN, *(folder / "rloom_run.json" for folder in self._checkpoints())):
+        for path in (self.store / RUN, *(folder / "rloom_run.json" for folder in (self.folder, *self._checkpoints()))):
             try:
                 found = json.loads(path.read_text())
             except (OSError, ValueError):
@@ -89,15 +89,11 @@ class RunReader:
         return found if isinstance(found, int) and found > 0 else None
 
     def _state(self) -> dict[str, Any] | None:
-        """The newest `trainer_state.json`."""
-        for folder in (self.folder, *self._checkpoints()):
-            try:
-                found = json.loads((folder / STATE).read_text())
-            except (OSError, ValueError):
-                continue
-            if isinstance(found, dict) and isinstance(found.get("log_history"), list):
-                return found
-        return None
+        """The newest `trainer_state.json` that can be read. The folder's own is of the run's end, or of an earlier end
+        after which it was resumed."""
+        own = _state_of(self.folder)
+        newest = next((state for folder in self._checkpoints() if (state := _state_of(folder)) is not None), None)
+        return max((state for state in (own, newest) if state is not None), key=_last_step, default=None)
 
     def _checkpoints(self) -> list[Path]:
         """Its checkpoints, newest first."""
@@ -135,6 +131,24 @@ class RunReader:
         if isinstance(tokens := row.get("tokens"), dict):
             row["tokens"] = unpacked(tokens)
         return row
+
+
+def _state_of(folder: Path) -> dict[str, Any] | None:
+    """The state in a folder. None where there is none, or a damaged one: a run may be killed while it is written."""
+    try:
+        found = json.loads((folder / STATE).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+    return found if isinstance(found, dict) and isinstance(found.get("log_history"), list) else None
+
+
+def _logs_of(state: dict[str, Any]) -> list[dict[str, Any]]:
+    """The entries of a state that say their step."""
+    return [entry for entry in state["log_history"] if isinstance(entry, dict) and isinstance(entry.get("step"), int)]
+
+
+def _last_step(state: dict[str, Any]) -> int:
+    return max((entry["step"] for entry in _logs_of(state)), default=0)
 
 
 def _entries(path: Path) -> Iterator[dict[str, Any]]:
