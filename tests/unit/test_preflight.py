@@ -7,16 +7,17 @@ import random
 from types import SimpleNamespace
 
 import pytest
+import torch
 
 from rloom import RLOOConfig
-from rloom.preflight.dry_run import Measurement
+from rloom.preflight.dry_run import DryRun, Measurement, dry_config
 from rloom.preflight.ends import end_notes, end_problems, passed_over
 from rloom.preflight.estimate import whole_run
 from rloom.preflight.group_size import Successes, best_size, efficiency, signal_by_size
 from rloom.preflight.recommend import KL_BUDGET, STEP, cold_start, recommend
 from rloom.preflight.summary import recipe
 from rloom.types import Completion, Prompt, Record
-from tests.conftest import make_tokenizer
+from tests.conftest import make_model, make_tokenizer
 
 
 def drawn(probabilities, size, seed=0):
@@ -105,6 +106,37 @@ def test_the_size_that_is_chosen():
     assert best_size(point(0.1), 256) == 32
     assert best_size(point(0.1), 64) == 16
     assert best_size(lambda size: 0.0, 256) == 2
+
+
+# -- how far an update moves the policy
+
+
+def dry_run(tmp_path, rows, **changes):
+    """A dry run of eight groups, two updates. Completions of "ab" score alike."""
+
+    def kinds(prompts, completions, **kwargs):
+        return [1.0 if p == "ab" else float(len(set(text))) for p, text in zip(prompts, completions, strict=True)]
+
+    options = {"per_device_train_batch_size": 16, "num_generations": 4, "max_completion_length": 8, "seed": 3}
+    args = RLOOConfig(str(tmp_path), report_to="none", use_cpu=True, disable_tqdm=True, **(options | changes))
+    config = dry_config(args, 8, str(tmp_path / "dry"), rows)
+    return DryRun(make_model(), kinds, config, rows, processing_class=make_tokenizer(), rate=1e-3)
+
+
+@pytest.mark.parametrize("beta", [0.0, 0.05])
+def test_the_movement_is_that_of_the_rows_that_were_run(tmp_path, beta):
+    """Without a KL, rows without an advantage are not run: the others are measured all the same."""
+    trainer = dry_run(tmp_path, [{"prompt": text} for text in ("ab", "cd", "ef", "gh")], beta=beta)
+    found, rollout = trainer.measure(), trainer.sampled[-1][0]
+    run = [row for row in range(len(rollout)) if rollout.policy_logprobs[row] is not None]
+    assert (len(run) == 16) == (beta > 0)
+    changes = []
+    for row in run:
+        prompt, drawn = rollout.prompt_ids[row], rollout.completion_ids[row]
+        logits = trainer.model(torch.tensor([[*prompt, *drawn]])).logits[0, len(prompt) - 1 : -1]
+        after = logits.log_softmax(-1).gather(-1, torch.tensor(drawn)[:, None])[:, 0]
+        changes.append(after.detach() - rollout.policy_logprobs[row])
+    assert found.movement == pytest.approx(torch.cat(changes).square().mean().item() / 2, rel=1e-3)
 
 
 # -- what is recommended

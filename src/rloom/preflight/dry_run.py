@@ -23,7 +23,7 @@ from rloom.data.plan import UpdatePlan
 from rloom.models.verify import evaluating
 from rloom.observe.clock import PHASES
 from rloom.observe.view import View
-from rloom.training.passes import gather
+from rloom.training.passes import gather, trained_rows
 from rloom.training.trainer import RLOOTrainer
 from rloom.types import MicroBatch, Record, Rollout
 
@@ -120,17 +120,17 @@ class DryRun(RLOOTrainer):
 
     def _movement(self, rollout: Rollout) -> float | None:
         """½ E[(log π_after − log π_before)²] per token: the KL of a small step. None where nothing was trained on."""
+        # Rows without an advantage were not run forward, unless they have a KL.
+        rows = [row for row in trained_rows(rollout) if rollout.policy_logprobs[row] is not None]
         found: list[Tensor] = []
 
         def run(batch: MicroBatch) -> None:
-            if any(rollout.policy_logprobs[row] is None for row in batch.rows):
-                return
             with evaluating(self.model):
                 after = self.learner.passes.run(self.model, batch).logprobs
             change = after - gather(rollout.policy_logprobs, batch)
             found.append(change[batch.completion_mask > 0].float())
 
-        self.learner.passes.without_gradient(rollout, run)
+        self.learner.passes.without_gradient(rollout, run, rows)
         moved = torch.cat(found).square().mean().item() / 2 if found else 0.0
         return moved if moved > 0 and math.isfinite(moved) else None
 

@@ -130,12 +130,16 @@ class Passes:
         with self.reference.use(self.whole) as module, evaluating(module):
             return self._reference_forward(module, batch)
 
-    def without_gradient(self, rollout: Rollout, run: Callable[[MicroBatch], None]) -> None:
-        """Call `run` on micro-batches of all trained rows. Nothing is kept for a backward, so many more tokens fit."""
+    def without_gradient(
+        self, rollout: Rollout, run: Callable[[MicroBatch], None], rows: list[int] | None = None
+    ) -> None:
+        """Call `run` on micro-batches of rows (None: of all that are trained). Nothing is kept for a backward, so many
+        more tokens fit."""
+        chosen = trained_rows(rollout) if rows is None else rows
 
         @torch.no_grad()
         def passes() -> None:
-            plans = self.batcher.plan(rollout, trained_rows(rollout), self.budget.without_gradient, whole_groups=False)
+            plans = self.batcher.plan(rollout, chosen, self.budget.without_gradient, whole_groups=False)
             with self.attention(), self.reference_stays():
                 for batch in self._batches_in_step(rollout, plans):
                     with attention_for(batch):
