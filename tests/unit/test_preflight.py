@@ -84,6 +84,13 @@ def test_signal_of_other_scores_is_counted_without_replacement():
     assert signal_by_size([[1.0, 1.0]])(8) == 0.0
 
 
+def test_groups_without_scores_are_left_out():
+    scored = [[1.0, 1.0, 0.5, 0.0], [0.5, 0.5, 0.5, 0.5]]
+    for size in (2, 4):
+        assert signal_by_size([[], [1.0], *scored, []])(size) == signal_by_size(scored)(size)
+    assert signal_by_size([[], [0.0], [1.0]])(4) == 0.0
+
+
 def test_a_completion_is_worth_what_its_baseline_leaves():
     """Var(r_i − mean of the others) = σ²·K/(K−1), by drawing."""
     draw = random.Random(0)

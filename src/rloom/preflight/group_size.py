@@ -66,7 +66,8 @@ def _moment(a: float, total: float, power: int) -> float:
 
 
 def signal_by_size(groups: Groups) -> Callable[[int], float]:
-    """The share of groups with signal, as a function of their size, from the scores of some groups of one size.
+    """The share of groups with signal, as a function of their size, from the scores of some groups of one size. Groups
+    with fewer than two scores tell nothing, and are left out.
 
     Scores of two values are successes and failures. Of other scores, the share is counted over all choices of K of a
     group's completions, 1 − Σ_v C(c_v, K)/C(n, K) with c_v completions of score v, up to the size that was measured.
@@ -75,6 +76,7 @@ def signal_by_size(groups: Groups) -> Callable[[int], float]:
     >>> round(share(2), 3)
     0.833
     """
+    groups = [group for group in groups if len(group) > 1]
     values = sorted({score for group in groups for score in group})
     if len(values) < 2:
         return lambda size: 0.0
