@@ -8,6 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+import yaml
 
 from rloom import RLOOConfig
 from rloom.preflight.dry_run import DryRun, Measurement, dry_config
@@ -15,7 +16,7 @@ from rloom.preflight.ends import end_notes, end_problems, passed_over
 from rloom.preflight.estimate import whole_run
 from rloom.preflight.group_size import Successes, best_size, efficiency, signal_by_size
 from rloom.preflight.recommend import KL_BUDGET, STEP, cold_start, recommend
-from rloom.preflight.summary import recipe
+from rloom.preflight.summary import recipe, write_recipe
 from rloom.types import Completion, Prompt, Record
 from tests.conftest import make_model, make_tokenizer
 
@@ -194,6 +195,22 @@ def test_a_recipe_does_not_contradict_itself(config):
     options = recipe(given, advice)
     assert {"rloo_k", "kl_coef", "gradient_accumulation_steps"}.isdisjoint(options)
     assert (options["model_name_or_path"], options["seed"], options["num_generations"]) == ("m", 1, 8)
+
+
+def test_a_recipe_has_no_secrets(tmp_path):
+    given = {
+        "model_name_or_path": "m", "hub_token": "hf_1", "stop_token": "eos", "report_to": ["none"],
+        "model_init_kwargs": {"token": "hf_2", "revision": "main"},
+    }  # fmt: skip
+    write_recipe(tmp_path / "r.yaml", given, [])
+    text = (tmp_path / "r.yaml").read_text()
+    assert "hf_" not in text
+    assert yaml.safe_load(text) == {
+        "model_name_or_path": "m", "stop_token": "eos", "report_to": ["none"],
+        "model_init_kwargs": {"revision": "main"},
+    }  # fmt: skip
+    comments = [line for line in text.splitlines() if line.startswith("#")]
+    assert [line.split(":")[0] for line in comments] == ["# hub_token", "# model_init_kwargs"]
 
 
 # -- the whole run

@@ -15,6 +15,7 @@ from rloom.preflight.dry_run import Measurement
 from rloom.preflight.estimate import Estimate
 from rloom.preflight.recommend import Advice
 from rloom.rewards.check import Report
+from rloom.training.identity import without_secrets
 
 BATCH_OPTIONS = (
     "train_batch_size", "gradient_accumulation_steps", "steps_per_generation", "generation_batch_size",
@@ -141,12 +142,19 @@ def recipe(given: dict[str, Any], advice: list[Advice]) -> dict[str, Any]:
 
 
 def write_recipe(path: str | Path, options: dict[str, Any], advice: list[Advice]) -> None:
-    """Write a recipe that `rloom train --config` takes, with the reasons as comments."""
+    """Write a recipe that `rloom train --config` takes, with the reasons as comments. Recipes are shared: what may be
+    secret is left out, and a comment names it."""
     import yaml
 
-    reasons = [f"# {one.option}: {one.reason}" for one in advice]
-    text = yaml.safe_dump(options, sort_keys=False, allow_unicode=True)
-    Path(path).write_text("\n".join([*reasons, text]) if reasons else text, encoding="utf-8")
+    kept = without_secrets(options)
+    comments = [f"# {one.option}: {one.reason}" for one in advice]
+    comments += [
+        f"# {name}: it, or a part of it, is left out, as a secret; give it to `rloom train` as a flag"
+        for name, value in options.items()
+        if name not in kept or kept[name] != value
+    ]
+    text = yaml.safe_dump(kept, sort_keys=False, allow_unicode=True)
+    Path(path).write_text("\n".join([*comments, text]), encoding="utf-8")
 
 
 def _finite(value: Any) -> Any:

@@ -36,8 +36,8 @@ ABOUT_THIS_CALL = {
     "log_format", "disable_tqdm",
 }  # fmt: skip
 """Options that describe this call of a script, and not the run."""
-SECRET = re.compile(r"token$|url$|key$|password", re.IGNORECASE)
-"""Names of options that may hold a secret."""
+SECRET = re.compile(r"(?<!stop_)token$|url$|key$|password", re.IGNORECASE)
+"""Names of options that may hold a secret. `stop_token` says where completions end."""
 
 
 def facts_of(trainer: Any) -> dict[str, Any]:
@@ -70,8 +70,10 @@ def without_secrets(options: Mapping[str, Any]) -> dict[str, Any]:
 
     >>> without_secrets({"hub_token": "a", "model_init_kwargs": {"token": "b", "revision": "main"}})
     {'model_init_kwargs': {'revision': 'main'}}
-    >>> without_secrets({"servers": [{"token": "a"}]})
-    {'servers': [{}]}
+    >>> without_secrets({"servers": [{"token": "a"}], "stop_token": "eos"})
+    {'servers': [{}], 'stop_token': 'eos'}
+    >>> without_secrets({"model_init_kwargs": '{"token": "b", "revision": "main"}'})
+    {'model_init_kwargs': '{"revision": "main"}'}
     """
     return {
         name: _cleaned(value)
@@ -83,7 +85,18 @@ def without_secrets(options: Mapping[str, Any]) -> dict[str, Any]:
 def _cleaned(value: Any) -> Any:
     if isinstance(value, Mapping):
         return without_secrets(value)
+    if isinstance(value, str):
+        return _cleaned_text(value)
     return [_cleaned(item) for item in value] if isinstance(value, list | tuple) else value
+
+
+def _cleaned_text(text: str) -> str:
+    """A flag's value as it was typed: options within it are written as JSON."""
+    try:
+        value = json.loads(text) if text.lstrip().startswith("{") else None
+    except ValueError:
+        return text
+    return text if value is None or _cleaned(value) == value else json.dumps(_cleaned(value))
 
 
 def _model(model: Any) -> dict[str, Any]:
