@@ -20,12 +20,17 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from rloom import RLOOConfig, RLOOTrainer
 from rloom.demo import task
+from rloom.observe import RunReader
 from tests.conftest import make_model, make_tokenizer
 
 TOKENIZER = task.make_tokenizer()
 ROWS = task.make_prompts(300, 0, num_digits=3)
 # Most answers are longer than four tokens, some are not.
 RAGGED = [*task.make_prompts(60, 0, num_digits=2), *task.make_prompts(240, 0, num_digits=4)]
+REFUSING = (
+    "{% if not add_generation_prompt %}{{ raise_exception('whose turn is it?') }}{% endif %}"
+    "{% for m in messages %}{{ m['content'] }}{% endfor %}a>"
+)
 WITHOUT_ITS_TURN = "{% for m in messages %}{{ m['role'][0] }}>{{ m['content'] }}{% endfor %}"
 
 
@@ -179,6 +184,25 @@ def test_a_broken_template_is_seen_at_the_start(tokenizer, rows, words, tmp_path
     found = [line for line in diagnoses(caplog) if "step 0" in line]
     assert len(found) == (0 if words is None else 1)
     assert all(words in line for line in found)
+
+
+def test_a_template_that_cannot_be_looked_at_ends_no_run(tmp_path, caplog):
+    """It raises where it is applied without a generation prompt, which a run never does."""
+    options = {"per_device_train_batch_size": 4, "num_generations": 2, "max_steps": 1}
+    trainer = train(tmp_path, make_model(), some, CHATS, with_template(REFUSING), **options)
+    assert trainer.state.global_step == 1
+    assert [message for message in caplog.messages if "could not be looked at" in message and "whose turn" in message]
+
+
+def test_a_resumed_run_does_not_store_it_again(tmp_path, caplog):
+    options = {"per_device_train_batch_size": 4, "num_generations": 2, "save_strategy": "steps", "save_steps": 1}
+    for steps in (1, 2):
+        resumed = {"resume_from_checkpoint": True} if steps == 2 else {}
+        train(
+            tmp_path, make_model(), some, CHATS, with_template(WITHOUT_ITS_TURN), max_steps=steps, **options, **resumed
+        )
+    assert len([line for line in diagnoses(caplog) if "adds no generation prompt" in line]) == 2
+    assert [one["step"] for one in RunReader(tmp_path).diagnoses() if one["rule"] == "prompts"] == [0]
 
 
 # -- healthy

@@ -116,14 +116,23 @@ class Diagnose(TrainerCallback):
             self._tell(self.doctor.named(state.log_history, args, state.global_step), state.global_step)
 
     def on_train_begin(self, args: RLOOConfig, state: Any, control: Any, **kwargs: Any) -> None:
-        """Look at how prompts are written, once."""
+        """Look at how prompts are written. A run that is resumed has stored it at its start."""
         if state.is_world_process_zero:
-            self._tell([("prompts", line) for line in self.prompts()], state.global_step)
+            found = [("prompts", line) for line in self._prompt_lines()]
+            self._tell(found, state.global_step, stored=state.global_step == 0)
 
-    def _tell(self, found: list[tuple[str, str]], step: int) -> None:
+    def _prompt_lines(self) -> list[str]:
+        """What is wrong with prompts. A template may be written in any way: looking at it must not end the run."""
+        try:
+            return self.prompts()
+        except Exception as error:
+            logger.warning("how prompts are written could not be looked at (%s: %s)", type(error).__name__, error)
+            return []
+
+    def _tell(self, found: list[tuple[str, str]], step: int, *, stored: bool = True) -> None:
         for rule, line in found:
             logger.warning("diagnosis at step %d: %s", step, line)
-            if self.store is not None:
+            if self.store is not None and stored:
                 self.store.diagnose(rule, line, step)
             for view in [callback for callback in self.callbacks if isinstance(callback, View)]:
                 view.note(f"at update {step}: {line}")
