@@ -93,13 +93,17 @@ KINDS: dict[str, dict[str, Any]] = {
     # by the server whose address is in RLOOM_TEST_SERVER
     "vllm": {"beta": 0.1, "engine": "vllm", "vllm_mode": "server", "learning_rate": 1e-2},
     # sharded weights are run layer by layer, or the same engine runs the whole copy; completions end at other times
-    "layered": {"beta": 0.1, "max_steps": 2, "engine": "forked", "steps": 2, "max_tokens_per_micro_batch": 40,
-                "ds3_gather_for_generation": False},
+    "layered": {"beta": 0.1, "max_steps": 2, "engine": "forked", "steps": 2, "max_tokens_per_micro_batch": 20,
+                "ds3_gather_for_generation": False, "shuffle_dataset": False},
     "layered lora": {"beta": 0.1, "max_steps": 2, "engine": "forked", "learning_rate": 1e-2,
                      "max_tokens_per_micro_batch": 40, "ds3_gather_for_generation": False},
     "corners": {"beta": 0.1, "engine": "forked", "log_completions": True, "num_completions_to_print": 1,
                 "per_device_eval_batch_size": 4},
 }  # fmt: skip
+
+# One process has long prompts and the other short ones, so that they have unequally many micro-batches.
+UNEQUAL = [{"prompt": text} for text in ["x" * 90, "a", "y" * 80, "b"] * 2]
+ROWS_OF: dict[str, list[dict[str, Any]]] = {"layered": UNEQUAL}
 
 
 def rank() -> int:
@@ -175,7 +179,7 @@ REWARDS: dict[str, Any] = {
 
 
 def make_trainer(
-    output: Path, kind: str, *, engine: Any = None, rows: Any = ROWS, by_name: bool = False, **changes: Any
+    output: Path, kind: str, *, engine: Any = None, rows: Any = None, by_name: bool = False, **changes: Any
 ) -> RLOOTrainer:
     options = dict(KINDS[kind])
     steps = options.pop("steps", 1)
@@ -229,7 +233,7 @@ def make_trainer(
         model.bfloat16() if kind.endswith("bfloat16") else model,
         REWARDS.get(kind, [by_length, second]),
         config,
-        rows,
+        ROWS_OF.get(kind, ROWS) if rows is None else rows,
         ROWS[:7] if config.eval_strategy != "no" else None,
         processing_class=processing_class,
         peft_config=lora,
@@ -289,6 +293,8 @@ def run(output: Path, kind: str, *, resume: bool = False, save: bool = False, **
                     for e in trainer.state.log_history],
         "fingerprints": apart,
         "drawn": trainer.drawn,
+        # micro-batches of each pass without gradient
+        "rounds": trainer.rounds,
         "judged": JUDGED[judged:],
         "wrapped": type(trainer.model_wrapped).__name__,
         "state": checkpoint.state_of(trainer._components(), trainer._plan()),
@@ -411,7 +417,15 @@ def _look_after_updates(trainer: Any, fingerprints: list[str]) -> None:
 
     trainer.add_callback(Look())
     trainer.drawn = []
+    trainer.rounds = []
     generate = trainer.collector._generate
+    plan = trainer.learner.passes.batcher.plan
+
+    def planned(*args: Any, **options: Any) -> Any:
+        plans = plan(*args, **options)
+        if not torch.is_grad_enabled():
+            trainer.rounds.append(len(plans))
+        return plans
 
     def noting(*args: Any) -> Any:
         groups = generate(*args)
@@ -419,6 +433,7 @@ def _look_after_updates(trainer: Any, fingerprints: list[str]) -> None:
         return groups
 
     trainer.collector._generate = noting
+    trainer.learner.passes.batcher.plan = planned
 
 
 def _ask_for_the_end(trainer: Any) -> None:

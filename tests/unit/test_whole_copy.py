@@ -13,6 +13,7 @@ from rloom.errors import ConfigError, DiskError
 from rloom.generation.base import Sampling
 from rloom.generation.choose import choose_engine
 from rloom.training import whole_copy
+from rloom.training.passes import Passes
 from rloom.training.sharded_checkpoint import _check_parts
 from rloom.training.sharding_options import check_evaluation, check_layered
 from rloom.training.whole_copy import WholeCopy, check_room, fits_beside_update
@@ -74,6 +75,25 @@ def test_what_only_the_copy_has_stays():
 
 
 # -- layer by layer
+
+
+def test_processes_agree_on_their_passes_before_the_first():
+    """Layers are gathered from all processes in a pass: one that asks later would wait for another that is in it."""
+    done = []
+
+    class Stub:
+        def rounds(self, count):
+            done.append(f"asked with {count}")
+            return 3
+
+        def make(self, rollout, rows, device):
+            done.append(f"rows {rows}")
+
+    passes = object.__new__(Passes)
+    passes.policy, passes.in_step_with, passes.batcher = torch.nn.Linear(1, 1), Stub(), Stub()
+    passes.idle_batch = lambda: done.append("idle")
+    assert len(list(passes._batches_in_step(None, [[0, 1]]))) == 3
+    assert done == ["asked with 1", "rows [0, 1]", "idle", "idle"]
 
 
 class Layered:

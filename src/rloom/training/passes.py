@@ -154,11 +154,12 @@ class Passes:
 
     def _batches_in_step(self, rollout: Rollout, plans: list[list[int]]) -> Iterator[MicroBatch]:
         """A rollout's micro-batches, and idle ones where other processes have more."""
+        # Asked before the first pass: in it, a process with more micro-batches waits for weights of all others.
+        rounds = len(plans) if self.in_step_with is None else self.in_step_with.rounds(len(plans))
         for rows in plans:
             yield self.batcher.make(rollout, rows, self.device)
-        if self.in_step_with is not None:
-            for _ in range(self.in_step_with.rounds(len(plans)) - len(plans)):
-                yield self.idle_batch()
+        for _ in range(rounds - len(plans)):
+            yield self.idle_batch()
 
 
 def trained_rows(rollout: Rollout) -> list[int]:
