@@ -186,7 +186,8 @@ def make_trainer(
     if kind == "vllm":
         options["vllm_server_base_url"] = os.environ["RLOOM_TEST_SERVER"]
     config = RLOOConfig(
-        str(output),
+        # As `./out`, which paths that are compared must be the same as.
+        f"{output.parent}/./{output.name}",
         **{
             "per_device_train_batch_size": COMPLETIONS // count() // steps,
             "steps_per_generation": steps,

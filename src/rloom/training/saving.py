@@ -100,7 +100,7 @@ class CheckpointedTrainer(Trainer):
     _tag_names = ("rloom", "rloo")
     _resumed: dict[str, Any] | None = None  # the loop's state from a checkpoint, until the first epoch begins
     _facts: dict[str, Any] | None = None  # what identifies this run, from the start of its training
-    _in_parts: str | None = None  # the checkpoint that all processes are writing their parts of
+    _in_parts: Path | None = None  # the checkpoint that all processes are writing their parts of
     _using_rewards = 0  # how many of train, evaluate and predict are running
     _episodes = 0  # completions asked for so far, over all processes
     _elapsed = 0.0  # seconds of training before this call, when resumed
@@ -225,7 +225,7 @@ class CheckpointedTrainer(Trainer):
                 if not self.args.save_only_model:
                     self._save_own(folder)
                 self.processes.check_same_weights(self.model)
-                self._in_parts = str(folder) if self.processes.saves_parts else None
+                self._in_parts = folder if self.processes.saves_parts else None
                 super()._save_checkpoint(model, trial)
                 # No process may look for the checkpoint before it is complete.
                 self.processes.wait()
@@ -262,8 +262,8 @@ class CheckpointedTrainer(Trainer):
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """Save the model as a whole, from the main process. Call it in all processes: sharded weights are gathered."""
-        if output_dir is not None and output_dir == self._in_parts:
-            self.processes.save_weights(Path(output_dir))
+        if output_dir is not None and Path(output_dir) == self._in_parts:
+            self.processes.save_weights(self._in_parts)
             with sharded_checkpoint.without_weights(self.model):
                 super().save_model(output_dir, _internal_call)
             return
@@ -271,7 +271,7 @@ class CheckpointedTrainer(Trainer):
             super().save_model(output_dir, _internal_call)
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
-        if output_dir == self._in_parts:
+        if Path(output_dir) == self._in_parts:
             self.processes.save_optimizer(Path(output_dir), self.optimizer.optimizer)
             if self.processes.is_main:
                 torch.save(self.lr_scheduler.state_dict(), Path(output_dir) / SCHEDULER_NAME)
