@@ -11,6 +11,7 @@ import torch
 
 import rloom
 from rloom.cli.main import main
+from rloom.cli.replay import read_command, write_command
 from rloom.errors import ConfigError, DataError
 from rloom.observe.run_rows import steps_of
 from tests.conftest import make_model, make_tokenizer
@@ -180,3 +181,19 @@ def test_a_run_of_the_command_line(tmp_path, monkeypatch, capsys):
     (tmp_path / "out" / "_rloom_command.json").unlink()
     assert main(["replay", "out", "--step", "1"]) == 1
     assert "call rloom.replay(trainer, step) with its trainer" in capsys.readouterr().err
+
+
+def test_addresses_with_a_password_are_not_noted_and_have_to_be_given_again(tmp_path, capsys):
+    """Wherever they stand: replay says which option it is."""
+    address, server = "https://me:s3cret@host/score?key=abc", {"where": ["http://u:hidden@h"]}
+    write_command(tmp_path, {"reward_funcs": ["length()", address], "generation_kwargs": server, "max_steps": 3})
+    written = (tmp_path / "_rloom_command.json").read_text()
+    assert not [secret for secret in ("s3cret", "abc", "hidden") if secret in written]
+    assert json.loads(written)["train"] == {"max_steps": 3}
+    assert main(["replay", str(tmp_path), "--step", "1"]) == 1
+    assert "leaves out reward_funcs, since its value may hold a password" in capsys.readouterr().err
+    given = ["reward_funcs=length()", f"reward_funcs={address}", "generation_kwargs={}"]
+    found = read_command(tmp_path, given)
+    assert found == {"max_steps": 3, "reward_funcs": ["length()", address], "generation_kwargs": "{}"}
+    with pytest.raises(DataError, match="--given max_steps: the run's own value is known"):
+        read_command(tmp_path, [*given, "max_steps=4"])

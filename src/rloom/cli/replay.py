@@ -6,6 +6,7 @@ import dataclasses
 import json
 import tempfile
 from argparse import Namespace
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -37,13 +38,20 @@ def add_arguments(parser: Parser) -> None:
         "--sample", type=int, nargs="+", help="Completions of it, by their place among the stored ones."
     )
     parser.add_argument("--no-new-scores", action="store_true", help="Do not call the rewards anew.")
+    parser.add_argument(
+        "--given",
+        action="append",
+        default=[],
+        metavar="NAME=VALUE",
+        help="An option of the run that was not noted, since it may hold a password; once for each of several values.",
+    )
     parser.add_argument("--json", action="store_true", help="Print what was found as JSON.")
 
 
 def run(options: Namespace) -> int:
     """0 when all comes out as it was stored, 1 when something does not."""
     show_messages()
-    values = read_command(options.run)
+    values = read_command(options.run, options.given)
     from rloom.cli.train import make_plan, make_trainer
     from rloom.training.replay import replay
 
@@ -61,22 +69,38 @@ def run(options: Namespace) -> int:
 
 
 def write_command(folder: str | Path, values: dict[str, Any]) -> None:
-    """Note what a run was made from. Secrets are left out."""
+    """Note what a run was made from. Secrets are left out. Options whose value may hold one are left out by name, and
+    whether they are lists."""
+    from rloom.rewards.calling.addresses import may_hold_secret
     from rloom.training.identity import without_secrets
 
     kept = {name: value for name, value in without_secrets(values).items() if name not in ABOUT_THAT_CALL}
-    (Path(folder) / COMMAND_FILE).write_text(json.dumps({"train": kept}, indent=1, default=str))
+    left_out = {name: isinstance(value, list | tuple) for name, value in kept.items() if may_hold_secret(value)}
+    note = {"train": {name: value for name, value in kept.items() if name not in left_out}, "left_out": left_out}
+    (Path(folder) / COMMAND_FILE).write_text(json.dumps(note, indent=1, default=str))
 
 
-def read_command(folder: str | Path) -> dict[str, Any]:
-    """What a run was made from."""
+def read_command(folder: str | Path, given: Sequence[str] = ()) -> dict[str, Any]:
+    """What a run was made from. `given`: NAME=VALUE for each option that the note leaves out."""
     try:
-        return dict(json.loads((Path(folder) / COMMAND_FILE).read_text())["train"])
+        note = json.loads((Path(folder) / COMMAND_FILE).read_text())
+        values, left_out = dict(note["train"]), dict(note.get("left_out", {}))
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise DataError(
             f"{folder} has no {COMMAND_FILE} that can be read, which `rloom train` writes: for a run of a script, call "
             f"rloom.replay(trainer, step) with its trainer ({error})"
         ) from error
+    again: dict[str, list[str]] = {}
+    for name, _, value in (text.partition("=") for text in given):
+        again.setdefault(name, []).append(value)
+    if other := [name for name in again if name not in left_out]:
+        raise DataError(f"--given {other[0]}: the run's own value is known; left out are {sorted(left_out) or 'none'}")
+    if missing := [name for name in left_out if name not in again]:
+        raise DataError(
+            f"{COMMAND_FILE} leaves out {missing[0]}, since its value may hold a password or a key: give it again as "
+            f"--given {missing[0]}=VALUE, once for each of several"
+        )
+    return {**values, **{name: texts if left_out[name] else texts[-1] for name, texts in again.items()}}
 
 
 def _is_same(found: Replay) -> bool:

@@ -5,9 +5,14 @@ from __future__ import annotations
 import base64
 import json
 import re
+from collections.abc import Mapping
+from typing import Any
 from urllib.parse import SplitResult, parse_qsl, quote, unquote, urlsplit, urlunsplit
 
 from rloom.errors import RewardError
+
+SECRET_INSIDE = re.compile(r"://\S*[@?]|(token|key|password)[\"']?\s*[=:]", re.IGNORECASE)
+"""An address with a login or a query, or a key that is given by name, somewhere in a text."""
 
 LOOPBACK = {"127.0.0.1", "localhost", "::1"}
 
@@ -35,6 +40,21 @@ def redacted(parts: SplitResult) -> str:
     """
     host = f"[{parts.hostname}]" if ":" in (parts.hostname or "") else parts.hostname or ""
     return urlunsplit((parts.scheme, f"{host}:{parts.port}" if parts.port else host, parts.path, "", ""))
+
+
+def may_hold_secret(value: Any) -> bool:
+    """Whether a text, or one inside lists and dicts, may hold a password or a key.
+
+    >>> may_hold_secret(["length()", "https://me:pw@host/score"]), may_hold_secret({"a": "https://host/?key=s"})
+    (True, True)
+    >>> may_hold_secret("judge(api_key='s')"), may_hold_secret(["length(maximum=4)", "https://host:1/score", 3])
+    (True, False)
+    """
+    if isinstance(value, Mapping):
+        return any(map(may_hold_secret, value.values()))
+    if isinstance(value, list | tuple):
+        return any(map(may_hold_secret, value))
+    return isinstance(value, str) and bool(SECRET_INSIDE.search(value))
 
 
 def parse_address(url: str) -> SplitResult:
