@@ -52,6 +52,7 @@ def test_a_hundred_samples_of_a_killed_run_come_out_as_they_were_stored(killed, 
         for one in found.samples:
             assert one.stored == stored[step][one.sample]
             assert one.differences == []
+            assert found.differences == []
             assert {"token_ids", "completion", "scores", "reward", "advantage"} <= one.replayed.keys()
             assert one.gradient_norm > 0 or one.replayed["advantage"] == 0
             assert one.new_scores == (one.stored["scores"] if step == 2 else None)
@@ -122,6 +123,22 @@ def test_scores_are_the_stored_ones_and_a_new_call_stands_beside_them(tmp_path):
     assert "the judge has gone" in found.samples[0].new_scores
 
 
+def test_other_weights_and_options_are_differences(tmp_path):
+    """With beta=0 completions and advantages come from the store, whatever the weights: the gradient shows them."""
+    options = {"save_strategy": "no", "logging_steps": 1}
+    make_trainer(tmp_path / "run", by_length, **options).train()
+    same = rloom.replay(make_trainer(tmp_path / "a", by_length, **options), 3, run=tmp_path / "run")
+    assert same.differences == []
+    other = make_trainer(tmp_path / "b", by_length, learning_rate=5e-2, **options)
+    found = rloom.replay(other, 3, run=tmp_path / "run", call_rewards=False)
+    assert [one.differences for one in found.samples] == [[]] * 8
+    assert found.differences[0] == "learning_rate was 0.01 and is 0.05"
+    logged = json.loads((tmp_path / "run" / "trainer_state.json").read_text())["log_history"][2]["grad_norm"]
+    assert same.gradient_norm == pytest.approx(logged, rel=1e-5)
+    assert found.differences[1].startswith(f"the gradient's norm was logged as {logged:.6g} and is ")
+    assert len(found.differences) == 2
+
+
 def picky(completions, **kwargs):
     """Has no opinion on some."""
     return [None if "a" in text or len(text) % 2 else float(len(text)) for text in completions]
@@ -159,6 +176,7 @@ def test_a_run_of_the_command_line(tmp_path, monkeypatch, capsys):
     command = ["train", "--model", "model", "--data", "prompts.jsonl", "--reward", "length(maximum=4)", "--output_dir"]
     command += ["out", "--max_completion_length", "6", "--per_device_train_batch_size", "4", "--max_steps", "3"]
     command += ["--use_cpu", "--no_gradient_checkpointing", "--save_steps", "2", "--hub_token", "secret"]
+    command += ["--logging_steps", "1"]
     assert main(command) == 0
     assert "secret" not in (tmp_path / "out" / "_rloom_command.json").read_text()
     before = contents(tmp_path / "out")
@@ -170,6 +188,17 @@ def test_a_run_of_the_command_line(tmp_path, monkeypatch, capsys):
     assert main(["replay", "out", "--step", "1", "--no-new-scores"]) == 0
     assert "update 1, from the run's start: gradient norm" in (shown := capsys.readouterr().out)
     assert "4 samples come out as they were stored" in shown
+    assert "DIFFERS" not in shown
+    # Logged by weights that the options do not give.
+    logs = tmp_path / "out" / "_rollouts" / "metrics.jsonl"
+    as_logged = logs.read_text()
+    entries = [json.loads(line) for line in as_logged.splitlines()]
+    logs.write_text("".join(json.dumps({**entry, "grad_norm": 9.0}) + "\n" for entry in entries))
+    assert main(["replay", "out", "--step", "1", "--no-new-scores"]) == 1
+    shown = capsys.readouterr().out
+    assert "DIFFERS: the gradient's norm was logged as 9 and is" in shown
+    assert "4 samples come out as they were stored" in shown
+    logs.write_text(as_logged)
     # A stored advantage that the scores do not give.
     store = next((tmp_path / "out" / "_rollouts").glob("0*.jsonl"))
     lines = [json.loads(line) for line in store.read_text().splitlines()]

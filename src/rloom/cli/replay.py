@@ -104,14 +104,17 @@ def read_command(folder: str | Path, given: Sequence[str] = ()) -> dict[str, Any
 
 
 def _is_same(found: Replay) -> bool:
-    return not any(one.differences for one in found.samples)
+    return not found.differences and not any(one.differences for one in found.samples)
 
 
 def _show(found: Replay) -> None:
     begin = f"checkpoint-{found.resumed_from}" if found.resumed_from else "the run's start"
     print(f"update {found.step}, from {begin}: gradient norm {found.gradient_norm:.6g} before clipping")
     print(f"  weights before it {found.weights}; {len(found.samples)} samples", end=" ")
-    print("come out as they were stored" if _is_same(found) else "were looked at, and SOME DIFFER")
+    differ = any(one.differences for one in found.samples)
+    print("were looked at, and SOME DIFFER" if differ else "come out as they were stored")
+    for line in found.differences:
+        print(f"  DIFFERS: {printable(line)}")
     for one in found.samples:
         _show_sample(one)
 

@@ -172,7 +172,7 @@ def check_same_run(folder: str | Path, now: dict[str, Any], *, anyway: bool = Fa
     then = read(folder)
     if then is None:
         return ""
-    changed = list(_differences(then["fixed"], now["fixed"]))
+    changed = list(differences(then["fixed"], now["fixed"]))
     if changed and not anyway:
         raise ConfigError(
             f"{folder} is of another run: {'; '.join(changed)}. Give this run an output_dir of its own, or go on all "
@@ -180,13 +180,13 @@ def check_same_run(folder: str | Path, now: dict[str, Any], *, anyway: bool = Fa
         )
     if changed:
         logger.warning("%s is of another run, and is resumed as this one: %s", folder, "; ".join(changed))
-    return ", ".join(_differences(then["options"], now["options"]))
+    return ", ".join(differences(then["options"], now["options"]))
 
 
-def _differences(then: Mapping[str, Any], now: Mapping[str, Any], where: str = "") -> Iterator[str]:
+def differences(then: Mapping[str, Any], now: Mapping[str, Any], where: str = "") -> Iterator[str]:
     """The names that both have with different values, as texts.
 
-    >>> list(_differences({"a": 1, "b": {"c": 2}, "d": 3}, {"a": 4, "b": {"c": 5}}))
+    >>> list(differences({"a": 1, "b": {"c": 2}, "d": 3}, {"a": 4, "b": {"c": 5}}))
     ['a was 1 and is 4', "b's c was 2 and is 5"]
     """
     for name in then:
@@ -194,6 +194,6 @@ def _differences(then: Mapping[str, Any], now: Mapping[str, Any], where: str = "
             continue
         full = f"{where}'s {name}" if where else name
         if isinstance(then[name], dict) and isinstance(now[name], dict):
-            yield from _differences(then[name], now[name], full)
+            yield from differences(then[name], now[name], full)
         else:
             yield f"{full} was {then[name]!r} and is {now[name]!r}"

@@ -30,6 +30,7 @@ from rloom.training.folder import OutputFolder
 from rloom.training.passes import attention_for
 from rloom.training.playback import StoredEngine, StoredRewards, stored_groups
 from rloom.training.processes import fingerprint
+from rloom.training.replay_check import changed_norm, changed_options
 from rloom.types import Record, Rollout
 
 LARGEST = 5
@@ -62,6 +63,7 @@ class Replay:
     weights: str  # a hash of the weights before the update
     gradient_norm: float  # of the whole update, before clipping
     samples: list[ReplayedSample]
+    differences: list[str] = field(default_factory=list)  # of options and of the gradient's norm, in words
 
 
 def replay(
@@ -90,6 +92,8 @@ def replay(
     run = Path(trainer.args.output_dir if run is None else run)
     _check(trainer, run, step)
     begin = _nearest(run, step - 1)
+    # Before the trainer is changed.
+    options = changed_options(trainer, run)
     with tempfile.TemporaryDirectory() as scratch:
         _move(trainer, Path(scratch))
         wanted = None if sample is None else [sample] if isinstance(sample, int) else list(sample)
@@ -98,7 +102,9 @@ def replay(
         try:
             trainer.train(resume_from_checkpoint=None if begin is None else str(begin[1]))
         except _ReachedError as reached:
-            return Replay(step=step, resumed_from=0 if begin is None else begin[0], **reached.found)
+            found = Replay(step=step, resumed_from=0 if begin is None else begin[0], **reached.found)
+            found.differences = [*options, *changed_norm(trainer, run, step, found.gradient_norm)]
+            return found
     raise DataError(f"training ends before update {step}: replay needs the run's data and options")
 
 
