@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import resource
 
 import pytest
 import torch
@@ -13,8 +14,9 @@ from rloom.errors import ConfigError, DiskError
 from rloom.generation.base import Sampling
 from rloom.generation.choose import choose_engine
 from rloom.training import whole_copy
+from rloom.training.checkpoint import writing
 from rloom.training.passes import Passes
-from rloom.training.sharded_checkpoint import _check_parts
+from rloom.training.sharded_checkpoint import _check_parts, load_weights, save_weights
 from rloom.training.sharding_options import check_evaluation, check_layered
 from rloom.training.whole_copy import WholeCopy, check_room, fits_beside_update
 from tests.conftest import make_model
@@ -139,3 +141,24 @@ def test_parts_that_lie_on_other_machines_are_missed(tmp_path):
     (tmp_path / "weights" / "__0_0.distcp").unlink()
     with pytest.raises(DiskError, match=r"does not have __0_0.distcp, .* must be a folder that all machines share"):
         _check_parts(tmp_path / "weights")
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_a_full_disk_is_told_where_parts_are_written(tmp_path):
+    """As it is for whole checkpoints, so that half of one is removed. torch's own error is no Exception."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    model = make_model()
+    resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, hard))
+    try:
+        with pytest.raises(DiskError, match="checkpoint-1 cannot be written to"), writing(tmp_path, "checkpoint-1"):
+            save_weights(tmp_path, model, group=None, main=True)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_a_part_that_cannot_be_read_is_an_exception(tmp_path):
+    save_weights(tmp_path, make_model(), group=None, main=True)
+    next((tmp_path / "pytorch_model_fsdp_0").glob("*.distcp")).unlink()
+    with pytest.raises(FileNotFoundError, match="distcp"):
+        load_weights(tmp_path, make_model(), None)

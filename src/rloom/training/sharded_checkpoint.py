@@ -16,7 +16,7 @@ from typing import Any
 import torch
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
-from torch.distributed.checkpoint import FileSystemReader
+from torch.distributed.checkpoint import CheckpointException, FileSystemReader
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
@@ -35,12 +35,24 @@ def is_in_parts(folder: str | Path) -> bool:
     return (Path(folder) / WEIGHTS).is_dir()
 
 
+@contextmanager
+def _plain_errors() -> Iterator[None]:
+    """Raise what has failed in a process, in all of them: torch's error for it is no `Exception`, so that a full disk
+    would not be told from an interrupt."""
+    try:
+        yield
+    except CheckpointException as error:
+        _, (failure, _) = min(error.failures.items(), key=lambda item: item[0])
+        raise failure from error
+
+
 # -- saving
 
 
 def save_weights(folder: Path, model: nn.Module, *, group: Any, main: bool) -> None:
     """Write this process' part of the weights."""
-    dcp.save({"model": _weights(model)}, checkpoint_id=folder / WEIGHTS, process_group=group)
+    with _plain_errors():
+        dcp.save({"model": _weights(model)}, checkpoint_id=folder / WEIGHTS, process_group=group)
     if main:
         _check_parts(folder / WEIGHTS)
 
@@ -54,7 +66,8 @@ def save_optimizer(
     order = [[names[id(p)] for p in one["params"]] for one in optimizer.param_groups]
     state = {name: optimizer.state[p] for name, p in model.named_parameters() if p in optimizer.state}
     tensors = {name: {field: v for field, v in of.items() if isinstance(v, Tensor)} for name, of in state.items()}
-    dcp.save({"state": tensors}, checkpoint_id=folder / OPTIMIZER, process_group=group)
+    with _plain_errors():
+        dcp.save({"state": tensors}, checkpoint_id=folder / OPTIMIZER, process_group=group)
     if main:
         _check_parts(folder / OPTIMIZER)
         groups = [{k: v for k, v in one.items() if k != "params"} for one in optimizer.param_groups]
@@ -108,7 +121,8 @@ def without_weights(model: nn.Module) -> Iterator[None]:
 
 def load_weights(folder: Path, model: nn.Module, group: Any) -> None:
     """Read this process' part of the weights into the model, however many processes have written them."""
-    dcp.load({"model": _weights(model)}, checkpoint_id=folder / WEIGHTS, process_group=group)
+    with _plain_errors():
+        dcp.load({"model": _weights(model)}, checkpoint_id=folder / WEIGHTS, process_group=group)
 
 
 def load_optimizer(folder: Path, model: nn.Module, optimizer: Any, group: Any) -> None:
@@ -122,7 +136,8 @@ def load_optimizer(folder: Path, model: nn.Module, optimizer: Any, group: Any) -
         like = isinstance(p, DTensor) and shape == p.shape
         value = torch.zeros_like(p, dtype=dtype) if like else torch.zeros(shape, dtype=dtype)
         state.setdefault(name, {})[field] = value.detach()
-    dcp.load({"state": state}, checkpoint_id=folder / OPTIMIZER, process_group=group)
+    with _plain_errors():
+        dcp.load({"state": state}, checkpoint_id=folder / OPTIMIZER, process_group=group)
     optimizer.load_state_dict(_numbered(state, layout))
 
 
@@ -185,7 +200,7 @@ def _read_all(folder: Path, names: Iterable[str] | None = None) -> dict[str, Ten
     saved = _saved_tensors(folder)
     chosen = saved if names is None else {name: saved[name] for name in names}
     state = {name: torch.empty(shape, dtype=dtype) for name, (shape, dtype) in chosen.items()}
-    with warnings.catch_warnings():
+    with warnings.catch_warnings(), _plain_errors():
         # That a process reads by itself is what is wanted.
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")
         if state:
