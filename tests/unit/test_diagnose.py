@@ -150,6 +150,14 @@ def test_equal_scores_are_told_without_a_reward(args):
     assert "every completion scores alike, so" in diagnose.scores_are_constant(Logs(entries(alike)), args)
     became = {"reward_std": [0.5] * 6 + [0.0] * 6, "frac_reward_zero_std": [0.2] * 6 + [1.0] * 6}
     assert "equal scores by now: solved" in diagnose.groups_became_alike(Logs(entries(became)), args)
+    # A quick collapse: the first log still had groups with signal.
+    quick = {
+        "frac_reward_zero_std": [0.85] + [1.0] * 11,
+        "reward": [0.8] + [0.0] * 11,
+        "reward_std": [0.4] + [0.0] * 11,
+    }
+    assert diagnose.cold_start(Logs(entries(quick)), args) is None
+    assert "equal scores by now (reward" in diagnose.groups_became_alike(Logs(entries(quick)), args)
 
 
 def test_a_rule_that_fails_ends_nothing(args, monkeypatch, caplog):

@@ -155,6 +155,8 @@ def test_base_success_near_zero_says_train_supervised_first(config):
     assert "train it supervised first" in cold_start(zero)
     assert recommend(zero, config(), context=None) == []
     assert "supervised first" in cold_start(measured([[0.0] * 8] * 99 + [[1.0] + [0.0] * 7]))
+    assert "every completion scores 1" in cold_start(measured([[1.0] * 8] * 4))
+    assert "near zero" in cold_start(measured([[0.0] * 8] * 4))
     assert "solved already" in cold_start(measured([[1.0] * 8] * 99 + [[0.0] + [1.0] * 7]))
     assert cold_start(measured(drawn([0.3] * 16, 8))) is None
     assert "no completion got a score" in cold_start(measured([[], []]))

@@ -154,7 +154,7 @@ def _reward(logs: Logs) -> str:
 
 def cold_start(logs: Logs, args: RLOOConfig) -> str | None:
     """Groups have had equal scores from the start: the model hardly ever does what is rewarded, or always."""
-    if not _alike(logs) or logs["frac_reward_zero_std"].first() < ALIKE:
+    if not _alike(logs) or logs["frac_reward_zero_std"].first(1) < ALIKE:
         return None
     return (
         f"{logs['frac_reward_zero_std'].last():.0%} of groups have had equal scores from the start, which teach "
@@ -165,7 +165,7 @@ def cold_start(logs: Logs, args: RLOOConfig) -> str | None:
 
 def groups_became_alike(logs: Logs, args: RLOOConfig) -> str | None:
     """Groups have equal scores by now: the task is solved, or the policy has collapsed."""
-    if not _alike(logs) or logs["frac_reward_zero_std"].first() >= ALIKE:
+    if not _alike(logs) or logs["frac_reward_zero_std"].first(1) >= ALIKE:
         return None
     reward = f" (reward {_reward(logs)})" if _reward(logs) else ""
     return (

@@ -45,7 +45,12 @@ def cold_start(found: Measurement) -> str | None:
     signal = fmean(len(set(group)) > 1 for group in found.groups)
     if signal > NEAR_ZERO:
         return None
-    if max(scores) == min(scores) or fmean(scores) <= min(scores) + 0.5 * (max(scores) - min(scores)):
+    if max(scores) == min(scores) != 0:
+        return (
+            f"every completion scores {scores[0]:.3g}: there is nothing to compare. Where that is the best score, the "
+            "task is solved: take harder prompts. Where it is the lowest, train supervised first"
+        )
+    if fmean(scores) <= min(scores) + 0.5 * (max(scores) - min(scores)):
         return (
             f"base success is near zero: {signal:.0%} of groups have completions that score differently, and the mean "
             f"score is {fmean(scores):.3g}. RLOO reinforces what a model sometimes does: train it supervised first"
