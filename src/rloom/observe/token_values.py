@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -29,19 +29,28 @@ class TokenValues:
         seed: of the run.
         num_groups: groups of a rollout, over all processes.
         decode: the texts of token ids, one by one.
+        places: where the groups of this process are among those of all (`Schedule.places`); None: it has all.
     """
 
-    def __init__(self, share: float, seed: int, num_groups: int, decode: Callable[[list[int]], list[str]]) -> None:
+    def __init__(
+        self,
+        share: float,
+        seed: int,
+        num_groups: int,
+        decode: Callable[[list[int]], list[str]],
+        places: Sequence[int] | None = None,
+    ) -> None:
         self.seed, self.num_groups, self._decode = seed, num_groups, decode
+        self.places = range(num_groups) if places is None else places
         self.count = min(num_groups, math.ceil(share * num_groups))
         self._texts: dict[int, str] = {}
 
     def add(self, rollout: Rollout, step: int) -> None:
         """Add the values to the records of the chosen groups of a rollout, which was trained on just now."""
         rows_of: dict[int, list[int]] = {}
-        for row, record in enumerate(rollout.records):
-            number = record.prompt.number
-            rows_of.setdefault(record.group if number is None else number, []).append(row)
+        # Not by the numbers of records or prompts: a group that replaced another one has others.
+        for row, group in enumerate(rollout.groups.tolist()):
+            rows_of.setdefault(self.places[group], []).append(row)
         for place in self.chosen(step):
             rows = self._learnt_from(rollout, rows_of, place)
             if rows:

@@ -14,6 +14,7 @@ from rloom.config.topic import parsed
 from rloom.data import datasets
 from rloom.data.batching import Batcher
 from rloom.data.images import IMAGE_COLUMNS, ImageSources
+from rloom.data.loader import make_schedule
 from rloom.data.model_inputs import placeholder_ids
 from rloom.data.prompts import PromptEncoder
 from rloom.data.vision import is_vision
@@ -222,7 +223,13 @@ def _token_values(policy: Policy, args: RLOOConfig) -> TokenValues | None:
     assert args.generation_batch_size is not None
     groups = args.generation_batch_size // args.num_generations
     decode = policy.processing_class.batch_decode
-    return TokenValues(args.store_token_values, args.seed, groups, lambda ids: decode([[token] for token in ids]))
+    return TokenValues(
+        args.store_token_values,
+        args.seed,
+        groups,
+        lambda ids: decode([[token] for token in ids]),
+        make_schedule(args).places(),
+    )
 
 
 def _passes(
