@@ -97,6 +97,34 @@ def test_a_log_that_differs_where_completions_do_not(one, other):
     assert (found.step, found.first.what, found.first.where, found.first.values) == (3, "log", "grad_norm", (4.0, 9.0))
 
 
+@pytest.mark.parametrize("where", ["trainer_state.json", "the store"])
+@pytest.mark.parametrize(("step", "compared"), [(2, 2), (4, 3)])
+def test_logs_of_updates_without_completions_are_compared(tmp_path, where, step, compared):
+    """Completions of updates 1 and 3 serve two updates each, and update 3's differ too where update 2's log does."""
+    for name, added in (("one", 0.0), ("other", 1.0)):
+        store = RunStore(tmp_path / name)
+        for number in (1, 3):
+            store.write(rows(number + (9 if added and step < number else 0)), number)
+        entries = [{"step": at, "loss": 0.5 + added * (at == step)} for at in range(1, 5)]
+        if where == "the store":
+            for entry in entries:
+                store.log({"loss": entry["loss"]}, entry["step"])
+        else:
+            (tmp_path / name / where).write_text(json.dumps({"log_history": entries}))
+    found = compare_runs(tmp_path / "one", tmp_path / "other")
+    assert (found.step, found.first.where, found.first.values) == (step, "loss", (0.5, 1.5))
+    assert found.compared == compared
+
+
+def test_options_of_runs_without_checkpoints(tmp_path):
+    for name, seed in (("one", 1), ("other", 2)):
+        store = RunStore(tmp_path / name)
+        store.write(rows(1), 1)
+        store.describe({"options": {"seed": seed}, "environment": {"torch": "2", "system": name}, "about": {"a": name}})
+    found = compare_runs(tmp_path / "one", tmp_path / "other")
+    assert [(d.where, d.values) for d in found.options] == [("options seed", (1, 2))]
+
+
 def test_other_numbers_of_completions_are_the_schedule(one, other):
     found = compare_runs(one, write(other, change=lambda step, made: made.pop() if step == 2 else None))
     assert (found.step, found.first.what, found.first.values) == (2, "schedule", (4, 3))
@@ -105,7 +133,7 @@ def test_other_numbers_of_completions_are_the_schedule(one, other):
 def test_a_longer_run_is_the_same_as_far_as_both_go(one, other, capsys):
     write(other, steps=6, options={"seed": 2})
     found = compare_runs(one, other)
-    assert (found.step, found.ends) == (None, (4, 5))
+    assert (found.step, found.ends) == (None, (4, 6))
     assert [(d.where, d.values) for d in found.options] == [("options seed", (1, 2))]
     assert main(["diff", str(one), str(other)]) == 0
     assert "the same: 4 updates" in (shown := capsys.readouterr().out)
@@ -134,4 +162,4 @@ def test_the_verb_says_where_and_needs_no_torch(one, other):
 
 def test_a_folder_that_is_no_run_is_named(one, tmp_path, capsys):
     assert main(["diff", str(one), str(tmp_path / "nothing")]) == 1
-    assert "nothing the output folder of a run?" in capsys.readouterr().err
+    assert "nothing is no folder: name the output folder of a run" in capsys.readouterr().err

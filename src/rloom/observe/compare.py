@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from itertools import zip_longest
@@ -38,30 +39,52 @@ class Comparison:
     first: Difference | None = None  # of that step
     others: list[str] = field(default_factory=list)  # what else differs in that step
     options: list[Difference] = field(default_factory=list)
-    compared: int = 0  # steps that both have
-    ends: tuple[int, int] = (0, 0)  # the last step of each
+    compared: int = 0  # steps whose completions both have, and that where they part
+    ends: tuple[int, int] = (0, 0)  # the last step of each, as far as they were read
 
 
 def compare_runs(one: str | Path, other: str | Path) -> Comparison:
-    """Compare two runs step by step, until they part. Steps are read one at a time."""
+    """Compare two runs step by step, until they part. Completions are read one step at a time."""
     found = Comparison(options=list(_options(facts_of(one), facts_of(other))))
     logs = log_of(one), log_of(other)
+    # Also steps that train on completions of an earlier one.
+    logged = deque(sorted(logs[0].keys() & logs[1].keys()))
     ends = [0, 0]
     for a, b in zip_longest(steps_of(one), steps_of(other)):
-        step = min(pair[0] for pair in (a, b) if pair is not None)
         for index, pair in enumerate((a, b)):
             ends[index] = pair[0] if pair is not None else ends[index]
         if a is None or b is None:
             # One run is longer. What both have is the same.
             break
-        found.compared += 1
-        differences = list(_in_step(a, b)) + list(_in_log(step, *logs))
-        if differences:
-            found.step, found.first = step, differences[0]
-            found.others = list(dict.fromkeys(d.what for d in differences if d.what != differences[0].what))
+        step = min(a[0], b[0])
+        if _part_by_log(found, logs, logged, before=step):
             break
-    found.ends = (ends[0], ends[1])
+        if _part_at(found, step, [*_in_step(a, b), *_in_log(step, *logs)]):
+            break
+    if found.step is None:
+        _part_by_log(found, logs, logged, before=None)
+    found.ends = (max([ends[0], *logs[0]]), max([ends[1], *logs[1]]))
     return found
+
+
+def _part_at(found: Comparison, step: int, differences: list[Difference]) -> bool:
+    """Count a step, and note what differs in it. Returns whether something does."""
+    found.compared += 1
+    if differences:
+        found.step, found.first = step, differences[0]
+        found.others = list(dict.fromkeys(d.what for d in differences if d.what != differences[0].what))
+    return bool(differences)
+
+
+def _part_by_log(
+    found: Comparison, logs: tuple[Mapping[int, Any], ...], logged: deque[int], *, before: int | None
+) -> bool:
+    """Whether logs differ at a step before one with completions; None: at any that is left."""
+    while logged and (before is None or logged[0] < before):
+        step = logged.popleft()
+        if differences := list(_in_log(step, *logs)):
+            return _part_at(found, step, differences)
+    return False
 
 
 def _in_step(a: tuple[int, list[dict[str, Any]]], b: tuple[int, list[dict[str, Any]]]) -> Iterator[Difference]:

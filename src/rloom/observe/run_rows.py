@@ -11,10 +11,12 @@ from typing import Any
 from rloom.errors import DataError
 from rloom.observe.lines import lines_of, parts_of
 from rloom.observe.row_json import with_token_ids
+from rloom.observe.runs import RunReader
 from rloom.observe.store import FOLDER
 
 RUN_FILE = "rloom_run.json"
-STATE_FILE = "trainer_state.json"
+VERSIONS = ("python", "rloom", "torch", "transformers")
+"""What a checkpoint has the versions of."""
 
 
 def steps_of(run: str | Path, *, first: int = 0, last: int | None = None) -> Iterator[tuple[int, list[dict[str, Any]]]]:
@@ -53,14 +55,18 @@ def checkpoints_of(run: str | Path) -> list[tuple[int, Path]]:
 
 
 def log_of(run: str | Path) -> dict[int, dict[str, Any]]:
-    """What was logged after each update, from the state of the run or else of its newest checkpoint."""
-    entries = (_newest(run, STATE_FILE) or {}).get("log_history", [])
-    return {entry["step"]: entry for entry in entries if "loss" in entry and "step" in entry}
+    """What was logged after each update, also of a run that has no checkpoint yet."""
+    return {entry["step"]: entry for entry in RunReader(run).metrics() if "loss" in entry}
 
 
 def facts_of(run: str | Path) -> dict[str, Any]:
-    """Model, data, rewards, options and versions of a run, from its newest checkpoint. Empty without one."""
-    return _newest(run, RUN_FILE) or {}
+    """Model, data, rewards, options and versions of a run, from its newest checkpoint or else from its store."""
+    if (found := _newest(run, RUN_FILE)) is not None:
+        return found
+    stored = RunReader(run).facts()
+    versions = {name: value for name, value in stored.get("environment", {}).items() if name in VERSIONS}
+    facts = {"fixed": stored.get("fixed"), "options": stored.get("options"), "versions": versions}
+    return {name: value for name, value in facts.items() if value}
 
 
 def _newest(run: str | Path, name: str) -> dict[str, Any] | None:
