@@ -8,6 +8,7 @@ import resource
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from rloom import RLOOConfig
 from rloom.errors import ConfigError, DiskError
@@ -65,6 +66,40 @@ def test_a_copy_is_refused_before_it_is_made(monkeypatch):
     has_memory(monkeypatch, free=0.0)
     with pytest.raises(ConfigError, match="a whole copy of the weights takes"):
         half.fill([], dict(model.named_parameters()).__getitem__)
+
+
+class Allocated(TorchDispatchMode):
+    """Bytes of what operations return and did not get."""
+
+    def __init__(self):
+        super().__init__()
+        self.storages = {}
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        made = function(*args, **(kwargs or {}))
+        if isinstance(made, torch.Tensor):
+            given = {one.untyped_storage().data_ptr() for one in args if isinstance(one, torch.Tensor)}
+            if made.untyped_storage().data_ptr() not in given:
+                # Kept alive, so that no other gets its place.
+                self.storages[made.untyped_storage().data_ptr()] = made
+        return made
+
+    @property
+    def nbytes(self):
+        return sum(made.untyped_storage().nbytes() for made in self.storages.values())
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_a_copy_in_half_precision_takes_half_of_the_memory_from_the_start(tied):
+    """What `check_room` counts: there is never a copy in the model's own dtype."""
+    model = make_model(tie_word_embeddings=tied)
+    size = sum(p.nbytes for p in model.parameters())
+    with Allocated() as allocated:
+        half = WholeCopy(model, half=torch.bfloat16)
+    assert size / 2 <= allocated.nbytes < 0.55 * size
+    for name, p in model.named_parameters():
+        assert torch.equal(half.module.get_parameter(name), p.bfloat16())
+    assert (half.module.lm_head.weight is half.module.get_input_embeddings().weight) is tied
 
 
 def test_what_only_the_copy_has_stays():

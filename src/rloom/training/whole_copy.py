@@ -44,7 +44,7 @@ class WholeCopy:
     def __init__(self, model: nn.Module, *, half: torch.dtype | None) -> None:
         check_room(_size(model.parameters(), half), next(model.parameters()).device)
         # In evaluation mode: there is no dropout where nothing is learnt.
-        self.module = copy.deepcopy(model).eval()
+        self.module = copy.deepcopy(model, {} if half is None else _cast_copies(model, half)).eval()
         if half is not None:
             # Buffers stay as they are: rounded angles would rotate otherwise.
             cast(self.module.parameters(), half)
@@ -117,6 +117,13 @@ def check_room(needed: int, device: torch.device) -> None:
 
 def _size(parameters: Iterable[Tensor], half: torch.dtype | None) -> int:
     return sum(p.numel() * (half.itemsize if half and p.is_floating_point() else p.element_size()) for p in parameters)
+
+
+def _cast_copies(model: nn.Module, dtype: torch.dtype) -> dict[int, nn.Parameter]:
+    """Copies of weights in another dtype, as deepcopy takes them. By itself it would make them in their own first, for
+    which there may be no room."""
+    plain = [p for p in model.parameters() if type(p) is nn.Parameter and p.is_floating_point()]
+    return {id(p): nn.Parameter(p.detach().to(dtype, copy=True), p.requires_grad) for p in plain}
 
 
 def _sharers(device: torch.device) -> int:
