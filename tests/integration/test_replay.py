@@ -11,7 +11,7 @@ import torch
 
 import rloom
 from rloom.cli.main import main
-from rloom.cli.replay import read_command, write_command
+from rloom.cli.replay import _show, read_command, write_command
 from rloom.errors import ConfigError, DataError
 from rloom.observe.run_rows import steps_of
 from tests.conftest import make_model, make_tokenizer
@@ -95,6 +95,18 @@ def test_the_gradient_of_a_sample_is_that_of_its_share_of_the_loss(tmp_path):
         for name, norm in one.largest:
             assert norm == pytest.approx(norms[name], rel=1e-4)
         assert [name for name, _ in one.largest] == sorted(norms, key=lambda name: -norms[name])[:5]
+
+
+def test_a_sample_of_a_later_update_has_no_gradient_in_this_one(tmp_path, capsys):
+    """Two updates share a rollout of 16: the first trains on 8 of them."""
+    make_trainer(tmp_path / "run", by_length, steps_per_generation=2, max_steps=2).train()
+    again = make_trainer(tmp_path / "again", by_length, steps_per_generation=2, max_steps=2)
+    found = rloom.replay(again, 1, list(range(16)), run=tmp_path / "run", call_rewards=False)
+    assert [one.in_update for one in found.samples] == [True] * 8 + [False] * 8
+    assert any(one.gradient_norm > 0 for one in found.samples[:8])
+    assert [(one.gradient_norm, one.largest) for one in found.samples[8:]] == [(0.0, [])] * 8
+    _show(found)
+    assert capsys.readouterr().out.count("a later update trains on it") == 8
 
 
 def test_scores_are_the_stored_ones_and_a_new_call_stands_beside_them(tmp_path):

@@ -106,7 +106,7 @@ SICK = {
 }  # fmt: skip
 
 
-def train(folder, model, reward, rows, tokenizer=TOKENIZER, lora=None, **changes) -> RLOOTrainer:
+def train(folder, model, reward, rows, tokenizer=TOKENIZER, lora=None, resume=False, **changes) -> RLOOTrainer:
     options = {
         "per_device_train_batch_size": 64, "num_generations": 8, "max_completion_length": 6, "learning_rate": 5e-4,
         "beta": 0.05, "lr_scheduler_type": "constant", "logging_steps": 1, "report_to": "none", "use_cpu": True,
@@ -114,7 +114,7 @@ def train(folder, model, reward, rows, tokenizer=TOKENIZER, lora=None, **changes
     }  # fmt: skip
     args = RLOOConfig(str(folder), **(options | changes))
     trainer = RLOOTrainer(model, reward, args, rows, processing_class=tokenizer, peft_config=lora)
-    trainer.train()
+    trainer.train(resume_from_checkpoint=resume)
     return trainer
 
 
@@ -196,12 +196,10 @@ def test_a_template_that_cannot_be_looked_at_ends_no_run(tmp_path, caplog):
 
 def test_a_resumed_run_does_not_store_it_again(tmp_path, caplog):
     options = {"per_device_train_batch_size": 4, "num_generations": 2, "save_strategy": "steps", "save_steps": 1}
+    tokenizer = with_template(WITHOUT_ITS_TURN)
     for steps in (1, 2):
-        resumed = {"resume_from_checkpoint": True} if steps == 2 else {}
-        train(
-            tmp_path, make_model(), some, CHATS, with_template(WITHOUT_ITS_TURN), max_steps=steps, **options, **resumed
-        )
-    assert len([line for line in diagnoses(caplog) if "adds no generation prompt" in line]) == 2
+        train(tmp_path, make_model(), some, CHATS, tokenizer, resume=steps == 2, max_steps=steps, **options)
+    assert [line[:19] for line in diagnoses(caplog)] == ["diagnosis at step 0", "diagnosis at step 1"]
     assert [one["step"] for one in RunReader(tmp_path).diagnoses() if one["rule"] == "prompts"] == [0]
 
 

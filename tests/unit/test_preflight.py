@@ -147,6 +147,15 @@ def test_the_movement_is_that_of_the_rows_that_were_run(tmp_path, beta):
     assert found.movement == pytest.approx(torch.cat(changes).square().mean().item() / 2, rel=1e-3)
 
 
+def test_the_step_that_is_measured_is_a_runs_first(tmp_path):
+    """Adam's first step moves every weight that has a gradient by the whole rate, whatever the gradient is."""
+    trainer = dry_run(tmp_path, [{"prompt": text} for text in ("ab", "cd", "ef", "gh")])
+    before = [p.detach().clone() for p in trainer.model.parameters()]
+    trainer.measure()
+    moved = torch.cat([(p - old).flatten() for p, old in zip(trainer.model.parameters(), before, strict=True)]).abs()
+    assert moved[moved > 0].quantile(0.1).item() == pytest.approx(1e-3, rel=0.01)
+
+
 # -- what is recommended
 
 

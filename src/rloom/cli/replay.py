@@ -127,6 +127,8 @@ def _show_sample(one: ReplayedSample) -> None:
     print(f"  reward {one.replayed.get('reward')}, advantage {one.replayed.get('advantage')}")
     for name in one.differences:
         print(f"  DIFFERS: {name} was {one.stored.get(name)!r}, and is {one.replayed.get(name)!r}")
-    if one.largest:
+    if not one.in_update:
+        print("  gradient    none here: a later update trains on it")
+    elif one.largest:
         print(f"  gradient    norm {one.gradient_norm:.6g}; largest: ", end="")
         print(", ".join(f"{name} {norm:.3g}" for name, norm in one.largest))

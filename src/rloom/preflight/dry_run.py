@@ -160,7 +160,9 @@ class _LastRate(TrainerCallback):
         self.rate = rate
 
     def on_step_begin(self, args: RLOOConfig, state: Any, control: Any, **kwargs: Any) -> None:
-        """Set the rate before the last update."""
+        """Set the rate before the last update, and make it the optimizer's first, as that of a run is: the moments of
+        the updates before it would make Adam's step smaller."""
         if state.global_step == state.max_steps - 1:
+            kwargs["optimizer"].state.clear()
             for group in kwargs["optimizer"].param_groups:
                 group["lr"] = self.rate

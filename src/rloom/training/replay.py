@@ -45,7 +45,8 @@ class ReplayedSample:
     stored: dict[str, Any]  # its row in the run's store
     replayed: dict[str, Any]  # the same row, computed anew from stored tokens and scores
     new_scores: dict[str, float | None] | str | None  # by a new call of the rewards, or why there are none
-    gradient_norm: float = 0.0  # of its share of the update's loss, without dropout
+    in_update: bool = True  # False: of the same rollout, and trained on by a later update
+    gradient_norm: float = 0.0  # of its share of the update's loss, without dropout; 0 where it is in no part of it
     largest: list[tuple[str, float]] = field(default_factory=list)  # parameters with the largest gradients
 
     @property
@@ -184,9 +185,11 @@ class _Player:
         norm = _norm(model)
         rows = [_compared(row) for row in trainer.store.plain(trainer._first_used(new).stored)]
         samples = self._samples(rows, records)
-        for one in samples if self.wanted is not None else ():
+        for one in samples:
             rollout, row = _place(new, one.sample)
-            one.gradient_norm, one.largest = self._gradient(model, rollout, row)
+            one.in_update = any(share.rollout is rollout and row in share.rows for share in shares)
+            if one.in_update and self.wanted is not None:
+                one.gradient_norm, one.largest = self._gradient(model, rollout, row)
         return {"weights": weights, "gradient_norm": norm, "samples": samples}
 
     def _samples(self, rows: list[dict[str, Any]], records: list[Record]) -> list[ReplayedSample]:
