@@ -32,7 +32,8 @@ from rloom.observe.page.server import SCRIPTS, STATIC, PageServer, own_names
 from rloom.observe.page.terminal import show_text
 from rloom.observe.page.text_search import TextSearch
 from rloom.observe.row_index import remove_index
-from rloom.observe.runs import packed
+from rloom.observe.row_json import packed_ids
+from rloom.observe.runs import RunReader, packed
 from rloom.observe.store import RunStore
 
 HOSTILE = [
@@ -533,6 +534,39 @@ def test_an_export_is_one_file_whose_data_stays_data(folder, tmp_path):
         assert any(row["has_tokens"] for row in run["rows"])
         rewards = [row["reward"] for row in read_store(where) if row["reward"] is not None]
         assert {min(rewards), max(rewards)} <= {row["reward"] for row in run["rows"]}
+
+
+def test_what_only_training_needs_is_not_sent(tmp_path):
+    row = {"group": 0, "completion": "a", "reward": 1.0, "advantage": 0.0, "token_ids": packed_ids([7, 8])}
+    RunStore(tmp_path).write([{**row, "mask": [True, False]}, row], 1)
+    run = LiveRun(tmp_path)
+    run.catch_up()
+    for rows in (answers.group(run, 1, 0, "train")["rows"], sampled_rows(run, 10)):
+        assert [row["completion"] for row in rows] == ["a", "a"]
+        assert not {"token_ids", "mask"} & {name for row in rows for name in row}
+    assert [row["token_ids"] for row in RunReader(tmp_path).completions()] == [[7, 8]] * 2
+
+
+def test_long_texts_are_cut_in_an_export_wherever_they_are(tmp_path, monkeypatch):
+    monkeypatch.setattr("rloom.observe.page.export.LONGEST", 100)
+    messages = [{"role": "user", "content": letter * 70} for letter in "abc"]
+    parts = [{"role": "user", "content": [{"type": "text", "text": "d" * 150}]}]
+    rows = [
+        {"group": 0, "prompt": prompt, "completion": "e" * 101, "extra": {"source": "f" * 100}, "reward": 1.0}
+        for prompt in (messages, parts)
+    ]
+    RunStore(tmp_path).write(rows, 1)
+    run = LiveRun(tmp_path)
+    run.catch_up()
+    first, second = sampled_rows(run, 10)
+    assert first["prompt"] == [
+        messages[0],
+        {"role": "user", "content": f"{'b' * 30} … (40 characters are not in this export)"},
+        {"role": "user", "content": " … (70 characters are not in this export)"},
+    ]
+    assert second["prompt"][0]["content"][0]["text"] == f"{'d' * 100} … (50 characters are not in this export)"
+    assert first["completion"] == f"{'e' * 100} … (1 characters are not in this export)"
+    assert first["extra"] == {"source": "f" * 100}
 
 
 def not_json(name: str):

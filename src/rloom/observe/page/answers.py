@@ -5,6 +5,7 @@ Completions are data here, and stay data: the page sets them as text, never as H
 
 from __future__ import annotations
 
+import itertools
 import math
 import time
 from collections.abc import Sequence
@@ -120,6 +121,10 @@ SHOWN = ("id", "step", "mode", "group", "reward", "advantage", "num_tokens", "st
          "has_tokens")  # fmt: skip
 
 
+UNSHOWN = ("token_ids", "mask")
+"""Fields of a row that the page does not show. They would be much of what is sent."""
+
+
 def full_row(run: LiveRun, record: np.void) -> dict[str, Any]:
     """A stored row, whole, with what it is found by."""
     return run.reader.row(record) | {
@@ -142,12 +147,15 @@ def as_text(value: Any) -> str:
 
 
 def group(run: LiveRun, step: int, number: int, mode: str) -> dict[str, Any]:
-    """The completions of a group, whole, with what each is compared with."""
+    """The completions of a group, with what each is compared with. Their texts are whole; what only training needs is
+    left out."""
     records, names = run.snapshot()
     if mode not in names.modes:
         raise DataError(f"no rows are of {mode!r}")
     same = (records["step"] == step) & (records["group"] == number) & (records["mode"] == names.modes.index(mode))
     found = [full_row(run, records[place]) for place in np.flatnonzero(same)]
+    for row, name in itertools.product(found, UNSHOWN):
+        row.pop(name, None)
     rewards = [row.get("reward") for row in found]
     for place, row in enumerate(found):
         others = [r for i, r in enumerate(rewards) if i != place and isinstance(r, (int, float))]

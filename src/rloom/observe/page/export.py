@@ -19,7 +19,11 @@ from rloom.observe.row_json import strict_json
 SAMPLE = 400
 """Completions of each run that an export holds, unless another number is asked for."""
 LONGEST = 20_000
-"""Characters of a text that an export holds."""
+"""Characters of a prompt, a completion or another field of a row that an export holds."""
+
+
+SHORT = 40
+"""Texts that are never cut."""
 
 
 def export(folders: Sequence[str], path: str | Path, *, sample: int = SAMPLE) -> int:
@@ -97,7 +101,8 @@ def sampled_rows(run: LiveRun, sample: int) -> list[dict[str, Any]]:
     rows: list[dict[str, Any]] = []
     for step, mode, group in sorted(wanted):
         rows += answers.group(run, step, group, names.modes[mode])["rows"] if group >= 0 else []
-    return [{name: _cut(value) for name, value in row.items()} for row in rows]
+    # The texts of tokens are short, and as many as their values.
+    return [{name: value if name == "tokens" else _cut(value) for name, value in row.items()} for row in rows]
 
 
 def _interesting(records: np.ndarray, sample: int) -> list[int]:
@@ -124,7 +129,20 @@ def _same(records: np.ndarray, key: Any) -> np.ndarray:
 
 
 def _cut(value: Any) -> Any:
-    """A text that is too long, without its end."""
-    if isinstance(value, str) and len(value) > LONGEST:
-        return f"{value[:LONGEST]} … ({len(value) - LONGEST:,} characters are not in this export)"
-    return value
+    """A text, or messages or columns with texts in them, without what goes beyond `LONGEST` characters in all."""
+    left = LONGEST
+
+    def cut(one: Any) -> Any:
+        nonlocal left
+        if isinstance(one, list):
+            return [cut(element) for element in one]
+        if isinstance(one, dict):
+            return {name: cut(element) for name, element in one.items()}
+        # Roles of messages, and other short texts, are shorter than the words that would stand for them.
+        if not isinstance(one, str) or len(one) <= SHORT:
+            return one
+        kept, left = one[:left], max(0, left - len(one))
+        missing = len(one) - len(kept)
+        return f"{kept} … ({missing:,} characters are not in this export)" if missing else one
+
+    return cut(value)
