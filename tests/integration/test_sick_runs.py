@@ -99,10 +99,11 @@ SICK = {
         model=start("ragged"), rows=RAGGED,
     ),
     "entropy collapse": Sick(
-        "entropy_collapses", "raise beta .now 0. or temperature", 30, {"beta": 0.0, "learning_rate": 2e-3},
-        reward=zeros,
+        "entropy_collapses", "raise beta .now 0. or temperature", 30,
+        {"beta": 0.0, "learning_rate": 4e-3, "per_device_train_batch_size": 32}, reward=zeros,
     ),
-    "no movement": Sick("policy_stands_still", "raise learning_rate .now 1e-09", 21, {"learning_rate": 1e-9}),
+    "no movement": Sick("policy_stands_still", "raise learning_rate .now 1e-09", 21,
+                        {"learning_rate": 1e-9, "per_device_train_batch_size": 16}),
 }  # fmt: skip
 
 
@@ -132,17 +133,13 @@ def check(name: str, seed: int, folder, caplog) -> None:
     assert trainer.report.stopped_because.startswith(f"{sick.rule}: ")
 
 
-LONGER = ("learning rate, without a KL", "beta too small", "entropy collapse", "no movement")
-QUICK = [name for name in SICK if name not in LONGER]
-
-
-@pytest.mark.parametrize("name", QUICK)
+@pytest.mark.parametrize("name", SICK)
 def test_a_sick_run_hears_what_it_has(name, tmp_path, caplog):
     check(name, 0, tmp_path, caplog)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("seed", [0, 1, 2, 3])
+@pytest.mark.parametrize("seed", [1, 2, 3])
 @pytest.mark.parametrize("name", SICK)
 def test_sick_runs_with_other_seeds(name, seed, tmp_path, caplog):
     check(name, seed, tmp_path, caplog)
