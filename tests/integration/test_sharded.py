@@ -26,9 +26,9 @@ AS_ONE = ["sequence", "token", "several", "lora with biases", "lora on the head"
           "evaluated"]  # fmt: skip
 RESUMED = ["saved lora", "saved bfloat16"]
 COPIES = ["freed several", "kept several", "layered", "whole layered"]
-PARTS = ["dropout", "resumed dropout", "saved", "saved bfloat16", "resumed saved bfloat16"]
+PARTS = ["saved", "saved bfloat16", "resumed saved bfloat16"]
 MORE = ["freed lora", "kept lora", "layered lora", "whole layered lora", "saved lora", "parts saved lora",
-        "parts resumed saved lora"]  # fmt: skip
+        "parts resumed saved lora", "dropout", "parts dropout", "parts resumed dropout"]  # fmt: skip
 DRAWS = [31, 44, 59, 90]
 """Of the oracle's. All 88 of the first 400 that two processes can share were run once."""
 
@@ -41,23 +41,24 @@ def two(tmp_path_factory) -> Path:
     processes_run.run(folder / "one saved", "saved")
     kinds = [*AS_ONE, "replaced", "bfloat16", "half", "dropout", "resumed", "saved", "by its launcher"]
     kinds += [*RESUMED, *[f"resumed {kind}" for kind in RESUMED], *COPIES, *[f"parts {kind}" for kind in PARTS]]
-    asked = [f"sharded {kind}" for kind in kinds] + [f"draw {number}" for number in DRAWS]
+    asked = [f"sharded {kind}" for kind in kinds] + [f"draw {DRAWS[0]}"]
     done = launch(str(folder), *asked, f"sharded from {folder / 'one saved'}")
     assert done.returncode == 0, done.stderr[-4000:]
     return folder
 
 
 @pytest.fixture(scope="module")
-def adapters(tmp_path_factory) -> Path:
-    """The same for adapters, where it takes longer than the other tests may."""
-    folder = tmp_path_factory.mktemp("adapters")
-    done = launch(str(folder), *[f"sharded {kind}" for kind in MORE])
+def more(tmp_path_factory) -> Path:
+    """The same for what the other tests show in a smaller way."""
+    folder = tmp_path_factory.mktemp("more")
+    asked = [f"sharded {kind}" for kind in MORE] + [f"draw {number}" for number in DRAWS[1:]]
+    done = launch(str(folder), *asked)
     assert done.returncode == 0, done.stderr[-4000:]
     return folder
 
 
 SLOW = pytest.mark.slow
-LORA = pytest.param("adapters", "lora", marks=SLOW)
+LORA = pytest.param("more", "lora", marks=SLOW)
 
 
 def assert_sharded(found: list[dict]) -> None:
@@ -80,9 +81,12 @@ def test_two_halves_are_as_one(two, kind, tmp_path):
     assert len(found[0]["fingerprints"]) == len(set(found[0]["fingerprints"]))  # something was learnt in each update
 
 
-@pytest.mark.parametrize("number", DRAWS)
-def test_draws_of_the_oracle_are_as_one(two, number, tmp_path):
+@pytest.mark.parametrize(
+    ("folder", "number"), [("two", DRAWS[0]), *[pytest.param("more", number, marks=SLOW) for number in DRAWS[1:]]]
+)
+def test_draws_of_the_oracle_are_as_one(request, folder, number, tmp_path):
     """The oracle is held against one process (tests/parity/test_oracle.py), and that against two halves."""
+    two = request.getfixturevalue(folder)
     assert processes_run.can_be_halved(number)
     one = processes_run.run_draw(tmp_path / "one", number)
     found = results(two, f"draw {number}")
@@ -159,7 +163,7 @@ def test_a_copy_that_is_let_go_of_changes_nothing(request, folder, kind):
         assert all(torch.equal(freed["weights"][name], weight) for name, weight in kept["weights"].items())
 
 
-@pytest.mark.parametrize(("folder", "kind"), [("two", "layered"), pytest.param("adapters", "layered lora", marks=SLOW)])
+@pytest.mark.parametrize(("folder", "kind"), [("two", "layered"), pytest.param("more", "layered lora", marks=SLOW)])
 def test_layer_by_layer_is_as_the_whole_copy(request, folder, kind):
     """The same engine on the parts draws the same tokens; one process is done earlier and waits in idle steps."""
     two = request.getfixturevalue(folder)
@@ -227,21 +231,22 @@ def test_one_goes_on_from_a_checkpoint_of_two(two, tmp_path):
 # -- checkpoints in parts
 
 
-def test_parts_resume_to_the_same_bits(two):
+@pytest.mark.slow
+def test_parts_resume_to_the_same_bits(more):
     """And are what whole checkpoints are: the run is the same with either, whichever it goes on from."""
     for whole, parts, resumed in zip(
-        results(two, "sharded dropout"),
-        results(two, "sharded parts dropout"),
-        results(two, "sharded parts resumed dropout"),
+        results(more, "sharded dropout"),
+        results(more, "sharded parts dropout"),
+        results(more, "sharded parts resumed dropout"),
         strict=True,
     ):
         assert len(set(parts["fingerprints"])) == 6
         assert whole["fingerprints"] == parts["fingerprints"]
         assert parts["fingerprints"][3:] == resumed["fingerprints"]
-    assert read_store(two / "sharded parts dropout") == read_store(two / "sharded parts resumed dropout")
+    assert read_store(more / "sharded parts dropout") == read_store(more / "sharded parts resumed dropout")
 
 
-SAVED = [("two", "saved bfloat16"), pytest.param("adapters", "saved lora", marks=SLOW)]
+SAVED = [("two", "saved bfloat16"), pytest.param("more", "saved lora", marks=SLOW)]
 
 
 @pytest.mark.parametrize(("folder", "kind"), SAVED)
