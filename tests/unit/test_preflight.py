@@ -224,6 +224,15 @@ def test_a_recipe_has_no_secrets(tmp_path):
     assert [line.split(":")[0] for line in comments] == ["# hub_token", "# model_init_kwargs"]
 
 
+def test_an_address_with_a_password_is_no_part_of_a_recipe(tmp_path):
+    given = {"model_name_or_path": "m", "reward_funcs": ["length", "https://me:s3cret@host/score"]}
+    write_recipe(tmp_path / "r.yaml", given, [])
+    text = (tmp_path / "r.yaml").read_text()
+    assert "s3cret" not in text
+    assert "# reward_funcs: it, or a part of it, is left out" in text
+    assert yaml.safe_load(text) == {"model_name_or_path": "m"}
+
+
 # -- the whole run
 
 

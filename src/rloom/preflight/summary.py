@@ -14,6 +14,7 @@ from rloom.observe.numbers import GIB, duration
 from rloom.preflight.dry_run import Measurement
 from rloom.preflight.estimate import Estimate
 from rloom.preflight.recommend import Advice
+from rloom.rewards.calling.addresses import may_hold_secret
 from rloom.rewards.check import Report
 from rloom.training.identity import without_secrets
 
@@ -146,7 +147,7 @@ def write_recipe(path: str | Path, options: dict[str, Any], advice: list[Advice]
     secret is left out, and a comment names it."""
     import yaml
 
-    kept = without_secrets(options)
+    kept = {name: value for name, value in without_secrets(options).items() if not may_hold_secret(value)}
     comments = [f"# {one.option}: {one.reason}" for one in advice]
     comments += [
         f"# {name}: it, or a part of it, is left out, as a secret; give it to `rloom train` as a flag"
