@@ -82,7 +82,8 @@ def _demo(seed: int, steps: int, output: str, console: Console) -> DemoResult:
     seconds = time.perf_counter() - began
     console.print("sampled: at temperature 1, as in training; greedy: the likeliest token each time.")
     console.print(
-        f"{seconds:.0f} seconds in all. The trained model is in {Path(output)}; transformers loads it. Next: the "
+        f"{seconds:.0f} seconds in all. The trained model is in {Path(output)}; transformers loads it. Look into the "
+        f"run: rloom show {Path(output)}. Next: the "
         "README's script with your own model and reward, or examples/own_reward.py."
     )
     return DemoResult(before=before, after=after, rewards=rewards, seconds=seconds)
