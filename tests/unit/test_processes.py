@@ -20,7 +20,7 @@ from torch import nn
 from rloom import FakeEngine, RLOOConfig, term
 from rloom.data.loader import RoundRobin, RoundRobinIndices
 from rloom.data.plan import Schedule
-from rloom.errors import NoCompletionError, ProcessError
+from rloom.errors import ConfigError, NoCompletionError, ProcessError
 from rloom.evaluation.measured import Measured
 from rloom.generation.images import ImageRouter
 from rloom.observe.completions import sendable
@@ -441,3 +441,15 @@ def test_each_process_has_its_own_state_and_a_new_one_the_first_ones(tmp_path):
         checkpoint.save(tmp_path, state, {"w": torch.ones(1) * rank} if not rank else None, rank=rank)
     assert [checkpoint.load(tmp_path, rank=rank)[0]["plan"]["rank"] for rank in range(3)] == [0, 1, 0]
     assert checkpoint.load(tmp_path, rank=2)[1] == {"w": torch.zeros(1)}
+
+
+def test_checkpoints_in_parts_are_fsdps_alone(tmp_path):
+    alone = Processes()
+    for call in (
+        lambda: alone.save_weights(tmp_path),
+        lambda: alone.save_optimizer(tmp_path, None),
+        lambda: alone.load_weights(tmp_path),
+        lambda: alone.load_optimizer(tmp_path, None),
+    ):
+        with pytest.raises(ConfigError, match="are FSDP2's: go on with fsdp=True"):
+            call()

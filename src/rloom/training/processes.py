@@ -28,7 +28,7 @@ from accelerate.utils import DistributedType
 from torch import Tensor, nn
 
 from rloom.config import RLOOConfig
-from rloom.errors import ProcessError
+from rloom.errors import ConfigError, ProcessError
 from rloom.models.checksums import checksums_of
 from rloom.models.low_bits import Value
 from rloom.models.optimizers import values_of
@@ -36,6 +36,9 @@ from rloom.training.heartbeat import Heartbeat, begin
 
 BUCKET_MEGABYTES = 25
 """Small gradients are summed together, up to this size. It is DistributedDataParallel's default."""
+
+
+NO_PARTS = "checkpoints in parts (SHARDED_STATE_DICT) are FSDP2's: go on with fsdp=True, or in one process"
 
 
 class Processes:
@@ -291,19 +294,19 @@ class Processes:
 
     def save_weights(self, folder: Path) -> None:
         """Write this process' part of the weights to a checkpoint."""
-        raise NotImplementedError
+        raise ConfigError(NO_PARTS)
 
     def save_optimizer(self, folder: Path, optimizer: Any) -> None:
         """Write this process' part of the optimizer's state to a checkpoint."""
-        raise NotImplementedError
+        raise ConfigError(NO_PARTS)
 
     def load_weights(self, folder: Path) -> None:
         """Read this process' part of weights that were saved in parts."""
-        raise NotImplementedError
+        raise ConfigError(NO_PARTS)
 
     def load_optimizer(self, folder: Path, optimizer: Any) -> None:
         """Read this process' part of an optimizer's state that was saved in parts."""
-        raise NotImplementedError
+        raise ConfigError(NO_PARTS)
 
     def check_same_weights(self, model: nn.Module) -> None:
         """Raise an error where the trained weights of processes are not equal bit by bit."""
