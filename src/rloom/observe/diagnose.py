@@ -316,12 +316,12 @@ def kl_outweighs_scores(logs: Logs, args: RLOOConfig) -> str | None:
 def kl_target_is_out_of_reach(logs: Logs, args: RLOOConfig) -> str | None:
     """beta has grown and grown, and the KL is still above its target."""
     beta, target = logs["beta"], getattr(args, "kl_target", None)
-    if target is None or not logs.long("beta", "kl") or beta.last() < 10 * beta.first():
+    if target is None or not logs.long("beta", "kl") or beta.last() < 10 * beta.first(1):
         return None
     if logs["kl"].last(10) < 1.5 * target:
         return None
     return (
-        f"beta has grown from {beta.first():.2g} to {beta.last():.2g}, and the KL of {logs['kl'].last():.2g} is still "
+        f"beta has grown from {beta.first(1):.2g} to {beta.last():.2g}, and the KL of {logs['kl'].last():.2g} is still "
         f"above kl_target={target:g}: the noise of updates alone moves the policy that far; lower "
         f"{now(args, 'learning_rate')}, or raise kl_target"
     )
