@@ -67,6 +67,9 @@ class Processes:
     is_layered = False
     """Whether what needs no gradient runs on sharded weights, layer by layer, with all processes in step."""
 
+    half: torch.dtype | None = None
+    """The dtype in which sharded weights are gathered and run; None: their own."""
+
     def __init__(
         self,
         rank: int = 0,
@@ -261,8 +264,16 @@ class Processes:
     def after_forwards(self) -> None:
         """After forwards without gradient."""
 
-    def shard(self, model: nn.Module) -> None:
-        """Shard the model. Everything that needs the whole model has been built by now."""
+    def shard(self, model: nn.Module, *, with_reference: bool) -> None:
+        """Shard the model. `with_reference`: a frozen copy of it will be asked for."""
+
+    def place_frozen(self, model: nn.Module, device: torch.device) -> nn.Module:
+        """Bring a model that is not trained to the device."""
+        return model.to(device)
+
+    def frozen_policy(self) -> nn.Module | None:
+        """A frozen copy of the policy as it was given, where it cannot be copied any more."""
+        return None
 
     def rounds(self, count: int) -> int:
         """How many micro-batches this process runs in an update in which it has `count`."""

@@ -155,8 +155,11 @@ class RLOOTrainer(UpdateLoop):
         self.precision = choose_precision(self, loaded_with=asked, own_optimizer=optimizers[0] is not None)
         if optimizers[0] is not None:
             warn_of_lost_bits(self.model)
+        copied = assemble.prepare_reference(policy, reference_path, args, sharded=self.processes.is_layered)
+        self.processes.shard(self.model, with_reference=copied)
         parts = assemble.build(self, policy, functions, terms, reward_classes, reference_path, engine)
-        self.processes.shard(self.model)
+        # The checks have run the model.
+        self.processes.after_forwards()
         self.report = RunReport(self, own_engine=engine is not None)
         self._keep_parts(parts, args)
         self._publish(policy, functions, parts)

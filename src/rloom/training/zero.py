@@ -19,6 +19,7 @@ from rloom.config import RLOOConfig
 from rloom.models.low_bits import Piece, Value
 from rloom.training.processes import Processes
 from rloom.training.sharded import ShardedProcesses
+from rloom.training.whole_copy import WholeCopy
 
 
 class ZeroProcesses(ShardedProcesses):
@@ -32,12 +33,17 @@ class ZeroProcesses(ShardedProcesses):
         self.stage = stage
         self.is_layered &= stage == 3
 
-    def without_gradient(self, model: nn.Module) -> nn.Module:
-        """The whole copy under ZeRO-3; under ZeRO-2 each process has the whole model."""
-        return super().without_gradient(model) if self.stage == 3 else model
+    def share_weights(self, model: nn.Module) -> None:
+        """Copy the main process' weights to all, which each has as a whole until training begins."""
+        Processes.share_weights(self, model)
 
-    def shard(self, model: nn.Module) -> None:
-        """Nothing yet: DeepSpeed shards the model when training begins."""
+    def shard(self, model: nn.Module, *, with_reference: bool) -> None:
+        """Make the whole copy under ZeRO-3. DeepSpeed shards the model when training begins."""
+        if self.stage == 3 and not self.is_layered:
+            half = self._prepare_dtypes(model)
+            self._copy = WholeCopy(model, half=half, device=next(model.parameters()).device)
+            weights = dict(model.named_parameters())
+            self._copy.fill(weights, weights.__getitem__)
         self._model = model
 
     @contextmanager
