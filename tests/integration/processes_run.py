@@ -22,10 +22,12 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 import torch
 
 from rloom import RLOOConfig, RLOOTrainer, term
-from rloom.training import checkpoint, heartbeat, placement
+from rloom.generation.vllm import remote
+from rloom.training import checkpoint, heartbeat, placement, whole_copy
 from tests import vision_models
 from tests.conftest import make_model, make_tokenizer
 from tests.parity import draws, test_oracle
+from tests.services import free_port
 
 TEXTS = ["ab", "hello there", "1+1=", "a long prompt, much longer.", "x", "sort 3 1 2>", "why.", "0"]
 ROWS = [{"prompt": text, "summary": "a text."} for text in TEXTS]
@@ -92,6 +94,12 @@ KINDS: dict[str, dict[str, Any]] = {
     "failing": {"beta": 0.1},
     # by the server whose address is in RLOOM_TEST_SERVER
     "vllm": {"beta": 0.1, "engine": "vllm", "vllm_mode": "server", "learning_rate": 1e-2},
+    # no process has a copy of all weights; in the second kind since there is no room for one
+    "layered vllm": {"beta": 0.1, "engine": "vllm", "vllm_mode": "server", "learning_rate": 1e-2,
+                     "ds3_gather_for_generation": False},
+    "layered vllm lora": {"beta": 0.1, "engine": "vllm", "vllm_mode": "server", "learning_rate": 1e-2,
+                          "ds3_gather_for_generation": False},
+    "crowded vllm": {"beta": 0.1, "engine": "vllm", "vllm_mode": "server", "learning_rate": 1e-2},
     # sharded weights are run layer by layer, or the same engine runs the whole copy; completions end at other times
     "layered": {"beta": 0.1, "max_steps": 2, "engine": "forked", "steps": 2, "max_tokens_per_micro_batch": 20,
                 "ds3_gather_for_generation": False, "shuffle_dataset": False},
@@ -193,8 +201,10 @@ def make_trainer(
 ) -> RLOOTrainer:
     options = dict(KINDS[kind])
     steps = options.pop("steps", 1)
-    if kind == "vllm":
+    if "vllm" in kind:
         options["vllm_server_base_url"] = os.environ["RLOOM_TEST_SERVER"]
+        # Earlier runs of this process have others.
+        options["vllm_group_port"] = free_port()
     config = RLOOConfig(
         # As `./out`, which paths that are compared must be the same as.
         f"{output.parent}/./{output.name}",
@@ -291,7 +301,7 @@ def _text(completion: Any) -> str:
 def _changes(kind: str) -> dict[str, Any]:
     if kind == "lora with biases":
         return {"attention_bias": True}
-    if kind == "vllm":
+    if "vllm" in kind:
         # Heads of 32: smaller ones vLLM's attention on a CPU does not know.
         return {"hidden_size": 64, "num_attention_heads": 2, "num_key_value_heads": 1}
     if "by name" in kind:
@@ -531,6 +541,10 @@ def main() -> None:
     heartbeat.BEAT_SECONDS = 0.2
     for kind in kinds:
         folder = Path(output) / kind.partition(" from ")[0]
+        # Weights are sent in several pieces, where they are gathered on their way.
+        remote.AT_ONCE = 20_000
+        if "crowded" in kind:
+            whole_copy.free_memory = lambda device: 100_000
         if kind == "busy":  # and what comes after it: a silence of two seconds is named
             heartbeat.SILENT_SECONDS = 2.0
         if kind == "corners":

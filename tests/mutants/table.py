@@ -938,7 +938,7 @@ MUTANTS = [
     ),
     Mutant(
         "generation/forked.py",
-        "return unfinished if self.any_process is None else self.any_process(unfinished)",
+        "return unfinished if self.in_step is None else self.in_step.any(unfinished)",
         "return unfinished",
         "tests/integration/test_sharded.py::test_layer_by_layer_is_as_the_whole_copy",
     ),

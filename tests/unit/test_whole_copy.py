@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import resource
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -50,7 +51,7 @@ def test_processes_on_one_host_share_its_memory(monkeypatch):
     has_memory(monkeypatch, free=3.0)
     check_room(2 * GIB, CPU)
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
-    with pytest.raises(ConfigError, match=r"takes 2\.00 GiB, and 1\.50 GiB are free: set ds3_gather_for_generation"):
+    with pytest.raises(ConfigError, match=r"takes 2\.00 GiB, and 1\.50 GiB are free: generate by vLLM servers"):
         check_room(2 * GIB, CPU)
 
 
@@ -152,7 +153,7 @@ class Layered:
 )
 def test_what_does_not_run_in_parts_is_refused(options, tmp_path):
     class Trainer:
-        model = None
+        model, processes = None, Layered()
         args = RLOOConfig(str(tmp_path), ds3_gather_for_generation=False, use_cpu=True, report_to="none", **options)
 
     with pytest.raises(ConfigError, match="ds3_gather_for_generation=False"):
@@ -163,6 +164,7 @@ def test_what_is_trained_beside_an_adapter_is_refused_in_parts(tmp_path):
     """The reference would need it as it was, and gathers what is trained."""
 
     class Trainer:
+        processes = Layered()
         model = get_peft_model(make_model(attention_bias=True), LoraConfig(target_modules=["q_proj"], bias="all"))
         args = RLOOConfig(str(tmp_path), ds3_gather_for_generation=False, use_cpu=True, report_to="none", beta=0.1)
 
@@ -173,17 +175,17 @@ def test_what_is_trained_beside_an_adapter_is_refused_in_parts(tmp_path):
 
 
 def test_an_evaluation_is_refused():
-    with pytest.raises(ConfigError, match="evaluate the saved model"):
-        check_evaluation(Layered())
+    with pytest.raises(ConfigError, match=r"weights of which no whole copy fits.* evaluate the saved model"):
+        check_evaluation(Layered(), SimpleNamespace(ds3_gather_for_generation=True))
 
 
 def test_another_engine_is_refused():
     sampling = Sampling(max_completion_length=2, eos_token_ids=(2,), pad_token_id=0)
     with pytest.raises(ConfigError, match="leave engine='native' out"):
-        choose_engine(make_model, sampling, wanted="native", any_process=bool)
+        choose_engine(make_model, sampling, wanted="native", in_step=Layered())
     extra = Sampling(max_completion_length=2, eos_token_ids=(2,), pad_token_id=0, extra={"num_beams": 2})
     with pytest.raises(ConfigError, match="leave generation_kwargs num_beams out"):
-        choose_engine(make_model, extra, any_process=bool)
+        choose_engine(make_model, extra, in_step=Layered())
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")

@@ -51,6 +51,7 @@ from rloom.training.assigner import CreditAssigner
 from rloom.training.budget import TokenBudget
 from rloom.training.collector import Collector
 from rloom.training.credit import Credit, Shaper
+from rloom.training.in_step import InStep
 from rloom.training.learner import Learner
 from rloom.training.passes import Passes
 from rloom.training.placement import loads_without_data
@@ -412,7 +413,7 @@ def _engine(trainer: Any, policy: Policy, encoder: PromptEncoder, args: RLOOConf
                 pad_to_multiple_of=args.padding_multiple,
                 never=placeholder_ids(trainer.model.config) if policy.vision else (),
                 vllm=VllmOptions.of(args) if wanted == "vllm" else None,
-                any_process=trainer.processes.any if trainer.processes.is_layered else None,
+                in_step=InStep(trainer.model, trainer.processes) if trainer.processes.is_layered else None,
             )
 
     if args.engine is not None or not policy.vision:

@@ -17,7 +17,7 @@ from rloom.data.images import without_images
 from rloom.errors import ConfigError
 from rloom.printable import get_logger
 from rloom.training.processes import Processes
-from rloom.training.sharding_options import asks_to_shard, check_layered, check_sharding
+from rloom.training.sharding_options import asks_to_shard, check_sharding
 
 logger = get_logger(__name__)
 
@@ -87,8 +87,6 @@ def check_parallelism(trainer: Any) -> None:
         )
     if asks_to_shard(trainer.args):
         check_sharding(trainer)
-    if asks_to_shard(trainer.args) or kind == "DEEPSPEED":
-        check_layered(trainer)
     parallelism = trainer.args.parallelism_config
     sharded = [name for name in ("tp_size", "dp_shard_size") if getattr(parallelism, name, 1) not in (1, None)]
     if sharded or getattr(trainer.model, "_tp_size", None) not in (1, None):

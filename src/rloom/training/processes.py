@@ -264,6 +264,9 @@ class Processes:
     def after_forwards(self) -> None:
         """After forwards without gradient."""
 
+    def choose_copy(self, model: nn.Module, device: torch.device, *, by_servers: bool) -> None:
+        """Decide whether there will be a whole copy of sharded weights. `by_servers`: it is not what generates."""
+
     def shard(self, model: nn.Module, *, with_reference: bool) -> None:
         """Shard the model. `with_reference`: a frozen copy of it will be asked for."""
 
@@ -289,6 +292,14 @@ class Processes:
 
     def own_part(self, p: Tensor) -> Tensor:
         """What this process holds of a weight."""
+        return p
+
+    def is_part(self, p: Tensor) -> bool:
+        """Whether this process holds a part of a weight alone."""
+        return False
+
+    def whole(self, p: Tensor) -> Tensor:
+        """A weight as a whole, gathered from all processes if they hold parts of it."""
         return p
 
     def values_of(self, optimizer: Any) -> Value:

@@ -32,10 +32,20 @@ from rloom.models.load import base_of, is_peft_model
 from rloom.models.low_bits import Piece, Value, join_float32, split_float32
 from rloom.models.optimizers import LOW_BITS
 from rloom.models.split_weights import kept_in_float32
+from rloom.printable import get_logger
 from rloom.training import sharded_checkpoint
 from rloom.training.placement import Placement, allocate
 from rloom.training.processes import Processes, together
-from rloom.training.whole_copy import WholeCopy, cast, fits_beside_update, without_memory
+from rloom.training.whole_copy import (
+    WholeCopy,
+    cast,
+    fits_beside_update,
+    lacking_room,
+    size_of,
+    without_memory,
+)
+
+logger = get_logger(__name__)
 
 HALVES = (torch.bfloat16, torch.float16)
 
@@ -117,6 +127,21 @@ class ShardedProcesses(Processes):
                 torch.cuda.empty_cache()
 
     # -- sharding
+
+    def choose_copy(self, model: nn.Module, device: torch.device, *, by_servers: bool) -> None:
+        """Do without a whole copy where it does not fit, if servers generate: all else can run on the parts."""
+        if self.is_layered or not by_servers:
+            return
+        # The parts that are trained will take memory before the copy does.
+        needed = size_of(model.parameters(), self.half) + size_of(model.parameters(), None) // self.count
+        lack = lacking_room(needed, device)
+        self.is_layered = self.any(lack is not None)
+        if self.is_layered and self.is_main:
+            logger.warning(
+                "%s, with this process' part of them: vLLM generates, and passes without gradient run on the parts, "
+                "layer by layer, which is slower",
+                lack or "another process has no room for a whole copy of the weights",
+            )
 
     def share_weights(self, model: nn.Module) -> None:
         """Nothing yet: the main process' weights are sent while the model is sharded."""
@@ -238,6 +263,15 @@ class ShardedProcesses(Processes):
     def own_part(self, p: Tensor) -> Tensor:
         """What this process holds of a weight."""
         return p.to_local() if isinstance(p, DTensor) else p
+
+    def is_part(self, p: Tensor) -> bool:
+        """Whether this process holds a part of a weight alone."""
+        return isinstance(p, DTensor)
+
+    def whole(self, p: Tensor) -> Tensor:
+        """A weight as a whole. All processes must ask for it."""
+        with together():
+            return _whole(p)
 
     def values_of(self, optimizer: Any) -> Value:
         """Whole weights, each gathered once for all pieces of it that are asked for."""

@@ -12,6 +12,7 @@ from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
 from rloom.algo import KL_ESTIMATORS
 from rloom.config import RLOOConfig
+from rloom.config.vllm import SERVER
 from rloom.data.datasets import image_column
 from rloom.errors import ConfigError, in_words
 from rloom.models.load import is_peft_model
@@ -83,7 +84,7 @@ def _pushes_each(args: RLOOConfig) -> bool:
 def check_layered(trainer: Any) -> None:
     """Refuse what processes do not do equally often, where they generate layer by layer."""
     args, model = trainer.args, trainer.model
-    if args.ds3_gather_for_generation:
+    if not trainer.processes.is_layered:
         return
     beside = is_peft_model(model) and args.beta != 0 and trained_beside_adapter(model)
     unsupported = {
@@ -97,18 +98,29 @@ def check_layered(trainer: Any) -> None:
     for what, asked in unsupported.items():
         if asked:
             raise ConfigError(
-                f"{what} does not go together with ds3_gather_for_generation=False, where processes gather layers in "
-                "step: leave one of them out"
+                f"{what} does not go together with {_why_layered(args)}, where processes gather layers in step: leave "
+                "one of them out"
             )
 
 
-def check_evaluation(processes: Any) -> None:
+def check_evaluation(processes: Any, args: RLOOConfig) -> None:
     """Refuse an evaluation layer by layer: processes have other numbers of batches there."""
     if processes.is_layered:
         raise ConfigError(
-            "evaluation does not go together with ds3_gather_for_generation=False, where processes gather layers in "
-            "step: set eval_strategy='no', and evaluate the saved model"
+            f"evaluation does not go together with {_why_layered(args)}, where processes gather layers in step: set "
+            "eval_strategy='no', and evaluate the saved model"
         )
+
+
+def _why_layered(args: RLOOConfig) -> str:
+    if not args.ds3_gather_for_generation:
+        return "ds3_gather_for_generation=False"
+    return "weights of which no whole copy fits"
+
+
+def generates_by_servers(args: RLOOConfig) -> bool:
+    """Whether vLLM generates in processes of its own."""
+    return args.engine == "vllm" and args.vllm_mode == SERVER
 
 
 def check_sharding(trainer: Any) -> None:

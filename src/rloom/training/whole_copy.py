@@ -44,7 +44,7 @@ class WholeCopy:
     """
 
     def __init__(self, model: nn.Module, *, half: torch.dtype | None, device: torch.device) -> None:
-        check_room(_size(model.parameters(), half), device)
+        check_room(size_of(model.parameters(), half), device)
         # In evaluation mode: there is no dropout where nothing is learnt.
         self.module = without_memory(model, half=half, device=device).eval()
         # Others are the copy's own, such as a reference's adapter: nobody could fill them again.
@@ -70,7 +70,7 @@ class WholeCopy:
         copies = dict(self.module.named_parameters())
         if self.is_freed:
             device = next(iter(copies.values())).device
-            check_room(_size((copies[name] for name in self._filled), None), device)
+            check_room(size_of((copies[name] for name in self._filled), None), device)
         for name in names:
             p = copies[name]
             if self.is_freed:
@@ -105,16 +105,25 @@ def check_room(needed: int, device: torch.device) -> None:
         ...
     rloom.errors.ConfigError: a whole copy of the weights takes 1073741824.00 GiB, and ... GiB are free: ...
     """
-    free = free_memory(device) // _sharers(device)
-    if needed > free:
+    lack = lacking_room(needed, device)
+    if lack is not None:
         raise ConfigError(
-            f"a whole copy of the weights takes {needed / 2**30:.2f} GiB, and {free / 2**30:.2f} GiB are free: set "
-            "ds3_gather_for_generation=False to generate layer by layer, which is slow, or bf16=True, which halves a "
-            "float32 copy, or offload_reference=True; or take GPUs with more memory or a smaller model"
+            f"{lack}: generate by vLLM servers (use_vllm=True, vllm_mode='server'), for which there is no need of one; "
+            "or set ds3_gather_for_generation=False to generate layer by layer, which is slow, or bf16=True, which "
+            "halves a float32 copy, or offload_reference=True; or take GPUs with more memory or a smaller model"
         )
 
 
-def _size(parameters: Iterable[Tensor], half: torch.dtype | None) -> int:
+def lacking_room(needed: int, device: torch.device) -> str | None:
+    """What is missing for a copy of this size, in words; None if it fits."""
+    free = free_memory(device) // _sharers(device)
+    if needed <= free:
+        return None
+    return f"a whole copy of the weights takes {needed / 2**30:.2f} GiB, and {free / 2**30:.2f} GiB are free"
+
+
+def size_of(parameters: Iterable[Tensor], half: torch.dtype | None) -> int:
+    """Bytes that a copy of some weights takes."""
     return sum(p.numel() * (half.itemsize if half and p.is_floating_point() else p.element_size()) for p in parameters)
 
 

@@ -33,6 +33,11 @@ class ZeroProcesses(ShardedProcesses):
         self.stage = stage
         self.is_layered &= stage == 3
 
+    def choose_copy(self, model: nn.Module, device: torch.device, *, by_servers: bool) -> None:
+        """Under ZeRO-2 there is none."""
+        if self.stage == 3:
+            super().choose_copy(model, device, by_servers=by_servers)
+
     def share_weights(self, model: nn.Module) -> None:
         """Copy the main process' weights to all, which each has as a whole until training begins."""
         Processes.share_weights(self, model)
@@ -58,11 +63,7 @@ class ZeroProcesses(ShardedProcesses):
             return
         parts = dict(self._model.named_parameters())
 
-        def value(name: str) -> Tensor:
-            with _gathered(parts[name]):
-                return parts[name].data.clone()
-
-        self._copy.fill(parts, value)
+        self._copy.fill(parts, lambda name: self.whole(parts[name]))
 
     def backward(self, accelerator: Accelerator, model: nn.Module, loss: Tensor, *, last: bool) -> None:
         """Run a micro-batch backward. DeepSpeed takes the optimizer's step after the last one, with the mean of the
@@ -77,6 +78,15 @@ class ZeroProcesses(ShardedProcesses):
     def own_part(self, p: Tensor) -> Tensor:
         """What this process holds of a weight."""
         return getattr(p, "ds_tensor", p)
+
+    def is_part(self, p: Tensor) -> bool:
+        """Whether this process holds a part of a weight alone."""
+        return hasattr(p, "ds_id")
+
+    def whole(self, p: Tensor) -> Tensor:
+        """A weight as a whole. All processes must ask for it."""
+        with _gathered(p):
+            return p.data.clone()
 
     def values_of(self, optimizer: Any) -> Value:
         """Whole weights, gathered for each piece of them that is asked for."""
