@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -32,7 +32,10 @@ from rloom.errors import ConfigError, ProcessError
 from rloom.models.checksums import checksums_of
 from rloom.models.low_bits import Value
 from rloom.models.optimizers import values_of
+from rloom.training.budget import TokenBudget
 from rloom.training.heartbeat import Heartbeat, begin
+
+T = TypeVar("T")
 
 BUCKET_MEGABYTES = 25
 """Small gradients are summed together, up to this size. It is DistributedDataParallel's default."""
@@ -56,7 +59,13 @@ class Processes:
     cannot be undone, and that library decides whether its gradient is finite."""
 
     can_repeat = True
-    """Whether a process that has run out of memory can repeat an update in smaller micro-batches."""
+    """Whether what runs out of memory can be repeated in smaller micro-batches: by a process alone, or by all."""
+
+    cannot_repeat = ""
+    """Where it cannot be repeated: the beginning of a sentence that says so."""
+
+    repeats_together = False
+    """Whether all processes repeat what one of them has run out of memory in."""
 
     is_sharded = False
     """Whether each process holds only a part of the weights."""
@@ -268,6 +277,36 @@ class Processes:
         """How many micro-batches this process runs in an update in which it has `count`."""
         return count
 
+    def micro_batch_done(self) -> None:
+        """After each of the `rounds`."""
+
+    def retrying(
+        self,
+        budget: TokenBudget,
+        work: Callable[[], T],
+        *,
+        undo: Callable[[], None] | None = None,
+        idle: Callable[[], None],
+        gradient: bool = True,
+    ) -> T:
+        """Do some work. Out of memory, undo and repeat it; where that is not possible, explain the error.
+
+        `idle` runs a micro-batch from which nothing is learnt, for processes that run in step.
+        """
+        if self.can_repeat:
+            return budget.retrying(work, undo, gradient=gradient)
+        try:
+            return work()
+        except torch.OutOfMemoryError as error:
+            error.add_note(
+                f"{self.cannot_repeat} an update cannot be done again in smaller pieces: set "
+                f"max_tokens_per_micro_batch below {budget.tokens}"
+            )
+            raise
+
+    def bring_back_copy(self) -> None:
+        """Before an update is repeated: what runs without gradient has been let go of, and may be needed again."""
+
     def in_step(self) -> AbstractContextManager[None]:
         """Around the micro-batches of an update: what another process' end looks like there is told in words."""
         return nullcontext()
@@ -326,6 +365,7 @@ class DeepSpeedProcess(Processes):
 
     external_optimizer = True
     can_repeat = False
+    cannot_repeat = "under DeepSpeed"
 
     def backward(self, accelerator: Accelerator, model: nn.Module, loss: Tensor, *, last: bool) -> None:
         """Run a micro-batch backward. DeepSpeed takes the optimizer's step itself after the last one."""

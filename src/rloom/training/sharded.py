@@ -33,7 +33,9 @@ from rloom.models.low_bits import Piece, Value, join_float32, split_float32
 from rloom.models.optimizers import LOW_BITS
 from rloom.models.split_weights import kept_in_float32
 from rloom.training import sharded_checkpoint
-from rloom.training.processes import Processes, together
+from rloom.training.budget import TokenBudget
+from rloom.training.in_step import CAN_BE_LEFT, InStep
+from rloom.training.processes import Processes, T, together
 from rloom.training.whole_copy import WholeCopy, cast, fits_beside_update
 
 HALVES = (torch.bfloat16, torch.float16)
@@ -43,7 +45,8 @@ class ShardedProcesses(Processes):
     """Processes under FSDP2. See the module's docstring."""
 
     is_sharded = True
-    can_repeat = False
+    can_repeat = repeats_together = CAN_BE_LEFT
+    cannot_repeat = "with this version of torch, under FSDP"
 
     def __init__(
         self,
@@ -69,6 +72,8 @@ class ShardedProcesses(Processes):
         self._dtypes: dict[str, torch.dtype] = {}
         # Names of weights that the copy cannot have yet: all at first, then those that are or were trained.
         self._stale: set[str] = set()
+        # What all processes repeat together; None until the model is sharded, or where they cannot.
+        self._attempts: InStep | None = None
 
     # -- the whole copy
 
@@ -145,12 +150,32 @@ class ShardedProcesses(Processes):
         if _has_experts(model) and hasattr(root, "set_reduce_scatter_unused_params"):
             root.set_reduce_scatter_unused_params(True)
         self._model = model
+        self._attempts = InStep(model, self) if self.can_repeat else None
 
     # -- an update
 
     def rounds(self, count: int) -> int:
         """The largest number of micro-batches that a process has, at least 1."""
-        return max(1, *self.gather(count))
+        rounds = max(1, *self.gather(count))
+        if self._attempts is not None:
+            self._attempts.begin(rounds)
+        return rounds
+
+    def micro_batch_done(self) -> None:
+        """After each of the `rounds`."""
+        if self._attempts is not None:
+            self._attempts.micro_batch_done()
+
+    def retrying(self, budget: TokenBudget, work: Callable[[], T], **options: Any) -> T:
+        """Do some work in all processes. Where one runs out of memory, all undo and repeat it."""
+        if self._attempts is None:
+            return super().retrying(budget, work, **options)
+        return self._attempts.retrying(budget, work, **{"undo": None, "gradient": True, **options})
+
+    def bring_back_copy(self) -> None:
+        """Fill the whole copy again where the update has let go of it. All processes do the same."""
+        if self._copy is not None and self._copy.is_freed:
+            self.gather_weights()
 
     def in_step(self) -> AbstractContextManager[None]:
         """Layers are gathered inside the block, from all processes. The whole copy is let go of where it must be."""

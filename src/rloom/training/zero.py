@@ -25,6 +25,8 @@ class ZeroProcesses(ShardedProcesses):
     """Processes under DeepSpeed. `stage`: 2 or 3."""
 
     external_optimizer = True
+    can_repeat = repeats_together = False
+    cannot_repeat = "under DeepSpeed"
     is_sharded = False
 
     def __init__(self, *place: int, stage: int, **options: Any) -> None:
