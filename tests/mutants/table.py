@@ -904,6 +904,12 @@ MUTANTS = [
         'if row["step"] >= first',
         "tests/unit/test_compare.py::test_the_same_runs_do_not_part",
     ),
+    Mutant(
+        "training/zero.py",
+        '    plugin.zero_stage = config["zero_optimization"]["stage"] = 2',
+        "    plugin.zero_stage = 2",
+        "tests/unit/test_doctests.py::test_examples[rloom.training.zero]",
+    ),
     # -- out of memory under FSDP2
     Mutant(
         "training/learner.py",

@@ -32,8 +32,11 @@ from rloom.errors import ConfigError, ProcessError
 from rloom.models.checksums import checksums_of
 from rloom.models.low_bits import Value
 from rloom.models.optimizers import values_of
+from rloom.printable import get_logger
 from rloom.training.budget import TokenBudget
 from rloom.training.heartbeat import Heartbeat, begin
+
+logger = get_logger(__name__)
 
 T = TypeVar("T")
 
@@ -95,10 +98,16 @@ class Processes:
         # Imported here: these are subclasses.
         from rloom.training.sharded import ShardedProcesses
         from rloom.training.sharding_options import asks_to_shard, reshards, saves_parts
-        from rloom.training.zero import ZeroProcesses, complete_config
+        from rloom.training.zero import ZeroProcesses, complete_config, settle_stage
 
         if zero:
-            complete_config(accelerator.state.deepspeed_plugin.deepspeed_config, args)
+            plugin = accelerator.state.deepspeed_plugin
+            if settle_stage(plugin) and args.process_index == 0:
+                logger.warning(
+                    "DeepSpeed runs as ZeRO-2 instead of ZeRO-1, which is wrong with grad_accum_dtype: the result is "
+                    "the same, in less memory. To run ZeRO-1, leave grad_accum_dtype out"
+                )
+            complete_config(plugin.deepspeed_config, args)
         if args.world_size == 1:
             return DeepSpeedProcess() if zero else cls()
         _heart()
@@ -361,7 +370,7 @@ class Processes:
 
 
 class DeepSpeedProcess(Processes):
-    """One process under DeepSpeed (ZeRO-2), which keeps gradients and float32 weights in buffers of its own."""
+    """One process under DeepSpeed (ZeRO-1, ZeRO-2), which keeps gradients and float32 weights in buffers of its own."""
 
     external_optimizer = True
     can_repeat = False
