@@ -345,6 +345,7 @@ def run(output: Path, kind: str, *, resume: bool = False, save: bool = False, **
         "rounds": trainer.rounds,
         "judged": JUDGED[judged:],
         "wrapped": type(trainer.model_wrapped).__name__,
+        "stage": getattr(trainer.model_wrapped, "zero_optimization_stage", int)(),
         "state": checkpoint.state_of(trainer._components(), trainer._plan()),
     }  # fmt: skip
 
@@ -600,6 +601,9 @@ def main() -> None:
                     cut_off_after(Path(output) / f"{name} dropout", folder, step=3)
                 torch.distributed.barrier()
             config = zero_config(int(name.removeprefix("zero")))
+            if kind.startswith("accumulated "):  # gradients in a dtype of their own
+                config |= {"bf16": {"enabled": True}, "data_types": {"grad_accum_dtype": "fp32"}}
+                kind = kind.removeprefix("accumulated ")
             result = run(folder, kind.replace("resumed", "dropout"), resume=kind == "resumed", deepspeed=config)
         elif kind.startswith("sharded "):
             # Rounded otherwise, later updates would be on other completions.

@@ -113,12 +113,12 @@ def check_devices(trainer: Any) -> None:
     if trainer.accelerator.num_processes > 1:
         check_parallelism(trainer)
     stage = getattr(getattr(trainer.accelerator.state, "deepspeed_plugin", None), "zero_stage", 2)
-    stages = (2,) if trainer.accelerator.num_processes == 1 else (2, 3)
-    # Stage 3 shards weights, which one process cannot do. Stage 1 counts some micro-batches twice.
+    # Stage 3 shards weights, which one process cannot do.
+    stages = (1, 2) if trainer.accelerator.num_processes == 1 else (1, 2, 3)
     if stage not in stages:
         raise ConfigError(
-            f"zero_optimization.stage is {stage}: rloom trains with DeepSpeed's ZeRO-2, and in several processes with "
-            "ZeRO-3; set it to 2 (with offload_optimizer, if memory is short), or leave `deepspeed` out"
+            f"zero_optimization.stage is {stage}: rloom trains with DeepSpeed's ZeRO-1 and ZeRO-2, and in several "
+            "processes with ZeRO-3; set it to 2 (with offload_optimizer, if memory is short), or leave `deepspeed` out"
         )
     if stage == 3 and trainer.args.beta:
         estimator = trainer.args.choices.kl_estimator

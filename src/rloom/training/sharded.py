@@ -34,8 +34,10 @@ from rloom.models.optimizers import LOW_BITS
 from rloom.models.split_weights import kept_in_float32
 from rloom.printable import get_logger
 from rloom.training import sharded_checkpoint
+from rloom.training.attempts import CAN_BE_LEFT, Attempts
+from rloom.training.budget import TokenBudget
 from rloom.training.placement import Placement, allocate
-from rloom.training.processes import Processes, together
+from rloom.training.processes import Processes, T, together
 from rloom.training.whole_copy import (
     WholeCopy,
     cast,
@@ -54,7 +56,8 @@ class ShardedProcesses(Processes):
     """Processes under FSDP2. See the module's docstring."""
 
     is_sharded = True
-    can_repeat = False
+    can_repeat = repeats_together = CAN_BE_LEFT
+    cannot_repeat = "with this version of torch, under FSDP"
 
     def __init__(
         self,
@@ -81,6 +84,8 @@ class ShardedProcesses(Processes):
         self._dtypes: dict[str, torch.dtype] = {}
         # Names of weights that the copy cannot have yet: all at first, then those that are or were trained.
         self._stale: set[str] = set()
+        # What all processes repeat together; None until the model is sharded, or where they cannot.
+        self._attempts: Attempts | None = None
 
     # -- the whole copy
 
@@ -167,6 +172,7 @@ class ShardedProcesses(Processes):
         self._model = model
         if frozen is not None:
             self._frozen = self._shard_frozen(frozen, model)
+        self._watch_attempts()
         self.gather_weights()
 
     def _prepare_dtypes(self, model: nn.Module) -> torch.dtype | None:
@@ -213,7 +219,13 @@ class ShardedProcesses(Processes):
         place.buffers(model)
         self._frozen = model.requires_grad_(False)
         self._shard(self._frozen, None, place.weights)
+        self._watch_attempts()
         return self._frozen
+
+    def _watch_attempts(self) -> None:
+        """Have a process that runs out of memory in one of the models join the others again."""
+        models = [model for model in (self._model, self._frozen) if model is not None]
+        self._attempts = Attempts(models, self) if self.can_repeat else None
 
     def frozen_policy(self) -> nn.Module | None:
         """A sharded copy of the policy as it was given, which runs in step; None where the whole copy serves for it."""
@@ -227,7 +239,26 @@ class ShardedProcesses(Processes):
 
     def rounds(self, count: int) -> int:
         """The largest number of micro-batches that a process has, at least 1."""
-        return max(1, *self.gather(count))
+        rounds = max(1, *self.gather(count))
+        if self._attempts is not None:
+            self._attempts.begin(rounds)
+        return rounds
+
+    def micro_batch_done(self) -> None:
+        """After each of the `rounds`."""
+        if self._attempts is not None:
+            self._attempts.micro_batch_done()
+
+    def retrying(self, budget: TokenBudget, work: Callable[[], T], **options: Any) -> T:
+        """Do some work in all processes. Where one runs out of memory, all undo and repeat it."""
+        if self._attempts is None:
+            return super().retrying(budget, work, **options)
+        return self._attempts.retrying(budget, work, **{"undo": None, "gradient": True, **options})
+
+    def bring_back_copy(self) -> None:
+        """Fill the whole copy again where the update has let go of it. All processes do the same."""
+        if self._copy is not None and self._copy.is_freed:
+            self.gather_weights()
 
     def in_step(self) -> AbstractContextManager[None]:
         """Layers are gathered inside the block, from all processes. The whole copy is let go of where it must be."""

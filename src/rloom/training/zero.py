@@ -1,4 +1,4 @@
-"""Several processes under DeepSpeed: ZeRO-2 shards gradients and optimizer state, ZeRO-3 the weights too.
+"""Several processes under DeepSpeed: ZeRO-1 shards the optimizer's state, ZeRO-2 gradients too, ZeRO-3 all.
 
 As under FSDP2 (`sharded.py`), processes run an update in step, and under ZeRO-3 a whole copy of the weights runs what
 needs no gradient. The model is loaded and checked as a whole in each process; DeepSpeed takes it apart when training
@@ -23,9 +23,11 @@ from rloom.training.whole_copy import WholeCopy
 
 
 class ZeroProcesses(ShardedProcesses):
-    """Processes under DeepSpeed. `stage`: 2 or 3."""
+    """Processes under DeepSpeed. `stage`: 1, 2 or 3."""
 
     external_optimizer = True
+    can_repeat = repeats_together = False
+    cannot_repeat = "under DeepSpeed"
     is_sharded = False
 
     def __init__(self, *place: int, stage: int, **options: Any) -> None:
@@ -34,7 +36,7 @@ class ZeroProcesses(ShardedProcesses):
         self.is_layered &= stage == 3
 
     def choose_copy(self, model: nn.Module, device: torch.device, *, by_servers: bool) -> None:
-        """Under ZeRO-2 there is none."""
+        """Under ZeRO-1 and ZeRO-2 each process has the whole model."""
         if self.stage == 3:
             super().choose_copy(model, device, by_servers=by_servers)
 
@@ -99,7 +101,7 @@ class ZeroProcesses(ShardedProcesses):
 
     def check_same_weights(self, model: nn.Module) -> None:
         """Compare whole weights; parts are in one process alone."""
-        if self.stage == 2:
+        if self.stage < 3:
             Processes.check_same_weights(self, model)
 
     @contextmanager
@@ -111,6 +113,26 @@ class ZeroProcesses(ShardedProcesses):
     def whole_optimizer(self, optimizer: Any, *, loading: bool = False) -> Iterator[None]:
         """DeepSpeed saves and loads its own state, a part for each process."""
         yield
+
+
+def settle_stage(plugin: Any) -> bool:
+    """Let DeepSpeed run as ZeRO-2 where its ZeRO-1 would be wrong. Returns whether it does.
+
+    Where gradients are added up in a dtype of their own (`grad_accum_dtype`), ZeRO-1 uses another optimizer of
+    DeepSpeed's, which counts some of our micro-batches twice (seen in 0.19.8). ZeRO-2 computes what ZeRO-1 should, with
+    less memory, and sums gradients after each micro-batch instead of once.
+
+    >>> from types import SimpleNamespace
+    >>> config = {"zero_optimization": {"stage": 1}, "data_types": {"grad_accum_dtype": "fp32"}}
+    >>> plugin = SimpleNamespace(zero_stage=1, deepspeed_config=config)
+    >>> settle_stage(plugin), plugin.zero_stage, config["zero_optimization"]
+    (True, 2, {'stage': 2})
+    """
+    config = plugin.deepspeed_config
+    if plugin.zero_stage != 1 or not config.get("data_types", {}).get("grad_accum_dtype"):
+        return False
+    plugin.zero_stage = config["zero_optimization"]["stage"] = 2
+    return True
 
 
 def complete_config(config: dict[str, Any], args: RLOOConfig) -> None:
