@@ -18,7 +18,7 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 
 import torch
 
-from rloom.training import in_step
+from rloom.training import attempts
 from tests.integration import processes_run
 from tests.integration.processes_run import rank
 
@@ -160,11 +160,11 @@ def let_memory_of_collectives_fail() -> None:
         def allocate(self: Any, *args: Any, **options: Any) -> Any:
             if SCARCE and self.collectives.done >= first:
                 SCARCE[-1].come_by(place)
-            return in_step._Allocating.allocate(self, *args, **options)
+            return attempts._Allocating.allocate(self, *args, **options)
 
         return allocate
 
-    in_step._Gather.allocate, in_step._Sum.allocate = failing("gather", 1), failing("sum", 0)
+    attempts._Gather.allocate, attempts._Sum.allocate = failing("gather", 1), failing("sum", 0)
 
 
 def run(output: Path, name: str) -> dict[str, Any]:
@@ -183,7 +183,7 @@ def run(output: Path, name: str) -> dict[str, Any]:
 
     said = logging.Handler()
     said.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
-    in_step.logger.addHandler(said)
+    attempts.logger.addHandler(said)
     processes_run.make_trainer = make_scarce
     try:
         found = processes_run.run(output, kind, fsdp=True, **options)
@@ -191,7 +191,7 @@ def run(output: Path, name: str) -> dict[str, Any]:
         found = {"world": processes_run.count(), "error": str(error)}
     finally:
         processes_run.make_trainer = made
-        in_step.logger.removeHandler(said)
+        attempts.logger.removeHandler(said)
     scarce = SCARCE.pop()
     return {
         **found, "said": lines, "due": scarce.due, "attempts": dict(scarce.attempts), "sequences": scarce.sequences,
