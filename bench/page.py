@@ -1,7 +1,7 @@
 """What the run's store and page cost: writing while training, opening and filtering in a browser.
 
 python bench/page.py open                     2,000 updates × 256 completions: opening, filters, text search
-python bench/page.py open --steps 5200        a larger one (about 2.4 GB)
+python bench/page.py open --steps 18600       a larger one (10 GB; made in minutes)
 python bench/page.py demo                     the share of a demo step that writing takes
 python bench/page.py write                    the host's seconds for writing 128 completions of 256 tokens
 
@@ -84,6 +84,14 @@ def served(folder: Path) -> tuple[subprocess.Popen[str], str, float]:
     return process, line.split(" at ")[1].split(" ")[0], time.perf_counter() - began
 
 
+def memory_of(process: subprocess.Popen[str]) -> str:
+    """A process's own memory, and all that it holds, files that it maps included."""
+    import psutil
+
+    found = psutil.Process(process.pid).memory_info()
+    return f"{(found.rss - found.shared) / 1e6:.0f}/{found.rss / 1e6:.0f}"
+
+
 ROWS = "document.querySelectorAll('#rows .row').length"
 ASK = """new Promise((done) => {{
   const form = document.getElementById('filters'), found = document.getElementById('found'), began = performance.now();
@@ -146,6 +154,7 @@ def opened(folder: Path, browser: object, label: str) -> None:
             browser.wait("!document.getElementById('found').textContent.includes('being read')", 900)  # type: ignore[attr-defined]
             print(f"  all rows were read after {time.perf_counter() - began:.1f} s, in the background")
             return
+        said = [f"opened {memory_of(process)}"]
         for name, values in FILTERS.items():
             times = []
             for _ in range(5):
@@ -156,6 +165,8 @@ def opened(folder: Path, browser: object, label: str) -> None:
             counted = times[:1] if "text" in values else times
             first, done = median(t[0] for t in counted), median(t[1] for t in counted)
             print(f"  {name}: {times[0][2]:,} rows; first after {first:.0f} ms, all after {done:.0f} ms")
+            said.append(f"{name} {memory_of(process)}")
+        print(f"  memory of the server, its own and with what it maps, MB: {'; '.join(said)}")
     finally:
         process.terminate()
         process.wait()

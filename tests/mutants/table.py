@@ -898,6 +898,25 @@ MUTANTS = [
         "    for name, what in reversed(CAUSES):",
         "tests/unit/test_compare.py::test_the_cause_is_named_before_what_follows_from_it",
     ),
+    # -- the search for a text
+    Mutant(
+        "observe/page/text_search.py",
+        "            first = max(first, known)",
+        "            pass",
+        "tests/unit/test_page.py::test_of_a_run_that_goes_on_only_new_rows_are_searched",
+    ),
+    Mutant(
+        "observe/page/text_search.py",
+        "        last = slice(max(count - 1, 0), count)",
+        "        last = slice(0, 0)",
+        "tests/unit/test_page.py::test_a_search_does_not_go_on_in_rows_that_are_others",
+    ),
+    Mutant(
+        "observe/page/text_search.py",
+        """self.text in json.loads(b'"' + data[begin[row] : end[row]].tobytes() + b'"')""",
+        "True",
+        "tests/unit/test_page.py::test_what_only_json_writes_is_not_found",
+    ),
     Mutant(
         "observe/run_rows.py",
         'if row.get("mode") == "train" and row["step"] >= first',

@@ -182,6 +182,61 @@ def test_a_text_is_found_wherever_blocks_end(folder, monkeypatch, block):
         assert search.matches.tolist() == [text in row["completion"] for row in rows], text
 
 
+def test_what_only_json_writes_is_not_found(tmp_path):
+    """The n of \\n, and the digits of \\u00e9, are not in the text."""
+    texts = ["two\nlines", "caf\u00e9 9", "tab\t", "a \\n that is there"]
+    RunStore(tmp_path).write([{"group": 0, "completion": text} for text in texts], 1)
+    run = LiveRun(tmp_path)
+    run.catch_up()
+    for text in ("n", "nl", "00e9", "9", "t", "\\n", "\n"):
+        search = TextSearch(tmp_path / "_rollouts", run.snapshot()[0], text).start()
+        assert search.wait(20)
+        assert search.matches.tolist() == [text in one for one in texts], text
+
+
+def test_a_search_without_a_c_library_finds_the_same(folder, monkeypatch):
+    monkeypatch.setattr("rloom.observe.page.text_search._search", None)
+    run = LiveRun(folder)
+    run.catch_up()
+    search = TextSearch(folder / "_rollouts", run.snapshot()[0], "nice").start()
+    assert search.wait(20)
+    assert search.matches.tolist() == ["nice" in row["completion"] for row in read_store(folder)]
+
+
+def test_of_a_run_that_goes_on_only_new_rows_are_searched(folder, monkeypatch):
+    monkeypatch.setattr(live, "FRESH_SECONDS", 0.0)
+    run, looked_at = LiveRun(folder), []
+    search_rows = TextSearch._search_rows
+    monkeypatch.setattr(
+        TextSearch, "_search_rows", lambda self, data, rows: (looked_at.append(rows), search_rows(self, data, rows))
+    )
+    run.catch_up()
+    before = answers.rows(run, Query(text="owned"))["count"]
+    looked_at.clear()
+    store = RunStore(folder)
+    store.resume(6)
+    run.catch_up()
+    assert answers.rows(run, Query(text="owned"))["count"] == before
+    # Resuming makes the index anew, and may have dropped rows.
+    assert looked_at
+    looked_at.clear()
+    store.write([{"group": 0, "completion": text, "reward": 1.0} for text in ("owned again", "other")], 7)
+    found = answers.rows(run, Query(text="owned"))
+    assert (found["count"], found["searched"], looked_at) == (before + 1, 1.0, [slice(72, 74)])
+
+
+def test_a_search_does_not_go_on_in_rows_that_are_others(folder):
+    run = LiveRun(folder)
+    run.catch_up()
+    records = run.snapshot()[0]
+    search = TextSearch(folder / "_rollouts", records[20:60], "owned").start()
+    assert search.wait(20)
+    assert search.is_of(records[20:])
+    assert not search.is_of(records[20:50])
+    # An older store is read from its end: rows come at the front.
+    assert not search.is_of(records)
+
+
 @pytest.fixture
 def slow_search(monkeypatch):
     """Searches look at a few rows, and go on when they are allowed to."""
@@ -219,7 +274,7 @@ from rloom.observe.page import text_search
 from rloom.observe.row_table import RowTable
 from rloom.observe.store import FOLDER, RunStore
 
-output, text_search.BLOCK = Path(sys.argv[1]), 2**18
+output, text_search.BLOCK, text_search.THREADS = Path(sys.argv[1]), 2**18, 1
 store = RunStore(output)
 store.begin()
 for step in range(1, 11):
