@@ -918,9 +918,9 @@ MUTANTS = [
         "tests/unit/test_page.py::test_what_only_json_writes_is_not_found",
     ),
     Mutant(
-        "observe/run_rows.py",
-        'if row.get("mode") == "train" and row["step"] >= first',
-        'if row["step"] >= first',
+        "observe/runs.py",
+        'trained = (row for row in self._lines() if row.get("mode") == "train")',
+        "trained = self._lines()",
         "tests/unit/test_compare.py::test_the_same_runs_do_not_part",
     ),
     # -- checkpoints in parts
