@@ -1,7 +1,7 @@
 """What the run's store and page cost: writing while training, opening and filtering in a browser.
 
 python bench/page.py open                     2,000 updates × 256 completions: opening, filters, text search
-python bench/page.py open --steps 18600       a larger one (10 GB; made in minutes)
+python bench/page.py open --times 9           the same nine times over (10 GB, made in two minutes)
 python bench/page.py demo                     the share of a demo step that writing takes
 python bench/page.py write                    the host's seconds for writing 128 completions of 256 tokens
 
@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import io
 import random
+import re
 import subprocess
 import sys
 import tempfile
@@ -25,10 +26,10 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from rloom.observe.row_index import NAMES, RECORDS
+from rloom.observe.row_index import NAMES, RECORDS, read_index, write_index
 from rloom.observe.row_json import packed_ids
 from rloom.observe.runs import packed
-from rloom.observe.store import FOLDER, RunStore
+from rloom.observe.store import FOLDER, METRICS, RunStore
 
 WORDS = [f"{a}{b}" for a in ("lo", "ren", "tas", "mi", "qu", "ver") for b in ("um", "ipsa", "do", "ne", "rex")]
 
@@ -63,6 +64,37 @@ def make_run(folder: Path, steps: int, completions: int, k: int = 8, tokens: int
         logs = {name: draw.random() for name in names} | {f"time/{p}": draw.random() for p in ("generation", "update")}
         logs |= {"loss": 0.0, "reward": step / steps + draw.gauss(0, 0.1), "kl": draw.random(), "step_time": 1.0}
         store.log(logs, step)
+
+
+def repeat_run(folder: Path, times: int) -> None:
+    """Make a made-up run longer: its updates again and again, under later steps. Quicker than to make as many."""
+    store = folder / FOLDER
+    found = read_index(store)
+    assert found is not None
+    names, records = found[0], np.array(found[1])
+    last, logs = int(records["step"][-1]), (store / METRICS).read_bytes()
+    copies = [records]
+    for shift in range(last, last * times, last):
+        copy = records.copy()
+        copy["step"] += shift
+        wider = np.char.str_len(copy["step"].astype("U")) - np.char.str_len(records["step"].astype("U"))
+        copy["size"] += wider.astype("u4")
+        copy["text_at"] += wider.astype("u4")
+        for part in np.unique(records["part"]):
+            own = records["part"] == part
+            copy["part"][own] = part + shift
+            copy["offset"][own] = np.cumsum(copy["size"][own].astype("u8")) - copy["size"][own]
+            lines = (store / f"{part:09d}.jsonl").read_bytes()
+            (store / f"{part + shift:09d}.jsonl").write_bytes(later(lines, shift))
+        copies.append(copy)
+        with (store / METRICS).open("ab") as file:
+            file.write(later(logs, shift))
+    write_index(store, names, np.concatenate(copies))
+
+
+def later(lines: bytes, shift: int) -> bytes:
+    """Lines of JSON with later steps."""
+    return re.sub(rb'("step": )(\d+)', lambda found: found[1] + str(int(found[2]) + shift).encode(), lines)
 
 
 def size_of(folder: Path) -> str:
@@ -172,14 +204,15 @@ def opened(folder: Path, browser: object, label: str) -> None:
         process.wait()
 
 
-def measure_opening(folder: Path, steps: int, completions: int) -> None:
+def measure_opening(folder: Path, steps: int, completions: int, times: int) -> None:
     from tests.browser import Browser
 
     if not (folder / FOLDER).exists():
         began = time.perf_counter()
         make_run(folder, steps, completions)
+        repeat_run(folder, times)
         print(f"made in {time.perf_counter() - began:.0f} s")
-    print(f"{steps:,} updates × {completions} completions, {size_of(folder)}")
+    print(f"{steps * times:,} updates × {completions} completions, {size_of(folder)}")
     with Browser() as browser:
         opened(folder, browser, "indexed")
         for name in (RECORDS, NAMES):
@@ -266,6 +299,7 @@ def main() -> None:
     parser.add_argument("what", choices=("open", "demo", "write"))
     parser.add_argument("--steps", type=int, default=2000)
     parser.add_argument("--completions", type=int, default=256)
+    parser.add_argument("--times", type=int, default=1, help="make the run longer by repeating it")
     parser.add_argument("--folder", help="where the made-up run is, or is made (default: a temporary folder)")
     options = parser.parse_args()
     if options.what == "write":
@@ -273,10 +307,10 @@ def main() -> None:
     elif options.what == "demo":
         measure_demo(min(options.steps, 100))
     elif options.folder:
-        measure_opening(Path(options.folder), options.steps, options.completions)
+        measure_opening(Path(options.folder), options.steps, options.completions, options.times)
     else:
         with tempfile.TemporaryDirectory() as folder:
-            measure_opening(Path(folder), options.steps, options.completions)
+            measure_opening(Path(folder), options.steps, options.completions, options.times)
 
 
 if __name__ == "__main__":

@@ -918,6 +918,18 @@ MUTANTS = [
         "tests/unit/test_page.py::test_what_only_json_writes_is_not_found",
     ),
     Mutant(
+        "observe/page/query.py",
+        "np.flatnonzero(values <= np.partition(values, end - 1)[end - 1])",
+        "np.flatnonzero(values < np.partition(values, end - 1)[end - 1])",
+        "tests/unit/test_page.py::test_a_page_of_rows_is_a_stretch_of_all_in_order",
+    ),
+    Mutant(
+        "observe/row_table.py",
+        "            if names != self.names or len(base) != len(self._base):",
+        "            if len(base):",
+        "tests/unit/test_runs.py::test_an_index_that_has_not_grown_is_mapped_once",
+    ),
+    Mutant(
         "observe/runs.py",
         'trained = (row for row in self._lines() if row.get("mode") == "train")',
         "trained = self._lines()",

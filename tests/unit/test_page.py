@@ -24,7 +24,7 @@ from rich.console import Console
 from rloom.cli.main import main
 from rloom.errors import DataError
 from rloom.observe import read_store, row_table
-from rloom.observe.page import answers, live
+from rloom.observe.page import answers, live, query
 from rloom.observe.page.export import document, export, sampled_rows
 from rloom.observe.page.live import LiveRun
 from rloom.observe.page.query import Query
@@ -157,6 +157,23 @@ def test_rows_are_those_of_a_plain_filter(folder):
         assert found["count"] == len(expected)
         assert [row["step"] for row in found["rows"]] == [r["step"] for r in in_order(expected, name, falling)], given
         assert [row["reward"] for row in found["rows"]] == [r["reward"] for r in in_order(expected, name, falling)]
+
+
+@pytest.mark.parametrize("sort", ["reward", "-reward", "num_tokens", "-num_tokens", "step", "-step"])
+def test_a_page_of_rows_is_a_stretch_of_all_in_order(folder, sort):
+    """Also where a page ends among equal numbers, and where rows have none."""
+    run = LiveRun(folder)
+    run.catch_up()
+    records, names = run.snapshot()
+    records = np.array(records)
+    records["num_tokens"] %= 3
+    places = np.arange(0, len(records), 2)
+    rows = [{"place": place, "step": 0} | {n: records[n][place] for n in ("reward", "num_tokens")} for place in places]
+    rows = [row | {"reward": None if np.isnan(row["reward"]) else row["reward"]} for row in rows]
+    expected = [row["place"] for row in in_order(rows, sort.removeprefix("-"), sort.startswith("-"))]
+    for offset in range(0, 40, 3):
+        found = query.in_order(records, names, places, sort, offset, 7)
+        assert found.tolist() == expected[offset : offset + 7]
 
 
 def in_order(rows, name: str, falling: bool):

@@ -19,6 +19,7 @@ import numpy as np
 
 from rloom.errors import DataError
 from rloom.observe.lines import lines_of, parts_of
+from rloom.observe.row_index import rows_of_step
 from rloom.observe.row_json import with_token_ids
 from rloom.observe.row_table import RowTable
 from rloom.observe.store import DIAGNOSES, FOLDER, METRICS, RUN
@@ -113,9 +114,9 @@ class RunReader:
         Only those lines are read. docs/rewards.md lists the fields of a row."""
         self.table.read_all()
         records = self.table.records
-        chosen = np.ones(len(records), bool)
         if step is not None:
-            chosen &= records["step"] == step
+            records = records[rows_of_step(records, step)]
+        chosen = np.ones(len(records), bool)
         if group is not None:
             chosen &= records["group"] == group
         if mode is not None:

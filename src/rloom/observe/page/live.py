@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from rloom.observe.page.query import Query, chosen, in_order
+from rloom.observe.page.query import Query, chosen
 from rloom.observe.page.text_search import TextSearch
 from rloom.observe.row_index import IndexNames
 from rloom.observe.runs import RunReader
@@ -114,8 +114,8 @@ class LiveRun:
         self.refresh()
         return self.reader.table.view
 
-    def find(self, query: Query) -> tuple[np.ndarray, np.ndarray, float]:
-        """The records, the places of those that a query asks for, in its order, and the share that was searched."""
+    def find(self, query: Query) -> tuple[np.ndarray, IndexNames, np.ndarray, float]:
+        """The records and their names, the places of those that a query asks for, and the share that was searched."""
         records, names = self.snapshot()
         wanted, searched = chosen(records, names, query), 1.0
         if query.text:
@@ -125,7 +125,7 @@ class LiveRun:
             found = search.matches[: len(wanted)]
             wanted[: len(found)] &= found
             wanted[len(found) :] = False
-        return records, in_order(records, names, np.flatnonzero(wanted), query.sort), searched
+        return records, names, np.flatnonzero(wanted), searched
 
     def _search(self, records: np.ndarray, text: str, version: str) -> TextSearch:
         """The search for a text, which may be going on already. Of too many, the one that was asked for longest ago is
