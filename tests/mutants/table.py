@@ -930,6 +930,12 @@ MUTANTS = [
         "tests/unit/test_runs.py::test_an_index_that_has_not_grown_is_mapped_once",
     ),
     Mutant(
+        "training/kl_weight.py",
+        "self.value = min(max(adapted_beta(self.value, kl, self.target, self.gain), low), high)",
+        "self.value = adapted_beta(self.value, kl, self.target, self.gain)",
+        "tests/integration/test_kl_target.py::test_beta_stays_within_a_hundred_times_of_where_it_began",
+    ),
+    Mutant(
         "observe/runs.py",
         'trained = (row for row in self._lines() if row.get("mode") == "train")',
         "trained = self._lines()",
