@@ -1083,7 +1083,7 @@ MUTANTS = [
     ),
     Mutant(
         "algo/kl.py",
-        "    error = min(max(kl / target - 1.0, -0.2), 0.2)",
+        "    error = min(max(kl / target - 1.0, -0.2), 2.0)",
         "    error = kl / target - 1.0",
         "tests/integration/test_kl_target.py::test_a_kl_that_stays_away_moves_beta_geometrically",
     ),

@@ -59,11 +59,6 @@ def exact_kl(policy_logits: Tensor, reference_logits: Tensor, temperature: float
     return (policy.exp() * (policy - reference)).sum(-1)
 
 
-BETA_RANGE = 100.0
-"""How many times its first value, or which part of it, β becomes at most where it is adapted. More would move nothing,
-since optimizers divide by the size of a gradient, and would take long to come back."""
-
-
 def adapted_beta(beta: float, kl: float, target: float, gain: float) -> float:
     """β ← β · (1 + gain · clip(kl / target − 1, −0.2, 2)): the weight grows while the KL is above its target.
 

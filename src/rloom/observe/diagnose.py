@@ -13,7 +13,6 @@ from itertools import pairwise
 from statistics import fmean, median
 from typing import TYPE_CHECKING
 
-from rloom.algo.kl import BETA_RANGE
 from rloom.observe.courses import WINDOW, Logs
 
 if TYPE_CHECKING:
@@ -43,6 +42,9 @@ CERTAIN = 3.0
 """Standard errors that a change of the reward has to have."""
 FLAT_LOGS = 50
 """Logs without progress before it is reported."""
+BETA_RANGE = 100.0
+"""How many times its first value, or which part of it, β becomes at most where it is adapted. More would move nothing,
+since optimizers divide by the size of a gradient, and would take long to come back."""
 
 Rule = Callable[[Logs, "RLOOConfig"], str | None]
 

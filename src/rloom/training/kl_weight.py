@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 
-from rloom.algo.kl import BETA_RANGE, adapted_beta
+from rloom.algo.kl import adapted_beta
 from rloom.config import RLOOConfig
+from rloom.observe.diagnose import BETA_RANGE
 
 
 class KLWeight:
