@@ -1,7 +1,7 @@
 """What the run's store and page cost: writing while training, opening and filtering in a browser.
 
 python bench/page.py open                     2,000 updates × 256 completions: opening, filters, text search
-python bench/page.py open --steps 5200        a larger one (about 2.4 GB)
+python bench/page.py open --times 9           the same nine times over (10 GB, made in two minutes)
 python bench/page.py demo                     the share of a demo step that writing takes
 python bench/page.py write                    the host's seconds for writing 128 completions of 256 tokens
 
@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import io
 import random
+import re
 import subprocess
 import sys
 import tempfile
@@ -25,10 +26,10 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from rloom.observe.row_index import NAMES, RECORDS
+from rloom.observe.row_index import NAMES, RECORDS, read_index, write_index
 from rloom.observe.row_json import packed_ids
 from rloom.observe.runs import packed
-from rloom.observe.store import FOLDER, RunStore
+from rloom.observe.store import FOLDER, METRICS, RunStore
 
 WORDS = [f"{a}{b}" for a in ("lo", "ren", "tas", "mi", "qu", "ver") for b in ("um", "ipsa", "do", "ne", "rex")]
 
@@ -65,6 +66,37 @@ def make_run(folder: Path, steps: int, completions: int, k: int = 8, tokens: int
         store.log(logs, step)
 
 
+def repeat_run(folder: Path, times: int) -> None:
+    """Make a made-up run longer: its updates again and again, under later steps. Quicker than to make as many."""
+    store = folder / FOLDER
+    found = read_index(store)
+    assert found is not None
+    names, records = found[0], np.array(found[1])
+    last, logs = int(records["step"][-1]), (store / METRICS).read_bytes()
+    copies = [records]
+    for shift in range(last, last * times, last):
+        copy = records.copy()
+        copy["step"] += shift
+        wider = np.char.str_len(copy["step"].astype("U")) - np.char.str_len(records["step"].astype("U"))
+        copy["size"] += wider.astype("u4")
+        copy["text_at"] += wider.astype("u4")
+        for part in np.unique(records["part"]):
+            own = records["part"] == part
+            copy["part"][own] = part + shift
+            copy["offset"][own] = np.cumsum(copy["size"][own].astype("u8")) - copy["size"][own]
+            lines = (store / f"{part:09d}.jsonl").read_bytes()
+            (store / f"{part + shift:09d}.jsonl").write_bytes(later(lines, shift))
+        copies.append(copy)
+        with (store / METRICS).open("ab") as file:
+            file.write(later(logs, shift))
+    write_index(store, names, np.concatenate(copies))
+
+
+def later(lines: bytes, shift: int) -> bytes:
+    """Lines of JSON with later steps."""
+    return re.sub(rb'("step": )(\d+)', lambda found: found[1] + str(int(found[2]) + shift).encode(), lines)
+
+
 def size_of(folder: Path) -> str:
     sizes = {path.name: path.stat().st_size / 1e6 for path in (folder / FOLDER).iterdir()}
     return f"{sum(sizes.values()):,.0f} MB, of which the index {sizes.get(RECORDS, 0):,.0f} MB"
@@ -82,6 +114,14 @@ def served(folder: Path) -> tuple[subprocess.Popen[str], str, float]:
     assert process.stdout is not None
     line = process.stdout.readline()
     return process, line.split(" at ")[1].split(" ")[0], time.perf_counter() - began
+
+
+def memory_of(process: subprocess.Popen[str]) -> str:
+    """A process's own memory, and all that it holds, files that it maps included."""
+    import psutil
+
+    found = psutil.Process(process.pid).memory_info()
+    return f"{(found.rss - found.shared) / 1e6:.0f}/{found.rss / 1e6:.0f}"
 
 
 ROWS = "document.querySelectorAll('#rows .row').length"
@@ -146,6 +186,7 @@ def opened(folder: Path, browser: object, label: str) -> None:
             browser.wait("!document.getElementById('found').textContent.includes('being read')", 900)  # type: ignore[attr-defined]
             print(f"  all rows were read after {time.perf_counter() - began:.1f} s, in the background")
             return
+        said = [f"opened {memory_of(process)}"]
         for name, values in FILTERS.items():
             times = []
             for _ in range(5):
@@ -156,19 +197,22 @@ def opened(folder: Path, browser: object, label: str) -> None:
             counted = times[:1] if "text" in values else times
             first, done = median(t[0] for t in counted), median(t[1] for t in counted)
             print(f"  {name}: {times[0][2]:,} rows; first after {first:.0f} ms, all after {done:.0f} ms")
+            said.append(f"{name} {memory_of(process)}")
+        print(f"  memory of the server, its own and with what it maps, MB: {'; '.join(said)}")
     finally:
         process.terminate()
         process.wait()
 
 
-def measure_opening(folder: Path, steps: int, completions: int) -> None:
+def measure_opening(folder: Path, steps: int, completions: int, times: int) -> None:
     from tests.browser import Browser
 
     if not (folder / FOLDER).exists():
         began = time.perf_counter()
         make_run(folder, steps, completions)
+        repeat_run(folder, times)
         print(f"made in {time.perf_counter() - began:.0f} s")
-    print(f"{steps:,} updates × {completions} completions, {size_of(folder)}")
+    print(f"{steps * times:,} updates × {completions} completions, {size_of(folder)}")
     with Browser() as browser:
         opened(folder, browser, "indexed")
         for name in (RECORDS, NAMES):
@@ -255,6 +299,7 @@ def main() -> None:
     parser.add_argument("what", choices=("open", "demo", "write"))
     parser.add_argument("--steps", type=int, default=2000)
     parser.add_argument("--completions", type=int, default=256)
+    parser.add_argument("--times", type=int, default=1, help="make the run longer by repeating it")
     parser.add_argument("--folder", help="where the made-up run is, or is made (default: a temporary folder)")
     options = parser.parse_args()
     if options.what == "write":
@@ -262,10 +307,10 @@ def main() -> None:
     elif options.what == "demo":
         measure_demo(min(options.steps, 100))
     elif options.folder:
-        measure_opening(Path(options.folder), options.steps, options.completions)
+        measure_opening(Path(options.folder), options.steps, options.completions, options.times)
     else:
         with tempfile.TemporaryDirectory() as folder:
-            measure_opening(Path(folder), options.steps, options.completions)
+            measure_opening(Path(folder), options.steps, options.completions, options.times)
 
 
 if __name__ == "__main__":

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from statistics import fmean
+from types import SimpleNamespace
 
 import pytest
 
 from rloom import RLOOConfig, RLOOTrainer
 from rloom.algo.kl import adapted_beta
 from rloom.errors import ConfigError
+from rloom.training.kl_weight import KLWeight
 from tests.conftest import make_model, make_tokenizer
 
 
@@ -31,7 +33,7 @@ def test_a_kl_that_stays_away_moves_beta_geometrically():
     above = below = 0.05
     for _ in range(30):
         above, below = adapted_beta(above, 3.0, 0.1, 0.1), adapted_beta(below, 0.0, 0.1, 0.1)
-    assert above == pytest.approx(0.05 * 1.02**30)
+    assert above == pytest.approx(0.05 * 1.2**30)
     assert below == pytest.approx(0.05 * 0.98**30)
     assert adapted_beta(0.3, 0.1, 0.1, 0.1) == 0.3
     assert adapted_beta(0.3, 0.09, 0.1, 0.5) == pytest.approx(0.3 * 0.95)
@@ -43,12 +45,23 @@ def test_beta_of_each_update_follows_from_the_kl_before(config, placement):
     expected = 0.2
     for entry in found:
         assert entry["beta"] == pytest.approx(expected)
-        away = min(0.2, max(-0.2, entry["kl"] / 0.01 - 1))
+        away = min(2.0, max(-0.2, entry["kl"] / 0.01 - 1))
         expected *= 1 + 0.5 * away
     # It went down from a KL of 0, and up again: both sides of the formula were seen.
     betas = [entry["beta"] for entry in found]
     assert min(betas) < betas[0]
     assert betas[-1] > min(betas)
+
+
+def test_beta_stays_within_a_hundred_times_of_where_it_began():
+    weight = KLWeight(SimpleNamespace(beta=0.05, kl_target=0.1, kl_target_gain=1.0))
+    for kl, end in [(9.0, 5.0), (-1.0, 0.0005), (9.0, 5.0)]:
+        for _ in range(60):
+            weight.follow(kl)
+        assert weight.value == pytest.approx(end)
+        # It leaves its bound as soon as the KL does.
+        weight.follow(0.11 if end < 1 else 0.09)
+        assert weight.value != pytest.approx(end)
 
 
 def test_beta_is_logged_only_where_it_moves(config):

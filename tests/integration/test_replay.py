@@ -13,7 +13,7 @@ import rloom
 from rloom.cli.main import main
 from rloom.cli.replay import _show, read_command, write_command
 from rloom.errors import ConfigError, DataError
-from rloom.observe.run_rows import steps_of
+from rloom.observe import RunReader
 from tests.conftest import make_model, make_tokenizer
 from tests.integration import resume_run
 from tests.integration.test_resume import run
@@ -38,7 +38,7 @@ def test_a_hundred_samples_of_a_killed_run_come_out_as_they_were_stored(killed, 
     folder, whole = killed
     before = contents(folder)
     weights = json.loads((whole / "weights.json").read_text())
-    stored = dict(steps_of(folder))
+    stored = dict(RunReader(folder).steps())
     everything = [(step, sample) for step, rows in stored.items() for sample in range(len(rows))]
     assert len(everything) == 128
     chosen = random.Random(3).sample(everything, 100)
@@ -168,7 +168,7 @@ def test_what_cannot_be_replayed_is_said(tmp_path):
     trainer = make_trainer(tmp_path / "a", by_length)
     with pytest.raises(DataError, match="stored no tokens for update 2: it was trained with store_completions=False"):
         rloom.replay(trainer, 2, run=tmp_path / "run")
-    with pytest.raises(DataError, match="there are no completions in"):
+    with pytest.raises(DataError, match="is no folder"):
         rloom.replay(trainer, 2, run=tmp_path / "nothing")
     with pytest.raises(ConfigError, match="counted from 1"):
         rloom.replay(trainer, 0, run=tmp_path / "run")

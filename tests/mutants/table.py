@@ -898,10 +898,47 @@ MUTANTS = [
         "    for name, what in reversed(CAUSES):",
         "tests/unit/test_compare.py::test_the_cause_is_named_before_what_follows_from_it",
     ),
+    # -- the search for a text
     Mutant(
-        "observe/run_rows.py",
-        'if row.get("mode") == "train" and row["step"] >= first',
-        'if row["step"] >= first',
+        "observe/page/text_search.py",
+        "            first = max(first, known)",
+        "            pass",
+        "tests/unit/test_page.py::test_of_a_run_that_goes_on_only_new_rows_are_searched",
+    ),
+    Mutant(
+        "observe/page/text_search.py",
+        "        last = slice(max(count - 1, 0), count)",
+        "        last = slice(0, 0)",
+        "tests/unit/test_page.py::test_a_search_does_not_go_on_in_rows_that_are_others",
+    ),
+    Mutant(
+        "observe/page/text_search.py",
+        """self.text in json.loads(b'"' + data[begin[row] : end[row]].tobytes() + b'"')""",
+        "True",
+        "tests/unit/test_page.py::test_what_only_json_writes_is_not_found",
+    ),
+    Mutant(
+        "observe/page/query.py",
+        "np.flatnonzero(values <= np.partition(values, end - 1)[end - 1])",
+        "np.flatnonzero(values < np.partition(values, end - 1)[end - 1])",
+        "tests/unit/test_page.py::test_a_page_of_rows_is_a_stretch_of_all_in_order",
+    ),
+    Mutant(
+        "observe/row_table.py",
+        "            if names != self.names or len(base) != len(self._base):",
+        "            if len(base):",
+        "tests/unit/test_runs.py::test_an_index_that_has_not_grown_is_mapped_once",
+    ),
+    Mutant(
+        "training/kl_weight.py",
+        "self.value = min(max(adapted_beta(self.value, kl, self.target, self.gain), low), high)",
+        "self.value = adapted_beta(self.value, kl, self.target, self.gain)",
+        "tests/integration/test_kl_target.py::test_beta_stays_within_a_hundred_times_of_where_it_began",
+    ),
+    Mutant(
+        "observe/runs.py",
+        'trained = (row for row in self._lines() if row.get("mode") == "train")',
+        "trained = self._lines()",
         "tests/unit/test_compare.py::test_the_same_runs_do_not_part",
     ),
     Mutant(
@@ -1083,7 +1120,7 @@ MUTANTS = [
     ),
     Mutant(
         "algo/kl.py",
-        "    error = min(max(kl / target - 1.0, -0.2), 0.2)",
+        "    error = min(max(kl / target - 1.0, -0.2), 2.0)",
         "    error = kl / target - 1.0",
         "tests/integration/test_kl_target.py::test_a_kl_that_stays_away_moves_beta_geometrically",
     ),

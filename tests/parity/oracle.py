@@ -704,7 +704,8 @@ class Oracle:
             notes.add("beta", self.beta)
             if kls:
                 away = float(torch.cat(kls).mean()) / self.set.kl_target - 1
-                self.beta *= 1 + self.set.kl_target_gain * max(-0.2, min(0.2, away))
+                moved = self.beta * (1 + self.set.kl_target_gain * max(-0.2, min(2.0, away)))
+                self.beta = max(self.set.beta / 100, min(self.set.beta * 100, moved))
 
     def measure_older(self, rollout: Rollout, notes: Notes) -> None:
         """The names of older documents."""

@@ -220,6 +220,15 @@ def test_a_fall_within_the_noise_is_none(args):
     assert diagnose.reward_falls(Logs(steady), args) is not None
 
 
+def test_a_beta_at_its_bound_is_said_to_be(args):
+    grown = [min(0.005 * 1.2**i, 0.5) for i in range(60)]
+    line = diagnose.kl_target_is_out_of_reach(Logs(entries(healthy() | {"beta": grown})), args)
+    assert "beta has grown from 0.005 to its bound of 0.5, 100 times as much, and the KL" in line
+    assert "lower learning_rate" in line
+    below = diagnose.kl_target_is_out_of_reach(Logs(entries(healthy() | {"beta": [b / 2 for b in grown[:24]]})), args)
+    assert below is None or "bound" not in below
+
+
 def test_a_run_of_others_has_no_options():
     """Its lines name options without values."""
     for name, (changes, _) in SYMPTOMS.items():

@@ -24,7 +24,7 @@ from rich.console import Console
 from rloom.cli.main import main
 from rloom.errors import DataError
 from rloom.observe import read_store, row_table
-from rloom.observe.page import answers, live
+from rloom.observe.page import answers, live, query
 from rloom.observe.page.export import document, export, sampled_rows
 from rloom.observe.page.live import LiveRun
 from rloom.observe.page.query import Query
@@ -159,6 +159,23 @@ def test_rows_are_those_of_a_plain_filter(folder):
         assert [row["reward"] for row in found["rows"]] == [r["reward"] for r in in_order(expected, name, falling)]
 
 
+@pytest.mark.parametrize("sort", ["reward", "-reward", "num_tokens", "-num_tokens", "step", "-step"])
+def test_a_page_of_rows_is_a_stretch_of_all_in_order(folder, sort):
+    """Also where a page ends among equal numbers, and where rows have none."""
+    run = LiveRun(folder)
+    run.catch_up()
+    records, names = run.snapshot()
+    records = np.array(records)
+    records["num_tokens"] %= 3
+    places = np.arange(0, len(records), 2)
+    rows = [{"place": place, "step": 0} | {n: records[n][place] for n in ("reward", "num_tokens")} for place in places]
+    rows = [row | {"reward": None if np.isnan(row["reward"]) else row["reward"]} for row in rows]
+    expected = [row["place"] for row in in_order(rows, sort.removeprefix("-"), sort.startswith("-"))]
+    for offset in range(0, 40, 3):
+        found = query.in_order(records, names, places, sort, offset, 7)
+        assert found.tolist() == expected[offset : offset + 7]
+
+
 def in_order(rows, name: str, falling: bool):
     if name == "step":
         return rows[::-1] if falling else rows
@@ -180,6 +197,61 @@ def test_a_text_is_found_wherever_blocks_end(folder, monkeypatch, block):
         search = TextSearch(folder / "_rollouts", records, text).start()
         assert search.wait(20)
         assert search.matches.tolist() == [text in row["completion"] for row in rows], text
+
+
+def test_what_only_json_writes_is_not_found(tmp_path):
+    """The n of \\n, and the digits of \\u00e9, are not in the text."""
+    texts = ["two\nlines", "caf\u00e9 9", "tab\t", "a \\n that is there"]
+    RunStore(tmp_path).write([{"group": 0, "completion": text} for text in texts], 1)
+    run = LiveRun(tmp_path)
+    run.catch_up()
+    for text in ("n", "nl", "00e9", "9", "t", "\\n", "\n"):
+        search = TextSearch(tmp_path / "_rollouts", run.snapshot()[0], text).start()
+        assert search.wait(20)
+        assert search.matches.tolist() == [text in one for one in texts], text
+
+
+def test_a_search_without_a_c_library_finds_the_same(folder, monkeypatch):
+    monkeypatch.setattr("rloom.observe.page.text_search._search", None)
+    run = LiveRun(folder)
+    run.catch_up()
+    search = TextSearch(folder / "_rollouts", run.snapshot()[0], "nice").start()
+    assert search.wait(20)
+    assert search.matches.tolist() == ["nice" in row["completion"] for row in read_store(folder)]
+
+
+def test_of_a_run_that_goes_on_only_new_rows_are_searched(folder, monkeypatch):
+    monkeypatch.setattr(live, "FRESH_SECONDS", 0.0)
+    run, looked_at = LiveRun(folder), []
+    search_rows = TextSearch._search_rows
+    monkeypatch.setattr(
+        TextSearch, "_search_rows", lambda self, data, rows: (looked_at.append(rows), search_rows(self, data, rows))
+    )
+    run.catch_up()
+    before = answers.rows(run, Query(text="owned"))["count"]
+    looked_at.clear()
+    store = RunStore(folder)
+    store.resume(6)
+    run.catch_up()
+    assert answers.rows(run, Query(text="owned"))["count"] == before
+    # Resuming makes the index anew, and may have dropped rows.
+    assert looked_at
+    looked_at.clear()
+    store.write([{"group": 0, "completion": text, "reward": 1.0} for text in ("owned again", "other")], 7)
+    found = answers.rows(run, Query(text="owned"))
+    assert (found["count"], found["searched"], looked_at) == (before + 1, 1.0, [slice(72, 74)])
+
+
+def test_a_search_does_not_go_on_in_rows_that_are_others(folder):
+    run = LiveRun(folder)
+    run.catch_up()
+    records = run.snapshot()[0]
+    search = TextSearch(folder / "_rollouts", records[20:60], "owned").start()
+    assert search.wait(20)
+    assert search.is_of(records[20:])
+    assert not search.is_of(records[20:50])
+    # An older store is read from its end: rows come at the front.
+    assert not search.is_of(records)
 
 
 @pytest.fixture
@@ -219,7 +291,7 @@ from rloom.observe.page import text_search
 from rloom.observe.row_table import RowTable
 from rloom.observe.store import FOLDER, RunStore
 
-output, text_search.BLOCK = Path(sys.argv[1]), 2**18
+output, text_search.BLOCK, text_search.THREADS = Path(sys.argv[1]), 2**18, 1
 store = RunStore(output)
 store.begin()
 for step in range(1, 11):

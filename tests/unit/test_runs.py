@@ -182,6 +182,31 @@ def test_a_reader_follows_a_run_through_its_resume(tmp_path):
     assert [row["step"] for row in reader.completions()] == [row["step"] for row in read_store(tmp_path)]
 
 
+def test_an_index_that_has_not_grown_is_mapped_once(tmp_path):
+    """A page looks every second, and what is found in a map keeps it."""
+    store = RunStore(tmp_path)
+    write(store, 1, 2)
+    reader = RunReader(tmp_path)
+    reader.table.refresh()
+    before = reader.table.records
+    reader.table.refresh()
+    assert reader.table.records is before
+    write(store, 3)
+    reader.table.refresh()
+    assert len(reader.table.records) == len(before) + 6
+
+
+def test_the_rows_of_a_step_are_found_among_others(tmp_path):
+    store = RunStore(tmp_path)
+    write(store, 2, 3, 7)
+    write(store, 7, mode="eval")
+    reader = RunReader(tmp_path)
+    for step, count in [(1, 0), (2, 6), (3, 6), (5, 0), (7, 12), (8, 0)]:
+        found = reader.completions(step=step)
+        assert [row["step"] for row in found] == [step] * count
+    assert len(reader.completions(step=7, mode="eval", group=1)) == 3
+
+
 def test_an_index_that_cannot_be_written_costs_no_row(tmp_path, monkeypatch, caplog):
     store = RunStore(tmp_path)
     write(store, 1)

@@ -54,7 +54,7 @@ class ObjectiveTopic(Topic):
         None, "Adapt `beta` after each rollout so that `kl` (nats per token) goes to this value; unset: constant."
     )
     kl_target_gain: float = option(
-        0.1, "beta ← beta · (1 + this · clip(kl / kl_target − 1, ±0.2)); larger: quicker, and less steady."
+        0.1, "beta ← beta · (1 + this · clip(kl / kl_target − 1, −0.2, 2)); larger: quicker, and less steady."
     )
     kl_placement: str | None = option(None, f"Where the KL goes: {', '.join(KL_PLACEMENTS)}.")
     ratio_level: str | None = option(

@@ -9,7 +9,7 @@ from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
-from rloom.observe.run_rows import facts_of, log_of, steps_of
+from rloom.observe.runs import RunReader
 
 CAUSES = (
     ("prompt", "prompts"), ("token_ids", "completions"), ("completion", "completions"), ("stop_reason", "completions"),
@@ -17,6 +17,9 @@ CAUSES = (
 )  # fmt: skip
 """Fields of a completion and what they belong to, in the order in which a step makes them: the first that differs is
 the cause of the others."""
+
+VERSIONS = ("python", "rloom", "torch", "transformers")
+"""Packages whose versions are compared."""
 
 LOGGED = ("loss", "grad_norm", "learning_rate")
 """Logged numbers that are compared, after a step's completions."""
@@ -45,12 +48,13 @@ class Comparison:
 
 def compare_runs(one: str | Path, other: str | Path) -> Comparison:
     """Compare two runs step by step, until they part. Completions are read one step at a time."""
-    found = Comparison(options=list(_options(facts_of(one), facts_of(other))))
-    logs = log_of(one), log_of(other)
+    runs = RunReader(one), RunReader(other)
+    found = Comparison(options=list(_options(_facts_of(runs[0]), _facts_of(runs[1]))))
+    logs = _log_of(runs[0]), _log_of(runs[1])
     # Also steps that train on completions of an earlier one.
     logged = deque(sorted(logs[0].keys() & logs[1].keys()))
     ends = [0, 0]
-    for a, b in zip_longest(steps_of(one), steps_of(other)):
+    for a, b in zip_longest(*(run.steps() for run in runs)):
         for index, pair in enumerate((a, b)):
             ends[index] = pair[0] if pair is not None else ends[index]
         if a is None or b is None:
@@ -65,6 +69,21 @@ def compare_runs(one: str | Path, other: str | Path) -> Comparison:
         _part_by_log(found, logs, logged, before=None)
     found.ends = (max([ends[0], *logs[0]]), max([ends[1], *logs[1]]))
     return found
+
+
+def _facts_of(run: RunReader) -> dict[str, Any]:
+    """Model, data, rewards, options and versions of a run."""
+    stored = run.facts()
+    # A checkpoint has them under `versions`, the store with more beside them under `environment`.
+    known = stored.get("versions") or stored.get("environment") or {}
+    versions = {name: value for name, value in known.items() if name in VERSIONS}
+    facts = {"fixed": stored.get("fixed"), "options": stored.get("options"), "versions": versions}
+    return {name: value for name, value in facts.items() if value}
+
+
+def _log_of(run: RunReader) -> dict[int, dict[str, Any]]:
+    """What was logged after each update."""
+    return {entry["step"]: entry for entry in run.metrics() if "loss" in entry}
 
 
 def _part_at(found: Comparison, step: int, differences: list[Difference]) -> bool:

@@ -42,6 +42,9 @@ CERTAIN = 3.0
 """Standard errors that a change of the reward has to have."""
 FLAT_LOGS = 50
 """Logs without progress before it is reported."""
+BETA_RANGE = 100.0
+"""How many times its first value, or which part of it, β becomes at most where it is adapted. More would move nothing,
+since optimizers divide by the size of a gradient, and would take long to come back."""
 
 Rule = Callable[[Logs, "RLOOConfig"], str | None]
 
@@ -320,8 +323,10 @@ def kl_target_is_out_of_reach(logs: Logs, args: RLOOConfig) -> str | None:
         return None
     if logs["kl"].last(10) < 1.5 * target:
         return None
+    bound = beta.values[-1] >= 0.99 * BETA_RANGE * beta.first(1)
+    end = f"its bound of {beta.values[-1]:.2g}, {BETA_RANGE:g} times as much" if bound else f"{beta.last():.2g}"
     return (
-        f"beta has grown from {beta.first(1):.2g} to {beta.last():.2g}, and the KL of {logs['kl'].last():.2g} is still "
+        f"beta has grown from {beta.first(1):.2g} to {end}, and the KL of {logs['kl'].last():.2g} is still "
         f"above kl_target={target:g}: the noise of updates alone moves the policy that far; lower "
         f"{now(args, 'learning_rate')}, or raise kl_target"
     )

@@ -12,6 +12,7 @@ import itertools
 import json
 import os
 import uuid
+from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field
 from json.encoder import encode_basestring_ascii
@@ -205,6 +206,15 @@ def end_of(records: np.ndarray) -> tuple[int, int]:
         return 0, 0
     last = records[-1]
     return int(last["part"]), int(last["offset"] + last["size"])
+
+
+def rows_of_step(records: np.ndarray, step: int) -> slice:
+    """The places of a step's records. They are in the order of steps, so that few of them are looked at."""
+    first, last = (
+        find(range(len(records)), step, key=lambda place: int(records[place]["step"]))
+        for find in (bisect_left, bisect_right)
+    )
+    return slice(first, last)
 
 
 def line_of(folder: Path, record: np.void) -> bytes:

@@ -114,7 +114,10 @@ class RowTable:
         loaded = read_index(self.folder)
         self._on_disk = loaded is not None and fits(self.folder, loaded[1])
         if loaded is not None and self._on_disk:
-            names, self._base = loaded
+            names, base = loaded
+            if names != self.names or len(base) != len(self._base):
+                # What is mapped already stays, and searches that hold it too: each map counts as memory.
+                self._base = base
         else:
             names = IndexNames() if self._shrunk() else self.names
             self._base = np.zeros(0, names.dtype())

@@ -7,6 +7,7 @@ are the logs in `trainer_state.json`.
 from __future__ import annotations
 
 import base64
+import itertools
 import json
 import math
 import re
@@ -18,11 +19,12 @@ import numpy as np
 
 from rloom.errors import DataError
 from rloom.observe.lines import lines_of, parts_of
+from rloom.observe.row_index import rows_of_step
 from rloom.observe.row_json import with_token_ids
 from rloom.observe.row_table import RowTable
 from rloom.observe.store import DIAGNOSES, FOLDER, METRICS, RUN
 
-STATE = "trainer_state.json"
+STATE, IDENTITY = "trainer_state.json", "rloom_run.json"
 
 
 class RunReader:
@@ -74,7 +76,8 @@ class RunReader:
 
     def facts(self) -> dict[str, Any]:
         """What the run is: `options`, `environment`, `about` (model, data, rewards, device). Empty where unknown."""
-        for path in (self.store / RUN, *(folder / "rloom_run.json" for folder in (self.folder, *self._checkpoints()))):
+        newest = [folder for _, folder in self.checkpoints()]
+        for path in (self.store / RUN, *(folder / IDENTITY for folder in (self.folder, *newest))):
             try:
                 found = json.loads(path.read_text())
             except (OSError, ValueError):
@@ -92,14 +95,14 @@ class RunReader:
         """The newest `trainer_state.json` that can be read. The folder's own is of the run's end, or of an earlier end
         after which it was resumed."""
         own = _state_of(self.folder)
-        newest = next((state for folder in self._checkpoints() if (state := _state_of(folder)) is not None), None)
+        newest = next((state for _, folder in self.checkpoints() if (state := _state_of(folder)) is not None), None)
         return max((state for state in (own, newest) if state is not None), key=_last_step, default=None)
 
-    def _checkpoints(self) -> list[Path]:
-        """Its checkpoints, newest first."""
-        found = [(match, path) for path in self.folder.glob("checkpoint-*")
+    def checkpoints(self) -> list[tuple[int, Path]]:
+        """Its checkpoints by step, newest first."""
+        found = [(int(match[1]), path) for path in self.folder.glob("checkpoint-*")
                  if (match := re.fullmatch(r"checkpoint-(\d+)", path.name))]  # fmt: skip
-        return [path for _, path in sorted(found, key=lambda pair: -int(pair[0][1]))]
+        return sorted(found, reverse=True)
 
     # -- completions
 
@@ -111,9 +114,9 @@ class RunReader:
         Only those lines are read. docs/rewards.md lists the fields of a row."""
         self.table.read_all()
         records = self.table.records
-        chosen = np.ones(len(records), bool)
         if step is not None:
-            chosen &= records["step"] == step
+            records = records[rows_of_step(records, step)]
+        chosen = np.ones(len(records), bool)
         if group is not None:
             chosen &= records["group"] == group
         if mode is not None:
@@ -121,16 +124,41 @@ class RunReader:
             chosen &= records["mode"] == (modes.index(mode) if mode in modes else -1)
         return [self.row(records[place]) for place in np.flatnonzero(chosen)]
 
+    def steps(self) -> Iterator[tuple[int, list[dict[str, Any]]]]:
+        """The training completions of each step, in order. All lines are read, and one step is in memory at a time.
+
+        >>> import tempfile
+        >>> from rloom.observe.store import RunStore
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     store = RunStore(folder)
+        ...     store.write([{"group": 0, "reward": 1.0}, {"group": 0, "reward": 0.0}], step=1)
+        ...     store.write([{"group": 0, "reward": 0.5}], step=2)
+        ...     [(step, [row["reward"] for row in rows]) for step, rows in RunReader(folder).steps()]
+        [(1, [1.0, 0.0]), (2, [0.5])]
+        """
+        trained = (row for row in self._lines() if row.get("mode") == "train")
+        for step, rows in itertools.groupby(trained, key=lambda row: row["step"]):
+            yield step, list(rows)
+
+    def _lines(self) -> Iterator[dict[str, Any]]:
+        parts = self._parts()
+        for part in parts:
+            for _, row, _ in lines_of(part, last=part is parts[-1]):
+                if row is not None:
+                    yield _in_numbers(row)
+
+    def _parts(self) -> list[Path]:
+        if found := parts_of(self.store):
+            return found
+        raise DataError(f"there are no completions in {self.store}: is {self.folder} the output folder of a run?")
+
     def group(self, step: int, group: int, mode: str = "train") -> list[dict[str, Any]]:
         """The rows of one group, in the order of their sampling."""
         return self.completions(step=step, mode=mode, group=group)
 
     def row(self, record: np.void) -> dict[str, Any]:
         """The stored row of a record of the table. Its tokens, and their values if stored, are lists of numbers."""
-        row = with_token_ids(self.table.line_of(record))
-        if isinstance(tokens := row.get("tokens"), dict):
-            row["tokens"] = unpacked(tokens)
-        return row
+        return _in_numbers(self.table.line_of(record))
 
 
 def _state_of(folder: Path) -> dict[str, Any] | None:
@@ -158,6 +186,14 @@ def _entries(path: Path) -> Iterator[dict[str, Any]]:
 
 
 # -- values of tokens
+
+
+def _in_numbers(row: dict[str, Any]) -> dict[str, Any]:
+    """A row whose tokens, and their values if stored, are lists of numbers."""
+    row = with_token_ids(row)
+    if isinstance(tokens := row.get("tokens"), dict):
+        row["tokens"] = unpacked(tokens)
+    return row
 
 
 def packed(values: Any) -> str:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -13,7 +12,7 @@ from torch import Tensor
 
 from rloom.data.images import without_images
 from rloom.errors import DataError
-from rloom.observe.run_rows import steps_of
+from rloom.observe.runs import RunReader
 from rloom.rewards.scored import Scored
 from rloom.types import Completion, Group, Prompt
 
@@ -24,7 +23,7 @@ class StoredEngine:
     keyed_by_prompt = False
     takes_images = True
 
-    def __init__(self, run: Path, trainer: Any) -> None:
+    def __init__(self, run: RunReader, trainer: Any) -> None:
         self.run, self.trainer = run, trainer
         self.played: list[dict[str, Any]] = []  # the rows of the latest rollout
         self._step = -1
@@ -32,7 +31,7 @@ class StoredEngine:
 
     def words(self) -> str:
         """What generates, in one line."""
-        return f"completions of {self.run}"
+        return f"completions of {self.run.folder}"
 
     def generate(self, prompts: Sequence[Prompt], num_generations: int, *, seed: int) -> Iterator[Group]:
         """Yield each prompt's stored group."""
@@ -48,23 +47,23 @@ class StoredEngine:
         group = self._left.pop(0) if self._left else []
         asked = json.loads(json.dumps(without_images(prompt.content), default=str))
         if not group or group[0].get("prompt") != asked:
+            stored = group[0].get("prompt") if group else "nothing more"
             raise DataError(
-                f"{self.run} has stored {group[0].get('prompt') if group else 'nothing more'!r} for update {step}, and "
-                f"the data gives {asked!r}: replay needs the run's data, options and number of processes"
+                f"{self.run.folder} has stored {stored!r} for update {step}, and the data gives {asked!r}: "
+                "replay needs the run's data, options and number of processes"
             )
         return group
 
 
-def stored_groups(run: Path, step: int) -> list[list[dict[str, Any]]]:
+def stored_groups(run: RunReader, step: int) -> list[list[dict[str, Any]]]:
     """The rows of a step, group by group."""
     groups: dict[int, list[dict[str, Any]]] = {}
-    for _, rows in steps_of(run, first=step, last=step):
-        for row in rows:
-            groups.setdefault(row["group"], []).append(row)
+    for row in run.completions(step=step, mode="train"):
+        groups.setdefault(row["group"], []).append(row)
     if any("token_ids" not in row for group in groups.values() for row in group):
         raise DataError(
-            f"{run} has stored no tokens for update {step}: it was trained with store_completions=False, or by an "
-            "older version"
+            f"{run.folder} has stored no tokens for update {step}: it was trained with store_completions=False, "
+            "or by an older version"
         )
     return list(groups.values())
 

@@ -21,7 +21,7 @@ from rloom.errors import ConfigError, DataError
 from rloom.models.low_bits import added_as_they_come
 from rloom.models.verify import evaluating
 from rloom.observe.row_json import with_token_ids
-from rloom.observe.run_rows import checkpoints_of
+from rloom.observe.runs import RunReader
 from rloom.observe.store import RunStore
 from rloom.observe.view import View
 from rloom.training import checkpoint
@@ -90,26 +90,26 @@ def replay(
         run: the run's folder; the trainer's `output_dir` if not given. It is only read.
         call_rewards: score the step's completions anew too, to be shown beside the stored scores.
     """
-    run = Path(trainer.args.output_dir if run is None else run)
-    _check(trainer, run, step)
-    begin = _nearest(run, step - 1)
+    reader = RunReader(trainer.args.output_dir if run is None else run)
+    _check(trainer, reader, step)
+    begin = _nearest(reader, step - 1)
     # Before the trainer is changed.
-    options = changed_options(trainer, run)
+    options = changed_options(trainer, reader)
     with tempfile.TemporaryDirectory() as scratch:
         _move(trainer, Path(scratch))
         wanted = None if sample is None else [sample] if isinstance(sample, int) else list(sample)
-        player = _Player(trainer, run, step, wanted, call_rewards)
+        player = _Player(trainer, reader, step, wanted, call_rewards)
         trainer.training_step = player.training_step
         try:
             trainer.train(resume_from_checkpoint=None if begin is None else str(begin[1]))
         except _ReachedError as reached:
             found = Replay(step=step, resumed_from=0 if begin is None else begin[0], **reached.found)
-            found.differences = [*options, *changed_norm(trainer, run, step, found.gradient_norm)]
+            found.differences = [*options, *changed_norm(trainer, reader, step, found.gradient_norm)]
             return found
     raise DataError(f"training ends before update {step}: replay needs the run's data and options")
 
 
-def _check(trainer: Any, run: Path, step: int) -> None:
+def _check(trainer: Any, run: RunReader, step: int) -> None:
     """Refuse what cannot be replayed."""
     if step < 1:
         raise ConfigError(f"updates are counted from 1: there is no update {step}")
@@ -121,14 +121,14 @@ def _check(trainer: Any, run: Path, step: int) -> None:
         )
     if not stored_groups(run, step):
         raise DataError(
-            f"{run} has no completions of update {step}: it was not reached, or trains on those of an earlier one, "
-            "which can be replayed"
+            f"{run.folder} has no completions of update {step}: it was not reached, or trains on those of an "
+            "earlier one, which can be replayed"
         )
 
 
-def _nearest(run: Path, step: int) -> tuple[int, Path] | None:
+def _nearest(run: RunReader, step: int) -> tuple[int, Path] | None:
     """The newest whole checkpoint that is not after `step`."""
-    for number, folder in checkpoints_of(run):
+    for number, folder in run.checkpoints():
         if number <= step and checkpoint.damage(folder) is None:
             return number, folder
     return None
@@ -156,7 +156,7 @@ class _ReachedError(Exception):
 class _Player:
     """Takes the place of the trainer's step: updates before the wanted one run as ever, on what was stored."""
 
-    def __init__(self, trainer: Any, run: Path, step: int, wanted: list[int] | None, call_rewards: bool) -> None:
+    def __init__(self, trainer: Any, run: RunReader, step: int, wanted: list[int] | None, call_rewards: bool) -> None:
         self.trainer, self.run, self.step = trainer, run, step
         self.wanted, self.call_rewards = wanted, call_rewards
         self.take_update = trainer.training_step

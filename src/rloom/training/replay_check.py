@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -19,9 +18,9 @@ NOT_OF_THE_UPDATE = {"report_to"}
 """Options that a replay sets otherwise."""
 
 
-def changed_options(trainer: Any, run: Path) -> list[str]:
+def changed_options(trainer: Any, run: RunReader) -> list[str]:
     """What differs between the run's model, data, rewards and options, and those of a trainer, in words."""
-    then, now = RunReader(run).facts(), facts_of(trainer)
+    then, now = run.facts(), facts_of(trainer)
     found: list[str] = []
     for part in ("fixed", "options"):
         known = {name: value for name, value in then.get(part, {}).items() if name not in NOT_OF_THE_UPDATE}
@@ -29,7 +28,7 @@ def changed_options(trainer: Any, run: Path) -> list[str]:
     return found
 
 
-def changed_norm(trainer: Any, run: Path, step: int, norm: float) -> Iterator[str]:
+def changed_norm(trainer: Any, run: RunReader, step: int, norm: float) -> Iterator[str]:
     """Says it, in words, if the norm of an update's gradient is not the logged one: then its weights were others."""
     schedule, logged = trainer.schedule, _logged_norm(run, step)
     whole = schedule.parts_per_update == schedule.parts * schedule.passes
@@ -39,9 +38,9 @@ def changed_norm(trainer: Any, run: Path, step: int, norm: float) -> Iterator[st
         yield f"the gradient's norm was logged as {logged:.6g} and is {norm:.6g}: the weights before it were others"
 
 
-def _logged_norm(run: Path, step: int) -> float | None:
+def _logged_norm(run: RunReader, step: int) -> float | None:
     """The norm that was logged after an update; None where there is no such log."""
-    found = [entry["grad_norm"] for entry in RunReader(run).metrics() if entry["step"] == step and "grad_norm" in entry]
+    found = [entry["grad_norm"] for entry in run.metrics() if entry["step"] == step and "grad_norm" in entry]
     norm = found[-1] if found else None
     return norm if isinstance(norm, float) and math.isfinite(norm) else None
 

@@ -17,7 +17,8 @@ from rloom.errors import DataError
 from rloom.observe.lines import parts_of
 from rloom.observe.metric_table import find
 from rloom.observe.page.live import LiveRun
-from rloom.observe.page.query import Query, chosen, column
+from rloom.observe.page.query import Query, chosen, column, in_order
+from rloom.observe.row_index import rows_of_step
 from rloom.observe.store import METRICS
 
 MOST_LOGS = 5000
@@ -97,8 +98,8 @@ def _finite(value: Any) -> float | None:
 def rows(run: LiveRun, query: Query) -> dict[str, Any]:
     """The rows that a query asks for: their number, and some of them, with the beginnings of their texts."""
     began = time.perf_counter()
-    records, places, searched = run.find(query)
-    shown = places[query.offset : query.offset + query.limit]
+    records, names, places, searched = run.find(query)
+    shown = in_order(records, names, places, query.sort, query.offset, query.limit)
     return {
         "count": len(places),
         "of": len(records),
@@ -152,8 +153,9 @@ def group(run: LiveRun, step: int, number: int, mode: str) -> dict[str, Any]:
     records, names = run.snapshot()
     if mode not in names.modes:
         raise DataError(f"no rows are of {mode!r}")
-    same = (records["step"] == step) & (records["group"] == number) & (records["mode"] == names.modes.index(mode))
-    found = [full_row(run, records[place]) for place in np.flatnonzero(same)]
+    beside = records[rows_of_step(records, step)]
+    same = (beside["group"] == number) & (beside["mode"] == names.modes.index(mode))
+    found = [full_row(run, beside[place]) for place in np.flatnonzero(same)]
     for row, name in itertools.product(found, UNSHOWN):
         row.pop(name, None)
     rewards = [row.get("reward") for row in found]
@@ -184,10 +186,9 @@ def prompt_course(run: LiveRun, query: Query) -> dict[str, Any]:
 def distribution(run: LiveRun, name: str, query: Query) -> dict[str, Any]:
     """How a column's values are spread: a histogram over all rows of a query, and quantiles through the steps."""
     records, names = run.snapshot()
-    found = records[chosen(records, names, query)]
-    values = column(found, names, name).astype(float)
-    known = np.isfinite(values)
-    values, steps = values[known], found["step"][known].astype(float)
+    values = column(records, names, name)
+    known = chosen(records, names, query) & np.isfinite(values)
+    values, steps = values[known].astype(float), records["step"][known].astype(float)
     if not len(values):
         return {"count": 0, "edges": [], "counts": [], "steps": [], "quantiles": {}}
     counts, edges = np.histogram(values, BINS)

@@ -14,6 +14,7 @@ from rloom.observe.page import answers
 from rloom.observe.page.live import LiveRun
 from rloom.observe.page.query import Query
 from rloom.observe.page.server import SCRIPTS, STATIC, STYLES
+from rloom.observe.row_index import rows_of_step
 from rloom.observe.row_json import strict_json
 
 SAMPLE = 400
@@ -93,7 +94,7 @@ def sampled_rows(run: LiveRun, sample: int) -> list[dict[str, Any]]:
         key = tuple(int(records[place][name]) for name in ("step", "mode", "group"))
         if key in wanted:
             continue
-        size = int(np.count_nonzero(_same(records, key)))
+        size = _group_size(records, *key)
         if total and total + size > sample:
             continue
         wanted[key] = None  # type: ignore[index]
@@ -124,8 +125,9 @@ def _spread(places: np.ndarray, count: int) -> np.ndarray:
     return places[np.unique(np.linspace(0, len(places) - 1, min(count, len(places))).astype(int))][::-1]
 
 
-def _same(records: np.ndarray, key: Any) -> np.ndarray:
-    return (records["step"] == key[0]) & (records["mode"] == key[1]) & (records["group"] == key[2])
+def _group_size(records: np.ndarray, step: int, mode: int, group: int) -> int:
+    beside = records[rows_of_step(records, step)]
+    return int(np.count_nonzero((beside["mode"] == mode) & (beside["group"] == group)))
 
 
 def _cut(value: Any) -> Any:

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from rloom.observe.page.query import Query, chosen, in_order
+from rloom.observe.page.query import Query, chosen
 from rloom.observe.page.text_search import TextSearch
 from rloom.observe.row_index import IndexNames
 from rloom.observe.runs import RunReader
@@ -21,7 +21,7 @@ logger = get_logger(__name__)
 
 FRESH_SECONDS = 1.0
 """How long what was read is believed."""
-PATIENCE_SECONDS = 0.15
+PATIENCE_SECONDS = 0.2
 """How long an answer waits for a text search. Then it has the rows found so far, and says so."""
 
 
@@ -114,33 +114,35 @@ class LiveRun:
         self.refresh()
         return self.reader.table.view
 
-    def find(self, query: Query) -> tuple[np.ndarray, np.ndarray, float]:
-        """The records, the places of those that a query asks for, in its order, and the share that was searched."""
+    def find(self, query: Query) -> tuple[np.ndarray, IndexNames, np.ndarray, float]:
+        """The records and their names, the places of those that a query asks for, and the share that was searched."""
         records, names = self.snapshot()
         wanted, searched = chosen(records, names, query), 1.0
         if query.text:
             search = self._search(records, query.text, names.id)
             search.wait(PATIENCE_SECONDS)
-            searched = 1.0 if search.done else search.looked / max(len(records), 1)
+            searched = search.looked / len(records) if len(records) else 1.0
             found = search.matches[: len(wanted)]
             wanted[: len(found)] &= found
             wanted[len(found) :] = False
-        return records, in_order(records, names, np.flatnonzero(wanted), query.sort), searched
+        return records, names, np.flatnonzero(wanted), searched
 
     def _search(self, records: np.ndarray, text: str, version: str) -> TextSearch:
-        """The search for a text, which may be going on already. One that broke off, as its lines changed, begins anew.
-        Of too many, the one that was asked for longest ago is given up, and says so to who still waits for it."""
-        key = f"{version} {len(records)}"
+        """The search for a text, which may be going on already. Of too many, the one that was asked for longest ago is
+        given up, and says so to who still waits for it."""
         with self._lock:
-            known = self._searches.pop(text, None)
-            if known is None or known[0] != key or (known[1].ended and not known[1].done):
-                if known is not None:
-                    known[1].stop()
-                known = (key, TextSearch(self.reader.store, records, text).start())
-            self._searches[text] = known
+            known, search = self._searches.pop(text, ("", None))
+            if search is not None and (known != version or not search.is_of(records)):
+                search.stop()
+                search = None
+            if search is None or (search.done and search.looked < len(records)):
+                # Where rows have come since, what was found before them stays.
+                found = None if search is None else search.matches
+                search = TextSearch(self.reader.store, records, text, known=found).start()
+            self._searches[text] = (version, search)
             for other in list(self._searches)[:-SEARCHES]:
                 self._searches.pop(other)[1].stop()
-            return known[1]
+            return search
 
 
 def _entries_from(path: Path, start: int) -> list[dict[str, Any]] | None:

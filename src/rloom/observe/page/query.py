@@ -117,12 +117,19 @@ def chosen(records: np.ndarray, names: IndexNames, query: Query) -> np.ndarray:
     return found
 
 
-def in_order(records: np.ndarray, names: IndexNames, places: np.ndarray, sort: str) -> np.ndarray:
-    """Places of rows in the order of a column: `reward` rising, `-reward` falling. Equal ones stay as they were
-    written, and rows without a number come last."""
-    falling, name = sort.startswith("-"), sort.removeprefix("-")
+def in_order(
+    records: np.ndarray, names: IndexNames, places: np.ndarray, sort: str, offset: int, limit: int
+) -> np.ndarray:
+    """`limit` places of rows from an offset on, in the order of a column: `reward` rising, `-reward` falling. Equal
+    ones stay as they were written, and rows without a number come last."""
+    falling, name, end = sort.startswith("-"), sort.removeprefix("-"), min(offset + limit, len(places))
     if name == "step":
         # Rows are written in the order of steps.
-        return places[::-1] if falling else places
+        return (places[::-1] if falling else places)[offset:end]
     values = column(records, names, name)[places].astype("f8")
-    return places[np.argsort(-values if falling else values, kind="stable")]
+    values = np.where(np.isnan(values), np.inf, -values if falling else values)
+    if not offset < end:
+        return places[:0]
+    # Of millions of rows a page is wanted: those that are not before its end need no order.
+    near = np.flatnonzero(values <= np.partition(values, end - 1)[end - 1])
+    return places[near[np.argsort(values[near], kind="stable")]][offset:end]
