@@ -15,6 +15,7 @@ from rloom.preflight.dry_run import DryRun, Measurement, dry_config
 from rloom.preflight.ends import end_notes, end_problems, passed_over
 from rloom.preflight.estimate import whole_run
 from rloom.preflight.group_size import Successes, best_size, efficiency, signal_by_size
+from rloom.preflight.real_size import seconds_at_size
 from rloom.preflight.recommend import KL_BUDGET, STEP, cold_start, recommend
 from rloom.preflight.summary import recipe, write_recipe
 from rloom.types import Completion, Prompt, Record
@@ -128,7 +129,7 @@ def dry_run(tmp_path, rows, **changes):
     options = {"per_device_train_batch_size": 16, "num_generations": 4, "max_completion_length": 8, "seed": 3}
     args = RLOOConfig(str(tmp_path), report_to="none", use_cpu=True, disable_tqdm=True, **(options | changes))
     config = dry_config(args, 8, str(tmp_path / "dry"), rows)
-    return DryRun(make_model(), kinds, config, rows, processing_class=make_tokenizer(), rate=1e-3)
+    return DryRun(make_model(), kinds, config, rows, processing_class=make_tokenizer(), rate=1e-3, size=16)
 
 
 @pytest.mark.parametrize("beta", [0.0, 0.05])
@@ -154,6 +155,34 @@ def test_the_step_that_is_measured_is_a_runs_first(tmp_path):
     trainer.measure()
     moved = torch.cat([(p - old).flatten() for p, old in zip(trainer.model.parameters(), before, strict=True)]).abs()
     assert moved[moved > 0].quantile(0.1).item() == pytest.approx(1e-3, rel=0.01)
+
+
+# -- how long the run's own size takes
+
+
+@pytest.mark.parametrize("beta", [0.0, 0.05])
+def test_the_runs_own_size_is_timed_without_rewards(tmp_path, beta):
+    """Twice, of which the second counts: as many completions as a rollout of the run has, of few prompts too."""
+    trainer = dry_run(tmp_path, [{"prompt": text} for text in ("ab", "cd", "ef", "gh")], beta=beta)
+    trainer.measure()
+    asked, trained, generate, loss = [], [], trainer.collector.engine.generate, trainer.learner.loss
+
+    def asking(prompts, k, *, seed):
+        asked.append(len(prompts) * k)
+        return generate(prompts, k, seed=seed)
+
+    def learning(model, batch):
+        trained.append(len(batch.rows))
+        return loss(model, batch)
+
+    trainer.collector.engine.generate, trainer.learner.loss = asking, learning
+    trainer.rewards.begin = lambda: pytest.fail("a reward was called")
+    found = seconds_at_size(trainer, 64)
+    assert asked == [64, 64]
+    assert sum(trained) == 128
+    assert found["generation"] > 0 < found["update"]
+    assert (found["reference"] > 1e-6) == (beta > 0)
+    assert all(p.grad is None for p in trainer.model.parameters())
 
 
 # -- what is recommended

@@ -88,6 +88,7 @@ def examine(plan: train.Plan, own: PreflightOptions) -> Summary:
             quantization_config=plan.quantization,
             peft_config=plan.peft,
             rate=plan.config.learning_rate,
+            size=plan.config.generation_batch_size or 0,
         )
         return summarize(trainer, plan, own, rows)
 

@@ -23,6 +23,7 @@ from rloom.data.plan import UpdatePlan
 from rloom.models.verify import evaluating
 from rloom.observe.clock import PHASES
 from rloom.observe.view import View
+from rloom.preflight.real_size import seconds_at_size
 from rloom.training.passes import gather, trained_rows
 from rloom.training.trainer import RLOOTrainer
 from rloom.types import MicroBatch, Record, Rollout
@@ -81,10 +82,12 @@ def dry_config(config: RLOOConfig, groups: int, folder: str, rows: Any) -> RLOOC
 
 
 class DryRun(RLOOTrainer):
-    """A trainer that keeps what it has sampled. `rate` is the learning rate of its last update."""
+    """A trainer that keeps what it has sampled. `rate` is the learning rate of its last update, `size` the completions
+    of a rollout of the whole run."""
 
-    def __init__(self, *args: Any, rate: float, **kwargs: Any) -> None:
+    def __init__(self, *args: Any, rate: float, size: int, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
+        self.size = size
         self.sampled: list[tuple[Rollout, list[Record], Tensor]] = []
         for callback in [callback for callback in self.callback_handler.callbacks if isinstance(callback, View)]:
             self.remove_callback(callback)
@@ -109,6 +112,9 @@ class DryRun(RLOOTrainer):
             found.groups += [part[~part.isnan()].tolist() for part in parts]
         found.seconds, found.movement = self._seconds(), self._movement(self.sampled[-1][0])
         found.memory = self._memory()
+        # A GPU is not filled by a few groups. A CPU is, and many would take long.
+        if self.args.device.type == "cuda" and found.memory.micro_batch is not None:
+            found.seconds |= seconds_at_size(self, self.size)
         return found
 
     def _seconds(self) -> dict[str, float]:
