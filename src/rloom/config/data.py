@@ -34,8 +34,8 @@ class DataTopic(Topic):
     )
     ds3_gather_for_generation: bool = option(
         True,
-        "FSDP2 and ZeRO-3: gather a whole copy of the weights to generate. False: generate layer by layer, which is "
-        "slow, for models of which no whole copy fits beside the rest.",
+        "FSDP2 and ZeRO-3: gather a whole copy of the weights to generate. False: generate by vLLM's servers or, "
+        "which is slow, layer by layer, for models of which no whole copy fits beside the rest.",
     )
     shuffle_dataset: bool | None = option(True, "Shuffle the training prompts, anew in each epoch.")
     pad_to_multiple_of: int | str | None = option("auto", "Pad prompts and completions to such a multiple.")

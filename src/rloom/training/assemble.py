@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any, cast
 
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
 from transformers import ProcessorMixin
 
 from rloom import rewards as ready_made
@@ -175,7 +176,7 @@ def build(
 ) -> Parts:
     """Build everything that the step uses, from the trainer's options and from its model on its device."""
     args = trainer.args
-    compile_kernels(trainer.model, args)
+    compile_kernels(trainer.processes.without_gradient(trainer.model), args)
     rewards, classes, composition = _rewards(trainer, functions, terms, reward_classes, args)
     reference = _reference(trainer, policy, reference_path, args) if args.beta != 0.0 else None
     metrics, clock, processes = Metrics(), PhaseClock(), trainer.processes
@@ -391,7 +392,9 @@ def _reference(trainer: Any, policy: Policy, path: str | None, args: RLOOConfig)
     if hasattr(reference, "model"):
         if args.disable_dropout:
             loading.disable_dropout(reference.model)
-        placed = {"device_placement": False} if args.offload_reference or trainer.processes.is_layered else {}
+        # One that is sharded is there already.
+        stays = args.offload_reference or isinstance(reference.model, FSDPModule)
+        placed = {"device_placement": False} if stays else {}
         reference.model = trainer.accelerator.prepare_model(reference.model, evaluation_mode=True, **placed)
     return reference
 

@@ -112,7 +112,7 @@ class Processes:
                 )
             complete_config(plugin.deepspeed_config, args)
         if args.world_size == 1:
-            return DeepSpeedProcess() if zero else cls()
+            return DeepSpeedProcess(device=args.device) if zero else cls()
         _heart()
         place, options = (
             (args.process_index, args.world_size),
@@ -397,6 +397,10 @@ class DeepSpeedProcess(Processes):
     external_optimizer = True
     can_repeat = False
     cannot_repeat = "under DeepSpeed"
+
+    def share_weights(self, model: nn.Module) -> None:
+        """Bring the model to the device. transformers leaves it on the host for DeepSpeed; it is run before that."""
+        model.to(self._device)
 
     def backward(self, accelerator: Accelerator, model: nn.Module, loss: Tensor, *, last: bool) -> None:
         """Run a micro-batch backward. DeepSpeed takes the optimizer's step itself after the last one."""

@@ -130,14 +130,18 @@ def size_of(parameters: Iterable[Tensor], half: torch.dtype | None) -> int:
 def without_memory(model: nn.Module, *, half: torch.dtype | None, device: torch.device) -> nn.Module:
     """A copy of a model whose weights have shapes and no memory yet; `half`: their dtype, None: their own.
 
-    Buffers are copied as they are: rounded angles would rotate otherwise. There is no need for memory for a second
-    model on the way.
+    Buffers keep their dtype: rounded angles would rotate otherwise. There is no need for memory for a second model on
+    the way.
     """
     empty = {
         id(p): nn.Parameter(_no_memory(p, half if half and p.is_floating_point() else p.dtype, device), p.requires_grad)
         for p in model.parameters()
     }
-    return copy.deepcopy(model, empty)
+    copied = copy.deepcopy(model, empty)
+    for module in copied.modules():
+        for name, buffer in module._buffers.items():
+            module._buffers[name] = None if buffer is None else buffer.to(device)
+    return copied
 
 
 def _no_memory(p: Tensor, dtype: torch.dtype, device: torch.device) -> Tensor:

@@ -19,7 +19,7 @@ from rloom.config import RLOOConfig
 from rloom.models.low_bits import Piece, Value
 from rloom.training.processes import Processes
 from rloom.training.sharded import ShardedProcesses
-from rloom.training.whole_copy import WholeCopy
+from rloom.training.whole_copy import WholeCopy, lacking_room, size_of
 
 
 class ZeroProcesses(ShardedProcesses):
@@ -41,14 +41,21 @@ class ZeroProcesses(ShardedProcesses):
             super().choose_copy(model, device, by_servers=by_servers)
 
     def share_weights(self, model: nn.Module) -> None:
-        """Copy the main process' weights to all, which each has as a whole until training begins."""
+        """Copy the main process' weights to all, which each has as a whole until training begins.
+
+        transformers leaves a model on the host that DeepSpeed will take. Here it is run before that, where it fits.
+        """
+        if self.stage != 3 or (
+            self.is_layered and lacking_room(size_of(model.parameters(), None), self._own_device) is None
+        ):
+            model.to(self._own_device)
         Processes.share_weights(self, model)
 
     def shard(self, model: nn.Module, *, with_reference: bool) -> None:
         """Make the whole copy under ZeRO-3. DeepSpeed shards the model when training begins."""
         if self.stage == 3 and not self.is_layered:
             half = self._prepare_dtypes(model)
-            self._copy = WholeCopy(model, half=half, device=next(model.parameters()).device)
+            self._copy = WholeCopy(model, half=half, device=self._own_device)
             weights = dict(model.named_parameters())
             self._copy.fill(weights, weights.__getitem__)
         self._model = model
