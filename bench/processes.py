@@ -1,13 +1,15 @@
 """What sharding costs: the same update by processes that hold the whole model, and by those that hold a part.
 
-    python bench/processes.py cpu --processes 2 --ways plain fsdp zero2 zero3     # zero…: where DeepSpeed is installed
+    python bench/processes.py cpu --ways plain fsdp zero1 zero2 zero3 --repeats 3  # zero…: where DeepSpeed is installed
     python bench/processes.py cpu --ways plain fsdp freed layered
 
 `freed`: FSDP2, and the whole copy that generates is let go of before each update; `layered`: FSDP2 without such a copy.
 
-A row for each way, in a launch of torchrun of its own: seconds of a step (the best after the first two, since the
-machine may be busy), its ratio to processes that hold the whole model, what gathering the copy takes in a step (the
-median), and the copy's size in an update.
+The ways take turns, each in a launch of torchrun of its own, as often as `--repeats` says. Then a row for each way:
+seconds of a step (the median after the first two, over all launches) and its ratio to the first way in the same turn
+(median, least and largest); the same of the seconds that the main process was on a core in a step, which say more where
+the machine is busy with something else; what gathering the copy takes in a step (the median), and the copy's size in an
+update.
 """
 
 from __future__ import annotations
@@ -75,31 +77,34 @@ def run(name: str, way: str, steps: int, folder: str) -> None:
 
     from rloom import RLOOConfig, RLOOTrainer
 
-    shape, ends = SHAPES[name], list[float]()
+    shape, ends, worked = SHAPES[name], list[float](), list[float]()
     world = int(os.environ["WORLD_SIZE"])
 
     class Clock(TrainerCallback):
         def on_step_end(self, *args: Any, **kwargs: Any) -> None:
             ends.append(time.time())
+            worked.append(time.process_time())
 
     more = {**SHARDED.get(way, {})}
     if way.startswith("zero"):
         more = {"deepspeed": zero_config(int(way[-1]))}
     on_cpu = not torch.cuda.is_available()
+    # Before the options: with those of ZeRO-3, transformers would let DeepSpeed take the model apart while it is made.
+    model = make_model(shape, torch.float32, "cpu" if on_cpu else None)
     config = RLOOConfig(
         folder, num_generations=shape.k, per_device_train_batch_size=shape.completions // world, max_steps=steps,
         max_completion_length=shape.completion, learning_rate=1e-6, report_to="none", save_strategy="no",
         disable_tqdm=True, use_cpu=on_cpu, bf16=not on_cpu, **more,
     )  # fmt: skip
-    model = make_model(shape, torch.float32, "cpu" if on_cpu else None)
     trainer = RLOOTrainer(
         model, reward, config, make_rows(shape, 64), processing_class=make_tokenizer(), callbacks=[Clock()]
     )
     gathers, copy = watch(trainer)
     trainer.train()
-    gaps = [b - a for a, b in itertools.pairwise(ends[1:])]
+    gaps, work = ([b - a for a, b in itertools.pairwise(times[1:])] for times in (ends, worked))
     if int(os.environ["RANK"]) == 0:
-        row = {"shape": name, "way": way, "processes": world, "step_s": round(min(gaps), 3)}
+        row = {"shape": name, "way": way, "processes": world, "step_s": round(statistics.median(gaps), 3)}
+        row["cpu_s"] = round(statistics.median(work), 3)
         if gathers:
             row |= {"gather_s": round(statistics.median(gathers[1:]), 4), "copy_mib": round(max(copy) / 2**20, 1)}
         print("ROW", json.dumps(row), flush=True)
@@ -113,27 +118,53 @@ def main() -> None:
     parser.add_argument("--processes", type=int, default=2)
     parser.add_argument("--ways", nargs="+", default=["plain", "fsdp"])
     parser.add_argument("--steps", type=int, default=8)
+    parser.add_argument("--repeats", type=int, default=1)
     arguments = parser.parse_args()
-    plain = None
+    turns = []
+    for _ in range(arguments.repeats):
+        turns.append({way: launched(arguments, way) for way in arguments.ways})
+        print(
+            "TURN",
+            json.dumps({way: row and (row["step_s"], row["cpu_s"]) for way, row in turns[-1].items()}),
+            flush=True,
+        )
+    first = arguments.ways[0]
     for way in arguments.ways:
-        zero = way.startswith("zero")
-        environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-        environment |= {"ACCELERATE_USE_DEEPSPEED": "true", "DS_ACCELERATOR": "cpu"} if zero else {}
-        launch = ["-m", "torch.distributed.run", "--nproc_per_node", str(arguments.processes)]
-        launch += ["--rdzv_backend", "c10d", "--rdzv_endpoint", "127.0.0.1:0", __file__, "--one", arguments.shape, way]
-        launch += [str(arguments.steps)]
-        with tempfile.TemporaryDirectory() as folder:
-            done = subprocess.run(
-                [sys.executable, *launch, folder], env=environment, capture_output=True, text=True, check=False
-            )
-        found = [line for line in done.stdout.splitlines() if line.startswith("ROW ")]
-        if not found:
-            print(done.stderr[-3000:], file=sys.stderr)
-            continue
-        row = json.loads(found[0][4:])
-        plain = plain or row["step_s"]
-        print("RESULT", json.dumps({**row, "ratio": round(row["step_s"] / plain, 2)}), flush=True)
+        both = [(turn[way], turn[first]) for turn in turns if turn[way] and turn[first]]
+        if both:
+            print("RESULT", json.dumps(summary(both)), flush=True)
     return None
+
+
+def launched(arguments: argparse.Namespace, way: str) -> dict[str, Any] | None:
+    """The row of one launch; None where it has failed, with its messages."""
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    if way.startswith("zero"):
+        environment |= {"ACCELERATE_USE_DEEPSPEED": "true", "DS_ACCELERATOR": "cpu"}
+    launch = ["-m", "torch.distributed.run", "--nproc_per_node", str(arguments.processes)]
+    launch += ["--rdzv_backend", "c10d", "--rdzv_endpoint", "127.0.0.1:0", __file__, "--one", arguments.shape, way]
+    launch += [str(arguments.steps)]
+    with tempfile.TemporaryDirectory() as folder:
+        done = subprocess.run(
+            [sys.executable, *launch, folder], env=environment, capture_output=True, text=True, check=False
+        )
+    found = [line for line in done.stdout.splitlines() if line.startswith("ROW ")]
+    if not found:
+        print(done.stderr[-3000:], file=sys.stderr)
+        return None
+    return dict(json.loads(found[0][4:]))
+
+
+def summary(both: list[tuple[dict[str, Any], dict[str, Any]]]) -> dict[str, Any]:
+    """One row of a way's rows, each with that of the first way in the same turn."""
+    row = dict(both[0][0])
+    for name in row:
+        if name.endswith(("_s", "mib")):
+            row[name] = round(statistics.median(one[name] for one, _ in both), 4)
+    for name, what in (("step_s", "ratio"), ("cpu_s", "cpu_ratio")):
+        ratios = [one[name] / first[name] for one, first in both]
+        row[what] = [round(number, 2) for number in (statistics.median(ratios), min(ratios), max(ratios))]
+    return {**row, "turns": len(both)}
 
 
 if __name__ == "__main__":

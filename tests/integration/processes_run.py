@@ -22,10 +22,12 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 import torch
 
 from rloom import RLOOConfig, RLOOTrainer, term
-from rloom.training import checkpoint, heartbeat
+from rloom.generation.vllm import remote
+from rloom.training import checkpoint, heartbeat, placement, whole_copy
 from tests import vision_models
 from tests.conftest import make_model, make_tokenizer
 from tests.parity import draws, test_oracle
+from tests.services import free_port
 
 TEXTS = ["ab", "hello there", "1+1=", "a long prompt, much longer.", "x", "sort 3 1 2>", "why.", "0"]
 ROWS = [{"prompt": text, "summary": "a text."} for text in TEXTS]
@@ -92,11 +94,27 @@ KINDS: dict[str, dict[str, Any]] = {
     "failing": {"beta": 0.1},
     # by the server whose address is in RLOOM_TEST_SERVER
     "vllm": {"beta": 0.1, "engine": "vllm", "vllm_mode": "server", "learning_rate": 1e-2},
+    # no process has a copy of all weights; in the second kind since there is no room for one
+    "layered vllm": {"beta": 0.1, "engine": "vllm", "vllm_mode": "server", "learning_rate": 1e-2,
+                     "ds3_gather_for_generation": False},
+    "layered vllm lora": {"beta": 0.1, "engine": "vllm", "vllm_mode": "server", "learning_rate": 1e-2,
+                          "ds3_gather_for_generation": False},
+    "crowded vllm": {"beta": 0.1, "engine": "vllm", "vllm_mode": "server", "learning_rate": 1e-2},
     # sharded weights are run layer by layer, or the same engine runs the whole copy; completions end at other times
     "layered": {"beta": 0.1, "max_steps": 2, "engine": "forked", "steps": 2, "max_tokens_per_micro_batch": 20,
                 "ds3_gather_for_generation": False, "shuffle_dataset": False},
     "layered lora": {"beta": 0.1, "max_steps": 2, "engine": "forked", "learning_rate": 1e-2,
                      "max_tokens_per_micro_batch": 40, "ds3_gather_for_generation": False},
+    # the main process alone reads the weights, of which one is tied; the reference is another model by its name
+    "by name": {"beta": 0.1, "model_init_kwargs": {"dtype": "float32"}},
+    "layered by name": {"beta": 0.1, "max_steps": 2, "engine": "forked", "ds3_gather_for_generation": False},
+    "layered with another reference": {"beta": 0.1, "max_steps": 2, "engine": "forked",
+                                       "ds3_gather_for_generation": False},
+    "layered half": {"beta": 0.1, "bf16": True, "max_steps": 1, "engine": "forked", "max_completion_length": 64,
+                     "ds3_gather_for_generation": False},
+    # an adapter that was trained before: the reference has a copy of it
+    "layered old lora": {"beta": 0.1, "max_steps": 2, "engine": "forked", "learning_rate": 1e-2,
+                         "ds3_gather_for_generation": False},
     "corners": {"beta": 0.1, "engine": "forked", "log_completions": True, "num_completions_to_print": 1,
                 "per_device_eval_batch_size": 4},
 }  # fmt: skip
@@ -183,8 +201,10 @@ def make_trainer(
 ) -> RLOOTrainer:
     options = dict(KINDS[kind])
     steps = options.pop("steps", 1)
-    if kind == "vllm":
+    if "vllm" in kind:
         options["vllm_server_base_url"] = os.environ["RLOOM_TEST_SERVER"]
+        # Earlier runs of this process have others.
+        options["vllm_group_port"] = free_port()
     config = RLOOConfig(
         # As `./out`, which paths that are compared must be the same as.
         f"{output.parent}/./{output.name}",
@@ -224,11 +244,13 @@ def make_trainer(
             target_modules=["lm_head"] if kind == "lora on the head" else ["q_proj", "v_proj"],
             bias="all" if kind == "lora with biases" else "none",
         )
-    if by_name:
-        if rank() == 0:
-            model.save_pretrained(output / "model")
-        torch.distributed.barrier()
-        model = str(output / "model")
+    if by_name or "by name" in kind:
+        model = _saved(model, output / "model")
+    if kind == "layered with another reference":
+        config.sft_model_path = _saved(make_model(seed=2), output / "other")
+        model = _saved(model, output / "model")
+    if kind == "layered old lora":
+        model, lora = _trained_before(model, lora), None
     judge = {"eval_judge": longer} if "eval_reference_column" in options else {}
     return RLOOTrainer(
         model.bfloat16() if kind.endswith("bfloat16") else model,
@@ -241,6 +263,26 @@ def make_trainer(
         engine=engine,
         **judge,
     )
+
+
+def _saved(model: Any, folder: Path) -> str:
+    """The name of a model, which one process writes. Others must not load it before."""
+    if rank() == 0:
+        model.save_pretrained(folder)
+    if count() > 1:
+        torch.distributed.barrier()
+    return str(folder)
+
+
+def _trained_before(model: Any, lora: Any) -> Any:
+    """A model with an adapter that does something already."""
+    from peft import get_peft_model
+
+    model = get_peft_model(model, lora)
+    for name, p in model.named_parameters():
+        if "lora_B" in name:
+            torch.nn.init.normal_(p, std=0.1, generator=torch.Generator().manual_seed(3))
+    return model
 
 
 def _with_images() -> list[dict[str, Any]]:
@@ -259,14 +301,17 @@ def _text(completion: Any) -> str:
 def _changes(kind: str) -> dict[str, Any]:
     if kind == "lora with biases":
         return {"attention_bias": True}
-    if kind == "vllm":
+    if "vllm" in kind:
         # Heads of 32: smaller ones vLLM's attention on a CPU does not know.
         return {"hidden_size": 64, "num_attention_heads": 2, "num_key_value_heads": 1}
+    if "by name" in kind:
+        return {"tie_word_embeddings": True}
     return {"attention_dropout": 0.1} if kind == "dropout" else {}
 
 
 def run(output: Path, kind: str, *, resume: bool = False, save: bool = False, **changes: Any) -> dict[str, Any]:
     """One run, and what this process saw of it."""
+    received = _count_received()
     trainer = make_trainer(output, kind, **changes)
     assert trainer.args.world_size == trainer.accelerator.num_processes == count()
     apart: list[str] = []
@@ -288,6 +333,8 @@ def run(output: Path, kind: str, *, resume: bool = False, save: bool = False, **
         "world": trainer.accelerator.num_processes,
         "weights": {name: _whole(p).detach().clone() for name, p in whole.named_parameters()},
         "memory": memory,
+        # weights that this process had no data of
+        "received": len(received),
         "dtypes": {p.dtype for p in trainer.model.parameters()},
         "parts": sum(trainer.processes.own_part(p).numel() for p in trainer.model.parameters()),
         "history": [{k: v for k, v in e.items() if "time" not in k and "per_second" not in k}
@@ -298,6 +345,7 @@ def run(output: Path, kind: str, *, resume: bool = False, save: bool = False, **
         "rounds": trainer.rounds,
         "judged": JUDGED[judged:],
         "wrapped": type(trainer.model_wrapped).__name__,
+        "stage": getattr(trainer.model_wrapped, "zero_optimization_stage", int)(),
         "state": checkpoint.state_of(trainer._components(), trainer._plan()),
     }  # fmt: skip
 
@@ -309,6 +357,18 @@ def _whole(p: Any) -> Any:
         with deepspeed.zero.GatheredParameters([p]):
             return p.data.clone()
     return p.full_tensor() if hasattr(p, "full_tensor") else p
+
+
+def _count_received() -> list[Any]:
+    """Shapes of weights that come from the main process into a model without data."""
+    shapes, brought = [], placement.Placement._brought
+
+    def counting(self: Any, p: Any) -> Any:
+        shapes.extend([p.shape] if p.is_meta else [])
+        return brought(self, p)
+
+    placement.Placement._brought = counting  # type: ignore[method-assign]
+    return shapes
 
 
 def _look_at_the_copy(trainer: Any) -> list[tuple[int, int, int]]:
@@ -482,6 +542,10 @@ def main() -> None:
     heartbeat.BEAT_SECONDS = 0.2
     for kind in kinds:
         folder = Path(output) / kind.partition(" from ")[0]
+        # Weights are sent in several pieces, where they are gathered on their way.
+        remote.AT_ONCE = 20_000
+        if "crowded" in kind:
+            whole_copy.free_memory = lambda device: 100_000
         if kind == "busy":  # and what comes after it: a silence of two seconds is named
             heartbeat.SILENT_SECONDS = 2.0
         if kind == "corners":
@@ -537,6 +601,9 @@ def main() -> None:
                     cut_off_after(Path(output) / f"{name} dropout", folder, step=3)
                 torch.distributed.barrier()
             config = zero_config(int(name.removeprefix("zero")))
+            if kind.startswith("accumulated "):  # gradients in a dtype of their own
+                config |= {"bf16": {"enabled": True}, "data_types": {"grad_accum_dtype": "fp32"}}
+                kind = kind.removeprefix("accumulated ")
             result = run(folder, kind.replace("resumed", "dropout"), resume=kind == "resumed", deepspeed=config)
         elif kind.startswith("sharded "):
             # Rounded otherwise, later updates would be on other completions.

@@ -180,10 +180,13 @@ def test_processes_that_do_not_know_of_each_other_are_refused(monkeypatch):
     lone = SimpleNamespace(args=SimpleNamespace(n_gpu=0), accelerator=SimpleNamespace(num_processes=1, state=None))
     check_devices(lone)
     lone.accelerator.state = SimpleNamespace(deepspeed_plugin=SimpleNamespace(zero_stage=2))
-    check_devices(lone)
-    lone.accelerator.state.deepspeed_plugin.zero_stage = 3
-    with pytest.raises(ConfigError, match=r"stage is 3: .*; set it to 2"):
+    for stage in (1, 2):
+        lone.accelerator.state.deepspeed_plugin.zero_stage = stage
         check_devices(lone)
+    for stage in (0, 3):
+        lone.accelerator.state.deepspeed_plugin.zero_stage = stage
+        with pytest.raises(ConfigError, match=rf"stage is {stage}: .*; set it to 2"):
+            check_devices(lone)
     lone.accelerator.state = None
     monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(ConfigError, match=r"2 processes were launched .* each would train alone. On a CPU: .*use_cpu"):

@@ -23,12 +23,13 @@ from tests.integration.test_processes import assert_close, assert_same_log, laun
 from tests.integration.test_resume import assert_same
 
 AS_ONE = ["sequence", "token", "several", "lora with biases", "lora on the head", "exact", "checkpointed", "degenerate",
-          "evaluated"]  # fmt: skip
+          "evaluated", "by name", "layered by name"]  # fmt: skip
 RESUMED = ["saved lora", "saved bfloat16"]
 COPIES = ["freed several", "kept several", "layered", "whole layered"]
 PARTS = ["saved", "saved bfloat16", "resumed saved bfloat16"]
 MORE = ["freed lora", "kept lora", "layered lora", "whole layered lora", "saved lora", "parts saved lora",
-        "parts resumed saved lora", "dropout", "parts dropout", "parts resumed dropout"]  # fmt: skip
+        "parts resumed saved lora", "dropout", "parts dropout", "parts resumed dropout", "layered half",
+        "layered old lora", "layered with another reference"]  # fmt: skip
 DRAWS = [31, 44, 59, 90]
 """Of the oracle's. All 88 of the first 400 that two processes can share were run once."""
 
@@ -79,6 +80,25 @@ def test_two_halves_are_as_one(two, kind, tmp_path):
     assert_close(one, found[0], allowed=1e-5)
     assert_same_log(one, found[0])
     assert len(found[0]["fingerprints"]) == len(set(found[0]["fingerprints"]))  # something was learnt in each update
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["layered old lora", "layered with another reference"])
+def test_references_in_parts_are_as_one(more, kind, tmp_path):
+    """A copy of the adapter that was there before, and another model."""
+    one = processes_run.run(tmp_path / "one", kind)
+    found = results(more, f"sharded {kind}")
+    assert_sharded(found)
+    assert_close(one, found[0], allowed=1e-5)
+    assert_same_log(one, found[0])
+
+
+@pytest.mark.parametrize("kind", ["by name", "layered by name"])
+def test_the_main_process_alone_reads_a_model_by_name(two, kind):
+    """The other one makes it without data, and has all of its weights sent; tied ones once for each of their names."""
+    main, other = results(two, f"sharded {kind}")
+    assert main["received"] == 0
+    assert other["received"] == len(other["weights"]) + 1
 
 
 @pytest.mark.parametrize(
@@ -135,9 +155,12 @@ def test_a_process_that_is_killed_in_an_update_ends_the_others(tmp_path):
     raise AssertionError(done.stderr[-2000:])
 
 
-def test_the_copy_runs_what_the_policy_runs(two):
+@pytest.mark.parametrize(
+    ("folder", "kind"), [("two", "half"), pytest.param("more", "layered half", marks=pytest.mark.slow)]
+)
+def test_what_runs_without_gradient_is_the_policy(request, folder, kind):
     """Under bf16, before any update: no KL, and the engine's log-probabilities are those of the training forward."""
-    found = results(two, "sharded half")
+    found = results(request.getfixturevalue(folder), f"sharded {kind}")
     assert_sharded(found)
     assert found[0]["dtypes"] == {torch.float32}
     (log,) = [entry for entry in found[0]["history"] if "kl" in entry]

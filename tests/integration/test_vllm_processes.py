@@ -11,7 +11,7 @@ import torch
 
 from tests.conftest import make_model
 from tests.integration import processes_run
-from tests.integration.test_processes import results
+from tests.integration.test_processes import assert_close, results
 from tests.vllm_standin import serving
 
 
@@ -31,18 +31,28 @@ def assert_served(found, half: bool) -> None:
 
 
 def test_two_processes_share_servers(tmp_path):
+    """Each with all weights, with a half of them and a copy, and with a half alone; by a folder, and in pieces by
+    broadcast."""
     config = make_model(**processes_run._changes("vllm")).config
     environment = {**os.environ, "ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
     options = ["--nproc_per_node", "2", "--rdzv_backend", "c10d", "--rdzv_endpoint", "127.0.0.1:0"]
     line = [sys.executable, "-m", "torch.distributed.run", *options, processes_run.__file__, str(tmp_path)]
-    with serving(config) as first, serving(config) as second:
+    kinds = ["vllm", "sharded vllm", "sharded layered vllm", "sharded layered vllm lora", "sharded crowded vllm"]
+    with serving(config) as first, serving(config, backend="gloo") as second:
         environment["RLOOM_TEST_SERVER"] = f"{first.address},{second.address}"
-        done = subprocess.run(
-            [*line, "vllm", "sharded vllm"], env=environment, capture_output=True, text=True, timeout=150
-        )
+        done = subprocess.run([*line, *kinds], env=environment, capture_output=True, text=True, timeout=240)
         assert done.returncode == 0, done.stderr[-4000:]
         sends = [path for path, _ in first.calls].count("/update_weight_version")
+        pieces = [path for path, _ in second.calls].count("/update_weights")
     # Each run: two to prove that weights arrive, and two after updates, each named twice. The other process sends none.
-    assert sends == 16
+    assert sends == 8 * len(kinds)
+    assert pieces > 4 * len(kinds)
     assert_served(results(tmp_path, "vllm"), half=False)
-    assert_served(results(tmp_path, "sharded vllm"), half=True)
+    for kind in kinds[1:]:
+        assert_served(results(tmp_path, kind), half=True)
+    # From the same completions, the same weights.
+    copied, in_parts, crowded = (results(tmp_path, f"sharded {kind}vllm")[0] for kind in ("", "layered ", "crowded "))
+    assert copied["drawn"] == in_parts["drawn"] == crowded["drawn"]
+    assert_close(copied, in_parts, allowed=1e-5)
+    assert_close(in_parts, crowded, allowed=0.0)
+    assert "a whole copy of the weights takes" in done.stderr

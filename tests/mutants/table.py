@@ -941,6 +941,43 @@ MUTANTS = [
         "trained = self._lines()",
         "tests/unit/test_compare.py::test_the_same_runs_do_not_part",
     ),
+    Mutant(
+        "training/zero.py",
+        '    plugin.zero_stage = config["zero_optimization"]["stage"] = 2',
+        "    plugin.zero_stage = 2",
+        "tests/unit/test_doctests.py::test_examples[rloom.training.zero]",
+    ),
+    # -- out of memory under FSDP2
+    Mutant(
+        "training/learner.py",
+        "            self.processes.bring_back_copy()",
+        "            pass",
+        "tests/integration/test_sharded_memory.py::test_it_is_as_one_process[often-freed]",
+    ),
+    Mutant(
+        "training/attempts.py",
+        "            restore_random_state(randomness)",
+        "            pass",
+        "tests/integration/test_sharded_memory.py::test_random_draws_and_values_are_those_of_one_clean_attempt",
+    ),
+    Mutant(
+        "training/attempts.py",
+        "            if undo is not None:",
+        "            if False:",
+        "tests/integration/test_sharded_memory.py::test_wherever_it_fails_it_is_as_smaller_micro_batches[often-backward]",
+    ),
+    Mutant(
+        "training/budget.py",
+        "        if self.allowed(gradient) >= had:",
+        "        if True:",
+        "tests/integration/test_sharded_memory.py::test_budgets_of_other_sizes_become_equal",
+    ),
+    Mutant(
+        "training/callbacks.py",
+        "return processes.any(not tried) if processes.repeats_together else not tried",
+        "return not tried",
+        "tests/integration/test_sharded_memory.py::test_the_worst_case_is_due_where_one_process_has_not_run_it",
+    ),
     # -- checkpoints in parts
     Mutant(
         "training/sharded_checkpoint.py",
@@ -975,7 +1012,7 @@ MUTANTS = [
     ),
     Mutant(
         "generation/forked.py",
-        "return unfinished if self.any_process is None else self.any_process(unfinished)",
+        "return unfinished if self.in_step is None else self.in_step.any(unfinished)",
         "return unfinished",
         "tests/integration/test_sharded.py::test_layer_by_layer_is_as_the_whole_copy",
     ),

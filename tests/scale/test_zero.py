@@ -1,6 +1,6 @@
 """Two processes under DeepSpeed end as one does that trains on the same batches (`make test-scale`).
 
-ZeRO-2 shards gradients and optimizer, ZeRO-3 the weights too. One launch of torchrun serves all tests here.
+ZeRO-1 shards the optimizer's state, ZeRO-2 gradients too, ZeRO-3 all. One launch of torchrun serves all tests here.
 """
 
 from __future__ import annotations
@@ -22,22 +22,25 @@ from tests.integration.test_processes import assert_close, assert_same_log, resu
 pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("deepspeed") is None, reason="DeepSpeed is not in the development set: make test-scale"
 )
-STAGES = ["zero2", "zero3"]
+STAGES = ["zero1", "zero2", "zero3"]
 AS_ONE = ["sequence", "token", "several", "lora", "checkpointed", "evaluated"]
+ACCUMULATED = "accumulated half"
 
 
 @pytest.fixture(scope="module")
 def two(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("zero")
     kinds = [f"{stage} {kind}" for stage in STAGES for kind in [*AS_ONE, "degenerate", "dropout", "resumed"]]
+    kinds += [f"{stage} {ACCUMULATED}" for stage in ("zero1", "zero2")]
     kinds += [f"zero3 {kind}" for kind in ("freed sequence", "kept sequence", "layered", "whole layered")]
     environment = {**os.environ, "DS_ACCELERATOR": "cpu", "ACCELERATE_USE_DEEPSPEED": "true", "OMP_NUM_THREADS": "1"}
     # With this, accelerate would train without DeepSpeed, and say nothing.
     environment.pop("ACCELERATE_USE_CPU", None)
     options = ["--nproc_per_node", "2", "--rdzv_backend", "c10d", "--rdzv_endpoint", "127.0.0.1:0"]
     line = [sys.executable, "-m", "torch.distributed.run", *options, processes_run.__file__, str(folder), *kinds]
-    done = subprocess.run(line, env=environment, capture_output=True, text=True, timeout=400)
+    done = subprocess.run(line, env=environment, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stderr[-4000:]
+    (folder / "stderr.txt").write_text(done.stderr)
     return folder
 
 
@@ -46,6 +49,7 @@ def assert_sharded(found: list[dict], stage: str) -> None:
     total = sum(weight.numel() for weight in found[0]["weights"].values())
     assert [one["world"] for one in found] == [2, 2]
     assert [one["wrapped"] for one in found] == ["DeepSpeedEngine"] * 2
+    assert [f"zero{one['stage']}" for one in found] == [stage] * 2
     if stage == "zero3":
         assert all(abs(one["parts"] - total / 2) < 0.05 * total for one in found)
 
@@ -58,6 +62,14 @@ def test_two_are_as_one(two, stage, kind, tmp_path):
     assert_sharded(found, stage)
     assert_close(one, found[0], allowed=1e-5)
     assert_same_log(one, found[0])
+
+
+def test_zero_1_runs_as_zero_2_where_it_would_be_wrong(two):
+    """Gradients in a dtype of their own: it would count micro-batches twice. One line says so."""
+    for asked, found in zip(results(two, f"zero2 {ACCUMULATED}"), results(two, f"zero1 {ACCUMULATED}"), strict=True):
+        assert found["stage"] == asked["stage"] == 2
+        assert_close(asked, found, allowed=0.0)
+    assert (two / "stderr.txt").read_text().count("DeepSpeed runs as ZeRO-2 instead of ZeRO-1") == 1
 
 
 @pytest.mark.parametrize("stage", STAGES)

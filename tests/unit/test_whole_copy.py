@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import logging
 import resource
+from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from peft import LoraConfig, get_peft_model
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from rloom import RLOOConfig
@@ -37,7 +39,7 @@ def has_memory(monkeypatch, *, free: float, total: float = 16.0) -> None:
 )
 def test_a_copy_stays_where_a_quarter_of_the_memory_is_left(monkeypatch, caplog, free, trained, stays):
     """4 GiB of 16 beside 12 bytes for each weight that is trained here; a line says what was decided and why."""
-    copy = WholeCopy(make_model(), half=None)
+    copy = WholeCopy(make_model(), half=None, device=CPU)
     has_memory(monkeypatch, free=free)
     with caplog.at_level(logging.INFO, logger="rloom"):
         assert fits_beside_update(copy, trained, CPU) is stays
@@ -49,7 +51,7 @@ def test_processes_on_one_host_share_its_memory(monkeypatch):
     has_memory(monkeypatch, free=3.0)
     check_room(2 * GIB, CPU)
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
-    with pytest.raises(ConfigError, match=r"takes 2\.00 GiB, and 1\.50 GiB are free: set ds3_gather_for_generation"):
+    with pytest.raises(ConfigError, match=r"takes 2\.00 GiB, and 1\.50 GiB are free: generate by vLLM servers"):
         check_room(2 * GIB, CPU)
 
 
@@ -59,9 +61,10 @@ def test_a_copy_is_refused_before_it_is_made(monkeypatch):
     size = sum(p.nbytes for p in model.parameters())
     has_memory(monkeypatch, free=size / 2 / GIB)
     with pytest.raises(ConfigError, match="a whole copy of the weights takes"):
-        WholeCopy(model, half=None)
-    half = WholeCopy(model, half=torch.bfloat16)
+        WholeCopy(model, half=None, device=CPU)
+    half, weights = WholeCopy(model, half=torch.bfloat16, device=CPU), dict(model.named_parameters())
     assert {p.dtype for p in half.module.parameters()} == {torch.bfloat16}
+    half.fill(weights, weights.__getitem__)
     half.free()
     has_memory(monkeypatch, free=0.0)
     with pytest.raises(ConfigError, match="a whole copy of the weights takes"):
@@ -95,7 +98,8 @@ def test_a_copy_in_half_precision_takes_half_of_the_memory_from_the_start(tied):
     model = make_model(tie_word_embeddings=tied)
     size = sum(p.nbytes for p in model.parameters())
     with Allocated() as allocated:
-        half = WholeCopy(model, half=torch.bfloat16)
+        half, weights = WholeCopy(model, half=torch.bfloat16, device=CPU), dict(model.named_parameters())
+        half.fill(weights, weights.__getitem__)
     assert size / 2 <= allocated.nbytes < 0.55 * size
     for name, p in model.named_parameters():
         assert torch.equal(half.module.get_parameter(name), p.bfloat16())
@@ -104,7 +108,7 @@ def test_a_copy_in_half_precision_takes_half_of_the_memory_from_the_start(tied):
 
 def test_what_only_the_copy_has_stays():
     """The adapter of a reference, say: no part of it is in the model."""
-    copy = WholeCopy(make_model(), half=None)
+    copy = WholeCopy(make_model(), half=None, device=CPU)
     copy.module.register_parameter("own", torch.nn.Parameter(torch.ones(3)))
     copy.free()
     assert copy.module.own.tolist() == [1.0, 1.0, 1.0]
@@ -143,28 +147,45 @@ class Layered:
         {"dynamic_sampling": 2},
         {"eval_strategy": "steps", "eval_steps": 1},
         {"beta": 0.1, "kl_placement": "loss", "kl_estimator": "full"},
+        {"beta": 0.1, "sync_ref_model": True},
+        {"beta": 0.1, "offload_reference": True},
     ],
 )
-def test_what_processes_do_not_do_equally_often_is_refused(options, tmp_path):
+def test_what_does_not_run_in_parts_is_refused(options, tmp_path):
     class Trainer:
+        model, processes = None, Layered()
         args = RLOOConfig(str(tmp_path), ds3_gather_for_generation=False, use_cpu=True, report_to="none", **options)
 
     with pytest.raises(ConfigError, match="ds3_gather_for_generation=False"):
         check_layered(Trainer())
 
 
+def test_what_is_trained_beside_an_adapter_is_refused_in_parts(tmp_path):
+    """The reference would need it as it was, and gathers what is trained."""
+
+    class Trainer:
+        processes = Layered()
+        model = get_peft_model(make_model(attention_bias=True), LoraConfig(target_modules=["q_proj"], bias="all"))
+        args = RLOOConfig(str(tmp_path), ds3_gather_for_generation=False, use_cpu=True, report_to="none", beta=0.1)
+
+    with pytest.raises(ConfigError, match="beside which other weights are trained does not go together"):
+        check_layered(Trainer())
+    Trainer.args.beta = 0.0
+    check_layered(Trainer())
+
+
 def test_an_evaluation_is_refused():
-    with pytest.raises(ConfigError, match="evaluate the saved model"):
-        check_evaluation(Layered())
+    with pytest.raises(ConfigError, match=r"weights of which no whole copy fits.* evaluate the saved model"):
+        check_evaluation(Layered(), SimpleNamespace(ds3_gather_for_generation=True))
 
 
 def test_another_engine_is_refused():
     sampling = Sampling(max_completion_length=2, eos_token_ids=(2,), pad_token_id=0)
     with pytest.raises(ConfigError, match="leave engine='native' out"):
-        choose_engine(make_model, sampling, wanted="native", any_process=bool)
+        choose_engine(make_model, sampling, wanted="native", in_step=Layered())
     extra = Sampling(max_completion_length=2, eos_token_ids=(2,), pad_token_id=0, extra={"num_beams": 2})
     with pytest.raises(ConfigError, match="leave generation_kwargs num_beams out"):
-        choose_engine(make_model, extra, any_process=bool)
+        choose_engine(make_model, extra, in_step=Layered())
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, fields
 from numbers import Integral
 from typing import Any, Protocol, runtime_checkable
+
+from torch import Tensor
 
 from rloom.errors import EngineError
 from rloom.sampling_rules import RULES, check_sampling
@@ -70,6 +72,30 @@ class Engine(Protocol):
 
     def generate(self, prompts: Sequence[Prompt], num_generations: int, *, seed: int) -> Iterator[Group]:
         """Yield each prompt's group as it finishes, in any order; equal `seed` and weights, equal tokens."""
+        ...
+
+
+class InStep(Protocol):
+    """Processes that each hold a part of the model, for engines that run on the parts (`training/in_step.py`)."""
+
+    def any(self, flag: bool) -> bool:
+        """Whether the flag is true in any process."""
+        ...
+
+    def gather(self, value: Any) -> list[Any]:
+        """The values of all processes."""
+        ...
+
+    def own_parts(self) -> list[Tensor]:
+        """What this process holds of each weight."""
+        ...
+
+    def lead(self, work: Callable[[], None]) -> None:
+        """Do some work in the main process alone, while the others take part in what it needs of the model."""
+        ...
+
+    def whole(self, weight: Tensor) -> Tensor:
+        """A weight as a whole, for the main process while it leads."""
         ...
 
 

@@ -10,7 +10,7 @@ from transformers import GenerationMixin
 
 from rloom.config.vllm import SERVER
 from rloom.errors import ConfigError, EngineError
-from rloom.generation.base import Engine, Sampling
+from rloom.generation.base import Engine, InStep, Sampling
 from rloom.generation.forked import ForkedEngine
 from rloom.generation.transformers import TransformersEngine
 from rloom.generation.vllm.options import VllmOptions
@@ -40,16 +40,18 @@ def choose_engine(
     pad_to_multiple_of: int | None = None,
     never: Sequence[int] = (),
     vllm: VllmOptions | None = None,
-    any_process: Callable[[bool], bool] | None = None,
+    in_step: InStep | None = None,
 ) -> Engine:
     """An engine for this model. What is asked for by name is had, or an error says why not.
 
     `never` are tokens that must not be sampled for a prompt with images: those that stand for images. `vllm` says how
-    vLLM is run, which is never chosen unasked. `any_process`: given where weights are gathered layer by layer, which
-    the forked engine alone can do.
+    vLLM is run, which is never chosen unasked. `in_step`: given where weights are gathered layer by layer, for which
+    there are the forked engine and vLLM's servers.
     """
-    if any_process is not None:
-        return _layer_by_layer(get_model, sampling, wanted, tokenizer, any_process)
+    if in_step is not None and wanted == "vllm" and vllm is not None and vllm.mode == SERVER:
+        return _vllm(get_model, sampling, tokenizer, vllm, in_step)
+    if in_step is not None:
+        return _layer_by_layer(get_model, sampling, wanted, tokenizer, in_step)
     makers: dict[str, Callable[[], Engine]] = {
         "native": lambda: _native(
             get_model,
@@ -96,16 +98,17 @@ def _layer_by_layer(
     sampling: Sampling,
     wanted: str | None,
     tokenizer: Any,
-    any_process: Callable[[bool], bool],
+    in_step: InStep,
 ) -> Engine:
     foreign = sorted(set(sampling.extra) - OURS)
     asked = f"engine={wanted!r}" if wanted not in (None, "forked") else f"generation_kwargs {', '.join(foreign)}"
     if wanted not in (None, "forked") or foreign:
         raise ConfigError(
-            f"ds3_gather_for_generation=False generates layer by layer, with engine='forked' alone: leave {asked} out"
+            "ds3_gather_for_generation=False generates layer by layer, with engine='forked' or vLLM's servers alone: "
+            f"leave {asked} out"
         )
     try:
-        return ForkedEngine(get_model, sampling, tokenizer=tokenizer, any_process=any_process)
+        return ForkedEngine(get_model, sampling, tokenizer=tokenizer, in_step=in_step)
     except EngineError as error:
         raise ConfigError(
             f"ds3_gather_for_generation=False: {error}. Leave it out, so that a copy generates"
@@ -125,9 +128,15 @@ def _native(get_model: Callable[[], Any], sampling: Sampling, **options: Any) ->
     return NativeEngine(get_model, sampling, **options)
 
 
-def _vllm(get_model: Callable[[], Any], sampling: Sampling, tokenizer: Any, options: VllmOptions) -> Engine:
+def _vllm(
+    get_model: Callable[[], Any],
+    sampling: Sampling,
+    tokenizer: Any,
+    options: VllmOptions,
+    in_step: InStep | None = None,
+) -> Engine:
     from rloom.generation.vllm import VllmEngine, VllmServerEngine
 
     if options.mode == SERVER:
-        return VllmServerEngine(get_model, sampling, options=options)
+        return VllmServerEngine(get_model, sampling, options=options, in_step=in_step)
     return VllmEngine(get_model, sampling, tokenizer=tokenizer, options=options)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from rloom.errors import EngineError
-from rloom.generation.base import Sampling, is_end, nothing_asked
+from rloom.generation.base import InStep, Sampling, is_end, nothing_asked
 from rloom.generation.native.sampling.noise import key_of
 from rloom.generation.native.sampling.sampler import Drawn, Sampler
 from rloom.generation.padding import pad_left
@@ -58,8 +58,8 @@ class _Fork:
 class ForkedEngine:
     """Samples from the trained model, all groups in one batch, each prompt run once.
 
-    `any_process`: whether a flag is true in any process. Where it is given, each forward gathers weights from all
-    processes, so each runs as many as the one that has most to do.
+    `in_step`: given where each forward gathers weights from all processes. Then each runs as many as the one that has
+    most to do.
     """
 
     keyed_by_prompt = True
@@ -71,10 +71,10 @@ class ForkedEngine:
         sampling: Sampling,
         *,
         tokenizer: Any = None,
-        any_process: Callable[[bool], bool] | None = None,
+        in_step: InStep | None = None,
     ) -> None:
         self.get_model, self.sampling, self.tokenizer = get_model, sampling, tokenizer
-        self.any_process = any_process
+        self.in_step = in_step
         self.sampler = Sampler(sampling)
         reason = why_not_forked(get_model())
         if reason is not None:
@@ -82,7 +82,7 @@ class ForkedEngine:
 
     def words(self) -> str:
         """What generates, in one line."""
-        how = "layer by layer, which is slow" if self.any_process else "slower than the native engine"
+        how = "layer by layer, which is slow" if self.in_step else "slower than the native engine"
         return f"generation with the library's cache, forked for each group: {how}"
 
     def generate(self, prompts: Sequence[Prompt], num_generations: int, *, seed: int) -> Iterator[Group]:
@@ -120,7 +120,7 @@ class ForkedEngine:
     def _goes_on(self, rows: list[Completion]) -> bool:
         """Whether another step is run: rows that have ended draw nothing in it."""
         unfinished = not all(row.stop_reason for row in rows)
-        return unfinished if self.any_process is None else self.any_process(unfinished)
+        return unfinished if self.in_step is None else self.in_step.any(unfinished)
 
     def _seen(self, prompts: Sequence[Prompt], k: int, logits: Tensor) -> Tensor | None:
         """Which tokens occur in each row, (B·K, V), for the repetition penalty; None without one."""
@@ -162,5 +162,7 @@ def why_not_forked(model: Any) -> str | None:
         return f"the cache of {name} cannot be forked ({type(error).__name__}: {str(error)[:120]})"
     # The second row of each prompt: a cache that was repeated in another order would show.
     worst = largest_difference([forked[1], forked[3]], plain)
-    allowed = Tolerance.FLOAT32 if next(model.parameters()).dtype == torch.float32 else Tolerance.DECODED
+    weight = next(model.parameters())
+    exact = weight.dtype == torch.float32 and not torch.is_autocast_enabled(weight.device.type)
+    allowed = Tolerance.FLOAT32 if exact else Tolerance.DECODED
     return None if worst < allowed else f"{name} decodes with a forked cache {worst:.1e} off its plain forward"

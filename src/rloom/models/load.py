@@ -26,6 +26,9 @@ from rloom.printable import get_logger
 
 logger = get_logger(__name__)
 
+NO_DATA = {"": "meta"}
+"""As `device_map` of `from_pretrained`: no weights are read."""
+
 
 def is_peft_model(model: Any) -> bool:
     """Whether `model` is a PeftModel, without importing peft when it is not."""
@@ -49,9 +52,10 @@ def load_policy(
     trust_remote_code: bool,
     quantization_config: Any = None,
     device: Any = None,
+    without_data: bool = False,
 ) -> Any:
     """The model to train: loaded if it is a name or path, else as given. A quantized one is loaded where it is trained,
-    `device`: it cannot be moved there."""
+    `device`: it cannot be moved there. `without_data`: its weights are not read, and have shapes alone."""
     if not isinstance(model, str):
         for name, value in (("model_init_kwargs", init_kwargs), ("quantization_config", quantization_config)):
             if value is not None:
@@ -64,6 +68,8 @@ def load_policy(
         kwargs["quantization_config"] = quantization_config
     if device is not None and kwargs.get("quantization_config") is not None:
         kwargs.setdefault("device_map", {"": device})
+    elif without_data:
+        kwargs.setdefault("device_map", NO_DATA)
     return load_model(model, **kwargs)
 
 

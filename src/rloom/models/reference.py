@@ -10,6 +10,7 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager, nullco
 from typing import Any
 
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 
 from rloom.models.load import is_peft_model
 from rloom.models.low_bits import Value, as_they_are
@@ -107,7 +108,7 @@ class AdapterReference(Reference):
 
     def __init__(self, policy: Any, *, adapter: str | None, follows: bool = False) -> None:
         self.adapter = adapter
-        self.shared = {name: parameter.detach().clone() for name, parameter in _shared_parameters(policy).items()}
+        self.shared = {name: parameter.detach().clone() for name, parameter in trained_beside_adapter(policy).items()}
         frozen = {} if adapter is None else _parameters_of(policy, adapter)
         self.weights = MovingAverage(frozen | self.shared, moves=follows)
 
@@ -149,23 +150,29 @@ class AdapterReference(Reference):
         super().load_state_dict({**self.shared, **state})
 
 
+def needs_own_adapter(policy: Any, *, new_adapter: bool, follows: bool) -> bool:
+    """Whether the reference is the policy with a frozen copy of its adapter.
+
+    It is where the adapter was there before training, or the reference shall follow the policy. A fresh adapter is
+    simply switched off, unless it began as a part of the base weights: without it, the model would not be the one that
+    was given.
+    """
+    return is_peft_model(policy) and not (new_adapter and not follows and not _is_taken_from_base(policy))
+
+
 def make_reference(
     policy: Any, *, new_adapter: bool, follows: bool, other: nn.Module | None, offload: bool = False
 ) -> Reference:
-    """The reference for a policy as it was given.
-
-    `other` is a model to use instead of a copy. A PeftModel whose adapter was there before training, or whose
-    reference shall follow the policy, keeps a frozen copy of the adapter. A fresh one is simply switched off, unless it
-    began as a part of the base weights: without it, the model would not be the one that was given.
-    """
+    """The reference for a policy as it was given. `other` is a model to use instead of a copy."""
     if other is not None:
         return FrozenReference(other, offload=offload, follows=follows)
     if not is_peft_model(policy):
         return FrozenReference(copy.deepcopy(policy), offload=offload, follows=follows)
-    if new_adapter and not follows and not _is_taken_from_base(policy):
+    if not needs_own_adapter(policy, new_adapter=new_adapter, follows=follows):
         return AdapterReference(policy, adapter=None)
-    with _trainable_as_before(policy):
-        _copy_active_adapter(policy)
+    # Weights that are sharded were given their copy before.
+    if not isinstance(policy, FSDPModule):
+        add_reference_adapter(policy)
     return AdapterReference(policy, adapter=REF_ADAPTER, follows=follows)
 
 
@@ -179,8 +186,13 @@ def _is_taken_from_base(policy: Any) -> bool:
     return isinstance(begun, str) and begun.lower() not in BESIDE
 
 
-def _copy_active_adapter(policy: Any) -> None:
+def add_reference_adapter(policy: Any) -> None:
     """Add a frozen copy of the policy's adapter. One that an earlier trainer added is replaced."""
+    with _trainable_as_before(policy):
+        _copy_active_adapter(policy)
+
+
+def _copy_active_adapter(policy: Any) -> None:
     active = policy.active_adapter
     if REF_ADAPTER in policy.peft_config:
         policy.delete_adapter(REF_ADAPTER)
@@ -239,7 +251,7 @@ def adapter_parameters(policy: Any) -> dict[str, Tensor]:
     return _parameters_of(policy, *policy.peft_config)
 
 
-def _shared_parameters(policy: Any) -> dict[str, Tensor]:
+def trained_beside_adapter(policy: Any) -> dict[str, Tensor]:
     """What is trained and belongs to no adapter."""
     own = {id(parameter) for parameter in adapter_parameters(policy).values()}
     return {n: p for n, p in policy.named_parameters() if p.requires_grad and id(p) not in own}

@@ -26,7 +26,13 @@ from rloom.generation.vllm.options import VllmOptions
 from rloom.models import load as loading
 from rloom.models.fused import FusedLayers
 from rloom.models.model_checks import check_head, proves_packed_images, proves_packing
-from rloom.models.reference import AdapterReference, Reference, make_reference
+from rloom.models.reference import (
+    AdapterReference,
+    Reference,
+    add_reference_adapter,
+    make_reference,
+    needs_own_adapter,
+)
 from rloom.models.triton_support import runs_kernels
 from rloom.observe.clock import PhaseClock
 from rloom.observe.completions import TABLE_COLUMNS, CompletionLog
@@ -45,9 +51,11 @@ from rloom.training.assigner import CreditAssigner
 from rloom.training.budget import TokenBudget
 from rloom.training.collector import Collector
 from rloom.training.credit import Credit, Shaper
+from rloom.training.in_step import InStep
 from rloom.training.learner import Learner
 from rloom.training.passes import Passes
-from rloom.training.sharding_options import load_in_every_process
+from rloom.training.placement import loads_without_data
+from rloom.training.sharding_options import load_as_asked
 from rloom.training.warmup import compile_kernels
 from rloom.types import Rollout
 
@@ -93,7 +101,7 @@ def load(
     model: Any, processing_class: Any, args: RLOOConfig, quantization_config: Any, peft_config: Any, *, chat: bool
 ) -> Policy:
     """Load the policy as it will be trained: the model with its adapter, the tokenizer, and the end tokens."""
-    load_in_every_process()
+    load_as_asked()
     revision = parsed(args.model_init_kwargs).get("revision") if isinstance(model, str) else None
     model = loading.load_policy(
         model,
@@ -101,6 +109,7 @@ def load(
         trust_remote_code=args.trust_remote_code,
         quantization_config=quantization_config,
         device=args.device,
+        without_data=loads_without_data(args),
     )
     processing_class = loading.load_processing_class(processing_class, model, revision, args.trust_remote_code)
     vision = is_vision(processing_class)
@@ -124,6 +133,18 @@ def load(
         vision=vision,
         new_adapter=peft_config is not None,
     )
+
+
+def prepare_reference(policy: Policy, path: str | None, args: RLOOConfig, *, sharded: bool) -> bool:
+    """Whether the reference will be a copy of the policy. An adapter's copy is put beside it now where the policy will
+    be `sharded`: none can be added later."""
+    if args.beta == 0.0 or path is not None:
+        return False
+    model = policy.model
+    own = loading.is_peft_model(model)
+    if sharded and needs_own_adapter(model, new_adapter=policy.new_adapter, follows=args.sync_ref_model):
+        add_reference_adapter(model)
+    return not own
 
 
 def check_images(policy: Policy, column: str | None, args: RLOOConfig) -> None:
@@ -264,7 +285,8 @@ def _passes(
 def _batcher(trainer: Any, policy: Policy, args: RLOOConfig) -> tuple[Batcher, bool]:
     """The batcher, and whether our kernels run the layers. Rows are packed where the model's attention allows it, and
     padded otherwise."""
-    model, fused = trainer.model, False
+    # Of sharded weights the whole copy is tried out, if there is one.
+    model, fused = trainer.processes.without_gradient(trainer.model), False
     # The checks run under autocast, as training does.
     with trainer.accelerator.autocast():
         check_head(model)
@@ -346,10 +368,17 @@ def _rewards(
 
 def _reference(trainer: Any, policy: Policy, path: str | None, args: RLOOConfig) -> Reference:
     """Build the reference on the device, or offloaded: a copy of the policy, or the model at `path`."""
-    other = None
+    other = trainer.processes.frozen_policy()
     if path is not None:
-        dtype = getattr(trainer.processes.without_gradient(trainer.model), "dtype", None)
-        other = loading.load_model(path, dtype=dtype, trust_remote_code=args.trust_remote_code).to(args.device)
+        in_parts = trainer.processes.is_layered
+        runs = trainer.processes.without_gradient(trainer.model)
+        other = loading.load_policy(
+            path,
+            {"dtype": (trainer.processes.half if in_parts else None) or getattr(runs, "dtype", None)},
+            trust_remote_code=args.trust_remote_code,
+            without_data=in_parts and loads_without_data(args),
+        )
+        other = trainer.processes.place_frozen(other, args.device)
     reference = make_reference(
         trainer.processes.without_gradient(trainer.model),
         new_adapter=policy.new_adapter,
@@ -362,7 +391,7 @@ def _reference(trainer: Any, policy: Policy, path: str | None, args: RLOOConfig)
     if hasattr(reference, "model"):
         if args.disable_dropout:
             loading.disable_dropout(reference.model)
-        placed = {"device_placement": False} if args.offload_reference else {}
+        placed = {"device_placement": False} if args.offload_reference or trainer.processes.is_layered else {}
         reference.model = trainer.accelerator.prepare_model(reference.model, evaluation_mode=True, **placed)
     return reference
 
@@ -384,7 +413,7 @@ def _engine(trainer: Any, policy: Policy, encoder: PromptEncoder, args: RLOOConf
                 pad_to_multiple_of=args.padding_multiple,
                 never=placeholder_ids(trainer.model.config) if policy.vision else (),
                 vllm=VllmOptions.of(args) if wanted == "vllm" else None,
-                any_process=trainer.processes.any if trainer.processes.is_layered else None,
+                in_step=InStep(trainer.model, trainer.processes) if trainer.processes.is_layered else None,
             )
 
     if args.engine is not None or not policy.vision:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -55,7 +55,7 @@ class TokenBudget:
         """
         while True:
             randomness = random_state()
-            before = self._allowed(gradient)
+            before = self.allowed(gradient)
             try:
                 return work()
             except torch.OutOfMemoryError as error:
@@ -73,12 +73,36 @@ class TokenBudget:
                 "out of memory (%s): it is done again with at most %d tokens per micro-batch, %d before; the "
                 "result is the same",
                 reason,
-                self._allowed(gradient),
+                self.allowed(gradient),
                 before,
             )
 
-    def _allowed(self, gradient: bool) -> int:
+    def allowed(self, gradient: bool) -> int:
+        """Tokens per micro-batch, with or without a backward."""
         return self.tokens if gradient else self.without_gradient
+
+    def size(self) -> tuple[int, int]:
+        """Tokens per micro-batch, and how many times more there are without a backward."""
+        return self.tokens, self.factor
+
+    def shrink_with(self, sizes: Sequence[tuple[int, int]], failed: Sequence[int], *, gradient: bool) -> bool:
+        """Take on the smallest of all processes' budgets, and a smaller one than those that have `failed` had.
+
+        All have the same one then. False: there is none so small.
+
+        >>> budget = TokenBudget(64)
+        >>> budget.shrink_with([(64, 8), (512, 8)], failed=[1], gradient=True), budget.tokens
+        (True, 64)
+        >>> budget.shrink_with([(64, 8), (64, 8)], failed=[0], gradient=True), budget.tokens
+        (True, 32)
+        """
+        had = min(sizes[rank][0] * (1 if gradient else sizes[rank][1]) for rank in failed)
+        if had <= SMALLEST:
+            return False
+        self.tokens, self.factor = min(tokens for tokens, _ in sizes), min(factor for _, factor in sizes)
+        if self.allowed(gradient) >= had:
+            self._shrink(gradient)
+        return True
 
     def _shrink(self, gradient: bool) -> None:
         """Halve the budget. A pass without gradient first halves its own factor: as long as it has more tokens than an

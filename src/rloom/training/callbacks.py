@@ -52,15 +52,12 @@ class FitBudget(TrainerCallback):
 
     def __init__(self, learner: Learner, encoder: PromptEncoder) -> None:
         self.learner, self.encoder = learner, encoder
+        self.looked = False
 
     def on_step_end(self, args: RLOOConfig, state: Any, control: Any, **kwargs: Any) -> None:
         """Run the worst case once, on a GPU, where gradients can be undone."""
-        if (
-            self.learner.budget.tried
-            or not self.learner.processes.can_repeat
-            or not torch.cuda.is_available()
-            or next(kwargs["model"].parameters()).device.type != "cuda"
-        ):
+        on_gpu = torch.cuda.is_available() and next(kwargs["model"].parameters()).device.type == "cuda"
+        if self.looked or not on_gpu or not self.learner.processes.can_repeat or not self._is_due():
             return
         budget, model = self.learner.budget, kwargs["model"]
         budget.tried = True
@@ -71,6 +68,13 @@ class FitBudget(TrainerCallback):
         self.learner.try_worst_case(model, *shape, pictured=self.encoder.pictured)
         restore_random_state(randomness)
         logger.info("micro-batches of up to %d tokens; the worst case has been run", budget.tokens)
+
+    def _is_due(self) -> bool:
+        """Whether the worst case has not been run. Processes that run in step run it where one of them has not: one
+        may have lost its part of a checkpoint."""
+        self.looked = True
+        processes, tried = self.learner.processes, self.learner.budget.tried
+        return processes.any(not tried) if processes.repeats_together else not tried
 
 
 class SampleTable(TrainerCallback):

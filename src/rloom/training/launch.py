@@ -17,7 +17,7 @@ from rloom.data.images import without_images
 from rloom.errors import ConfigError
 from rloom.printable import get_logger
 from rloom.training.processes import Processes
-from rloom.training.sharding_options import asks_to_shard, check_layered, check_sharding
+from rloom.training.sharding_options import asks_to_shard, check_sharding
 
 logger = get_logger(__name__)
 
@@ -87,8 +87,6 @@ def check_parallelism(trainer: Any) -> None:
         )
     if asks_to_shard(trainer.args):
         check_sharding(trainer)
-    if asks_to_shard(trainer.args) or kind == "DEEPSPEED":
-        check_layered(trainer)
     parallelism = trainer.args.parallelism_config
     sharded = [name for name in ("tp_size", "dp_shard_size") if getattr(parallelism, name, 1) not in (1, None)]
     if sharded or getattr(trainer.model, "_tp_size", None) not in (1, None):
@@ -115,12 +113,12 @@ def check_devices(trainer: Any) -> None:
     if trainer.accelerator.num_processes > 1:
         check_parallelism(trainer)
     stage = getattr(getattr(trainer.accelerator.state, "deepspeed_plugin", None), "zero_stage", 2)
-    stages = (2,) if trainer.accelerator.num_processes == 1 else (2, 3)
-    # Stage 3 shards weights, which one process cannot do. Stage 1 counts some micro-batches twice.
+    # Stage 3 shards weights, which one process cannot do.
+    stages = (1, 2) if trainer.accelerator.num_processes == 1 else (1, 2, 3)
     if stage not in stages:
         raise ConfigError(
-            f"zero_optimization.stage is {stage}: rloom trains with DeepSpeed's ZeRO-2, and in several processes with "
-            "ZeRO-3; set it to 2 (with offload_optimizer, if memory is short), or leave `deepspeed` out"
+            f"zero_optimization.stage is {stage}: rloom trains with DeepSpeed's ZeRO-1 and ZeRO-2, and in several "
+            "processes with ZeRO-3; set it to 2 (with offload_optimizer, if memory is short), or leave `deepspeed` out"
         )
     if stage == 3 and trainer.args.beta:
         estimator = trainer.args.choices.kl_estimator

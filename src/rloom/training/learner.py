@@ -6,6 +6,7 @@ memory, never the gradient.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -79,8 +80,7 @@ class Learner:
 
         `backward(loss, last)` runs one micro-batch backward; `last` marks the last one.
         `skip`: leave out rows in which our loss has no gradient. Where `compute_loss` adds a term, they may have one.
-        Out of memory, the update is repeated from its start in smaller micro-batches, where a process can do that by
-        itself.
+        Out of memory, the update is repeated from its start in smaller micro-batches, where that is possible.
         """
         shares = merge(shares)
         # A rollout from a checkpoint has not been settled in this process.
@@ -89,33 +89,36 @@ class Learner:
         self._count(shares, self.processes)
         # These passes come before the part that is repeated when memory runs out.
         self._assign(model, shares, "train")
-        with self.processes.in_step():
-            loss = self._in_pieces_that_fit(
-                shares, lambda: self._accumulate(model, shares, compute_loss, backward, skip)
-            )
+        loss = self._in_pieces_that_fit(model, shares, compute_loss, backward, skip)
         # Processes exchange metrics and gradients here, after the part that may fail and be repeated.
         self.update_metrics.record(self.metrics, "train", self.processes)
         return self.processes.add_up(self.policy.parameters(), loss)
 
-    def _in_pieces_that_fit(self, shares: Sequence[Share], work: Callable[[], Tensor]) -> Tensor:
+    def _in_pieces_that_fit(
+        self, model: Any, shares: Sequence[Share], compute_loss: Any, backward: Any, skip: bool
+    ) -> Tensor:
         """Run the update. Out of memory, undo and repeat it; where that is not possible, explain the error."""
-        if self.processes.can_repeat:
-            saved = [columns for share in shares for columns in _saved_columns(share.rollout)]
+        saved = [columns for share in shares for columns in _saved_columns(share.rollout)]
 
-            def undo() -> None:
-                self._undo()
-                # The failed attempt has filled in values that belong to its own dropout.
-                _restore_columns(saved)
+        def work() -> Tensor:
+            with self.processes.in_step():
+                return self._accumulate(model, shares, compute_loss, backward, skip)
 
-            return self.budget.retrying(work, undo=undo)
-        try:
-            return work()
-        except torch.OutOfMemoryError as error:
-            error.add_note(
-                "under FSDP and DeepSpeed an update cannot be done again in smaller pieces: set "
-                f"max_tokens_per_micro_batch below {self.budget.tokens}"
-            )
-            raise
+        def undo() -> None:
+            self._undo()
+            # The failed attempt has filled in values that belong to its own dropout.
+            _restore_columns(saved)
+            # Smaller micro-batches may no longer hold whole groups. The pass for that comes before the update, as ever.
+            self.processes.bring_back_copy()
+            self._assign(model, shares, "train")
+
+        return self.processes.retrying(self.budget, work, undo=undo, idle=lambda: self._idle(model, backward))
+
+    def _idle(self, model: Any, backward: Callable[[Tensor, bool], None]) -> None:
+        """Run a micro-batch from which nothing is learnt."""
+        batch = self.passes.idle_batch()
+        with self.passes.attention(), attention_for(batch):
+            backward(self.passes.idle_loss(model, batch), False)
 
     def _undo(self) -> None:
         """Remove what a failed update has added to the gradients."""
@@ -129,6 +132,7 @@ class Learner:
             for batch, last in self._micro_batches(model, shares, lambda share: self._rows(share, skip), "train"):
                 loss = self.passes.idle_loss(model, batch) if batch.idle else compute_loss(model, batch)
                 backward(loss, last)
+                self.processes.micro_batch_done()
                 widen()
                 total += loss.detach()
         # There was nothing to learn from. Optimizer and scaler still need a backward.
@@ -232,14 +236,18 @@ class Learner:
         rollout = self.passes.made_up(groups, k, prompt, completion, pictured)
 
         def attempt() -> int:
-            rows = self.batcher.plan(rollout, range(len(rollout)), self.budget.tokens, whole_groups=False)[0]
-            batch = self.batcher.make(rollout, rows, self.passes.device)
-            with self.passes.attention(), attention_for(batch):
-                (self.passes.forward(model, batch).logprobs.sum() * 0.0).backward()
+            with self.processes.in_step():
+                self.processes.rounds(1)
+                rows = self.batcher.plan(rollout, range(len(rollout)), self.budget.tokens, whole_groups=False)[0]
+                batch = self.batcher.make(rollout, rows, self.passes.device)
+                with self.passes.attention(), attention_for(batch):
+                    (self.passes.forward(model, batch).logprobs.sum() * 0.0).backward()
+                self.processes.micro_batch_done()
             return self.batcher.size(rollout, rows)
 
+        idle = functools.partial(self._idle, model, lambda loss, last: loss.backward())
         try:
-            return self.budget.retrying(attempt, undo=self._undo)
+            return self.processes.retrying(self.budget, attempt, undo=self._undo, idle=idle)
         finally:
             self._undo()
 

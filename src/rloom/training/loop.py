@@ -16,7 +16,7 @@ from rloom.errors import ConfigError
 from rloom.models.optimizers import SplitAdamW, optimizer_with_low_bits
 from rloom.training.callbacks import close_view, connect_view
 from rloom.training.saving import CheckpointedTrainer
-from rloom.training.sharding_options import hidden_from_accelerate
+from rloom.training.sharding_options import hidden_from_accelerate, shards
 
 
 class UpdateLoop(CheckpointedTrainer):
@@ -61,9 +61,14 @@ class UpdateLoop(CheckpointedTrainer):
         return result
 
     def create_accelerator_and_postprocess(self) -> None:
-        """Make the Accelerator without FSDP: rloom shards the model itself, after it has been checked as a whole."""
+        """Make the Accelerator without FSDP: rloom shards the model itself."""
         with hidden_from_accelerate(self.args):
             super().create_accelerator_and_postprocess()
+
+    def _move_model_to_device(self, model: nn.Module, device: Any) -> None:
+        """Leave a model that is sharded on the host: its layers are brought to the device one by one."""
+        if not shards(self.args):
+            super()._move_model_to_device(model, device)
 
     def _prepare_for_training(self, *args: Any, **kwargs: Any) -> Any:
         with self.processes.preparing(self.accelerator):

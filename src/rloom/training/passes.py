@@ -139,17 +139,25 @@ class Passes:
 
         @torch.no_grad()
         def passes() -> None:
+            if self.in_step_with is not None:
+                # Every attempt begins with nothing gathered, also where a rollout was generated before it.
+                self.in_step_with.after_forwards()
             plans = self.batcher.plan(rollout, chosen, self.budget.without_gradient, whole_groups=False)
             with self.attention(), self.reference_stays():
                 for batch in self._batches_in_step(rollout, plans):
                     with attention_for(batch):
                         run(batch)
 
+        @torch.no_grad()
+        def idle() -> None:
+            batch = self.idle_batch()
+            with self.attention(), attention_for(batch):
+                run(batch)
+
         if self.in_step_with is None:
             self.budget.retrying(passes, gradient=False)
         else:
-            # One process cannot repeat a pass by itself.
-            passes()
+            self.in_step_with.retrying(self.budget, passes, idle=idle, gradient=False)
             self.in_step_with.after_forwards()
 
     def _batches_in_step(self, rollout: Rollout, plans: list[list[int]]) -> Iterator[MicroBatch]:

@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -32,7 +32,13 @@ from rloom.errors import ConfigError, ProcessError
 from rloom.models.checksums import checksums_of
 from rloom.models.low_bits import Value
 from rloom.models.optimizers import values_of
+from rloom.printable import get_logger
+from rloom.training.budget import TokenBudget
 from rloom.training.heartbeat import Heartbeat, begin
+
+logger = get_logger(__name__)
+
+T = TypeVar("T")
 
 BUCKET_MEGABYTES = 25
 """Small gradients are summed together, up to this size. It is DistributedDataParallel's default."""
@@ -56,7 +62,13 @@ class Processes:
     cannot be undone, and that library decides whether its gradient is finite."""
 
     can_repeat = True
-    """Whether a process that has run out of memory can repeat an update in smaller micro-batches."""
+    """Whether what runs out of memory can be repeated in smaller micro-batches: by a process alone, or by all."""
+
+    cannot_repeat = ""
+    """Where it cannot be repeated: the beginning of a sentence that says so."""
+
+    repeats_together = False
+    """Whether all processes repeat what one of them has run out of memory in."""
 
     is_sharded = False
     """Whether each process holds only a part of the weights."""
@@ -66,6 +78,9 @@ class Processes:
 
     is_layered = False
     """Whether what needs no gradient runs on sharded weights, layer by layer, with all processes in step."""
+
+    half: torch.dtype | None = None
+    """The dtype in which sharded weights are gathered and run; None: their own."""
 
     def __init__(
         self,
@@ -86,10 +101,16 @@ class Processes:
         # Imported here: these are subclasses.
         from rloom.training.sharded import ShardedProcesses
         from rloom.training.sharding_options import asks_to_shard, reshards, saves_parts
-        from rloom.training.zero import ZeroProcesses, complete_config
+        from rloom.training.zero import ZeroProcesses, complete_config, settle_stage
 
         if zero:
-            complete_config(accelerator.state.deepspeed_plugin.deepspeed_config, args)
+            plugin = accelerator.state.deepspeed_plugin
+            if settle_stage(plugin) and args.process_index == 0:
+                logger.warning(
+                    "DeepSpeed runs as ZeRO-2 instead of ZeRO-1, which is wrong with grad_accum_dtype: the result is "
+                    "the same, in less memory. To run ZeRO-1, leave grad_accum_dtype out"
+                )
+            complete_config(plugin.deepspeed_config, args)
         if args.world_size == 1:
             return DeepSpeedProcess() if zero else cls()
         _heart()
@@ -261,12 +282,53 @@ class Processes:
     def after_forwards(self) -> None:
         """After forwards without gradient."""
 
-    def shard(self, model: nn.Module) -> None:
-        """Shard the model. Everything that needs the whole model has been built by now."""
+    def choose_copy(self, model: nn.Module, device: torch.device, *, by_servers: bool) -> None:
+        """Decide whether there will be a whole copy of sharded weights. `by_servers`: it is not what generates."""
+
+    def shard(self, model: nn.Module, *, with_reference: bool) -> None:
+        """Shard the model. `with_reference`: a frozen copy of it will be asked for."""
+
+    def place_frozen(self, model: nn.Module, device: torch.device) -> nn.Module:
+        """Bring a model that is not trained to the device."""
+        return model.to(device)
+
+    def frozen_policy(self) -> nn.Module | None:
+        """A frozen copy of the policy as it was given, where it cannot be copied any more."""
+        return None
 
     def rounds(self, count: int) -> int:
         """How many micro-batches this process runs in an update in which it has `count`."""
         return count
+
+    def micro_batch_done(self) -> None:
+        """After each of the `rounds`."""
+
+    def retrying(
+        self,
+        budget: TokenBudget,
+        work: Callable[[], T],
+        *,
+        undo: Callable[[], None] | None = None,
+        idle: Callable[[], None],
+        gradient: bool = True,
+    ) -> T:
+        """Do some work. Out of memory, undo and repeat it; where that is not possible, explain the error.
+
+        `idle` runs a micro-batch from which nothing is learnt, for processes that run in step.
+        """
+        if self.can_repeat:
+            return budget.retrying(work, undo, gradient=gradient)
+        try:
+            return work()
+        except torch.OutOfMemoryError as error:
+            error.add_note(
+                f"{self.cannot_repeat} an update cannot be done again in smaller pieces: set "
+                f"max_tokens_per_micro_batch below {budget.tokens}"
+            )
+            raise
+
+    def bring_back_copy(self) -> None:
+        """Before an update is repeated: what runs without gradient has been let go of, and may be needed again."""
 
     def in_step(self) -> AbstractContextManager[None]:
         """Around the micro-batches of an update: what another process' end looks like there is told in words."""
@@ -278,6 +340,14 @@ class Processes:
 
     def own_part(self, p: Tensor) -> Tensor:
         """What this process holds of a weight."""
+        return p
+
+    def is_part(self, p: Tensor) -> bool:
+        """Whether this process holds a part of a weight alone."""
+        return False
+
+    def whole(self, p: Tensor) -> Tensor:
+        """A weight as a whole, gathered from all processes if they hold parts of it."""
         return p
 
     def values_of(self, optimizer: Any) -> Value:
@@ -322,10 +392,11 @@ class Processes:
 
 
 class DeepSpeedProcess(Processes):
-    """One process under DeepSpeed (ZeRO-2), which keeps gradients and float32 weights in buffers of its own."""
+    """One process under DeepSpeed (ZeRO-1, ZeRO-2), which keeps gradients and float32 weights in buffers of its own."""
 
     external_optimizer = True
     can_repeat = False
+    cannot_repeat = "under DeepSpeed"
 
     def backward(self, accelerator: Accelerator, model: nn.Module, loss: Tensor, *, last: bool) -> None:
         """Run a micro-batch backward. DeepSpeed takes the optimizer's step itself after the last one."""

@@ -8,6 +8,7 @@ from typing import Any
 
 import psutil
 import torch
+from torch.distributed.fsdp import FSDPModule
 
 from rloom.generation.base import abilities_of
 from rloom.models.load import base_of
@@ -52,7 +53,9 @@ class RunReport:
     def _model(self) -> str:
         trained, whole = parameters_of(self.trainer.model)
         base = base_of(self.trainer.model)
-        name = getattr(base.config, "_name_or_path", "") or type(base).__name__
+        # Of sharded weights the class has another name, and the model's own as a base.
+        own = next(kind for kind in type(base).__mro__ if not issubclass(kind, FSDPModule))
+        name = getattr(base.config, "_name_or_path", "") or own.__name__
         share = "all trained" if trained == whole else f"{trained:,} trained ({trained / max(whole, 1):.2%})"
         return f"{name}, {whole:,} parameters, {share}"
 

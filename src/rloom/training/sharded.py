@@ -8,8 +8,8 @@ weights in each process (`whole_copy.py`), which is filled from the parts before
 There, processes need not be in step. Without such a copy (`ds3_gather_for_generation=False`) it runs on the parts,
 layer by layer, and processes are in step there too.
 
-The model is loaded, checked and copied as a whole in each process, and is sharded when the trainer has been built.
-accelerate is not told: it would take the model apart before the checks, and on a CPU it would silently not shard.
+The main process reads the model's weights, and the others receive their parts of them (`placement.py`): no process has
+the whole model on its device, but for that copy. accelerate is not told: on a CPU it would silently not shard.
 """
 
 from __future__ import annotations
@@ -32,9 +32,22 @@ from rloom.models.load import base_of, is_peft_model
 from rloom.models.low_bits import Piece, Value, join_float32, split_float32
 from rloom.models.optimizers import LOW_BITS
 from rloom.models.split_weights import kept_in_float32
+from rloom.printable import get_logger
 from rloom.training import sharded_checkpoint
-from rloom.training.processes import Processes, together
-from rloom.training.whole_copy import WholeCopy, cast, fits_beside_update
+from rloom.training.attempts import CAN_BE_LEFT, Attempts
+from rloom.training.budget import TokenBudget
+from rloom.training.placement import Placement, allocate
+from rloom.training.processes import Processes, T, together
+from rloom.training.whole_copy import (
+    WholeCopy,
+    cast,
+    fits_beside_update,
+    lacking_room,
+    size_of,
+    without_memory,
+)
+
+logger = get_logger(__name__)
 
 HALVES = (torch.bfloat16, torch.float16)
 
@@ -43,7 +56,8 @@ class ShardedProcesses(Processes):
     """Processes under FSDP2. See the module's docstring."""
 
     is_sharded = True
-    can_repeat = False
+    can_repeat = repeats_together = CAN_BE_LEFT
+    cannot_repeat = "with this version of torch, under FSDP"
 
     def __init__(
         self,
@@ -56,11 +70,12 @@ class ShardedProcesses(Processes):
         **options: Any,
     ) -> None:
         super().__init__(*place, **options)
-        # The dtype in which weights are gathered and run; None: their own.
         self.half, self._reshard, self.is_layered = half, reshard, layered
         self.saves_parts = saves_parts
         self._model: nn.Module | None = None
         self._copy: WholeCopy | None = None
+        # What the policy was at the start, sharded; None where there is no need for it.
+        self._frozen: nn.Module | None = None
         # Whether the copy stays in memory during updates; None until that is decided.
         self._keep_copy = keep_copy
         # Called before the copy is let go of: others hold memory that belongs to it.
@@ -69,20 +84,14 @@ class ShardedProcesses(Processes):
         self._dtypes: dict[str, torch.dtype] = {}
         # Names of weights that the copy cannot have yet: all at first, then those that are or were trained.
         self._stale: set[str] = set()
+        # What all processes repeat together; None until the model is sharded, or where they cannot.
+        self._attempts: Attempts | None = None
 
     # -- the whole copy
 
     def without_gradient(self, model: nn.Module) -> nn.Module:
         """The whole copy, in this process alone. Layer by layer: the model itself."""
-        if self.is_layered:
-            return model
-        if self._copy is None:
-            if kept_in_float32(base_of(model)):
-                self.half = None
-            if self.half is not None and is_peft_model(model):
-                cast((p for p in model.parameters() if not p.requires_grad), self.half)
-            self._copy = WholeCopy(model, half=None if is_peft_model(model) else self.half)
-        return self._copy.module
+        return model if self._copy is None else self._copy.module
 
     def uses_copy(self, release: Callable[[], None] | None, *, in_updates: bool) -> None:
         """Note what else depends on the copy. `in_updates`: it is run there too, and so has to stay."""
@@ -114,8 +123,7 @@ class ShardedProcesses(Processes):
             return
         if self._keep_copy is None:
             trained = sum(self.own_part(p).numel() for p in self._model.parameters() if p.requires_grad)
-            device = self._device or torch.device("cpu")
-            self._keep_copy = not self.any(not fits_beside_update(self._copy, trained, device))
+            self._keep_copy = not self.any(not fits_beside_update(self._copy, trained, self._own_device))
         if not self._keep_copy and not self._copy.is_freed:
             for release in self._users:
                 release()
@@ -125,15 +133,67 @@ class ShardedProcesses(Processes):
 
     # -- sharding
 
-    def shard(self, model: nn.Module) -> None:
-        """Shard the model in place, layer by layer. It stays the same object."""
-        mesh = init_device_mesh(self._device.type if self._device else "cpu", (self.count,))
+    def choose_copy(self, model: nn.Module, device: torch.device, *, by_servers: bool) -> None:
+        """Do without a whole copy where it does not fit, if servers generate: all else can run on the parts."""
+        if self.is_layered or not by_servers:
+            return
+        # The parts that are trained will take memory before the copy does.
+        needed = size_of(model.parameters(), self.half) + size_of(model.parameters(), None) // self.count
+        lack = lacking_room(needed, device)
+        self.is_layered = self.any(lack is not None)
+        if self.is_layered and self.is_main:
+            logger.warning(
+                "%s, with this process' part of them: vLLM generates, and passes without gradient run on the parts, "
+                "layer by layer, which is slower",
+                lack or "another process has no room for a whole copy of the weights",
+            )
+
+    def share_weights(self, model: nn.Module) -> None:
+        """Nothing yet: the main process' weights are sent while the model is sharded."""
+
+    def shard(self, model: nn.Module, *, with_reference: bool) -> None:
+        """Shard the model in place, layer by layer. It stays the same object, with the main process' weights.
+
+        `with_reference`: a frozen copy of it will be asked for.
+        """
+        half = self._prepare_dtypes(model)
+        place = Placement(self._own_device)
+        place.buffers(model)
+        # Copies are made before: torch copies nothing that is sharded.
+        frozen = None
+        if not self.is_layered:
+            self._copy = WholeCopy(model, half=half, device=self._own_device)
+        elif with_reference:
+            frozen = without_memory(model, half=half, device=self._own_device)
+        root = self._shard(model, half or _half_of(model), place.weights)
+        # Processes may use other experts. Older versions of torch cannot be told.
+        if _has_experts(model) and hasattr(root, "set_reduce_scatter_unused_params"):
+            root.set_reduce_scatter_unused_params(True)
+        self._model = model
+        if frozen is not None:
+            self._frozen = self._shard_frozen(frozen, model)
+        self._watch_attempts()
+        self.gather_weights()
+
+    def _prepare_dtypes(self, model: nn.Module) -> torch.dtype | None:
+        """Note in which dtypes weights were loaded, and return the one in which they are gathered and run; None: their
+        own. Frozen weights beside an adapter are cast to it now."""
+        if kept_in_float32(base_of(model)):
+            self.half = None
+        if self.half is not None and is_peft_model(model):
+            cast((p for p in model.parameters() if not p.requires_grad), self.half)
         self._dtypes = {name: value.dtype for name, value in model.state_dict().items()}
-        half = None if is_peft_model(model) else self.half or _half_of(model)
+        return None if is_peft_model(model) else self.half
+
+    def _shard(self, model: nn.Module, half: torch.dtype | None, place: Callable[[nn.Module], None]) -> FSDPModule:
+        """Shard a model layer by layer; `place` gives the weights of a layer, which come as a whole, memory."""
+        mesh = init_device_mesh(self._own_device.type, (self.count,))
         policy = MixedPrecisionPolicy(param_dtype=half, reduce_dtype=torch.float32 if half else None)
         for layer in _layers(model):
+            place(layer)
             _widen(layer)
             fully_shard(layer, mesh=mesh, mp_policy=policy, reshard_after_forward=self._reshard)
+        place(model)
         _widen(model)
         root = fully_shard(model, mesh=mesh, mp_policy=policy)
         for module in model.modules():
@@ -141,16 +201,64 @@ class ShardedProcesses(Processes):
                 # Gradients are added up, as losses have denominators that cover all processes.
                 module.set_gradient_divide_factor(1.0)
                 module.set_force_sum_reduction_for_comms(True)
-        # Processes may use other experts. Older versions of torch cannot be told.
-        if _has_experts(model) and hasattr(root, "set_reduce_scatter_unused_params"):
-            root.set_reduce_scatter_unused_params(True)
-        self._model = model
+        return root
+
+    def _shard_frozen(self, frozen: nn.Module, model: nn.Module) -> nn.Module:
+        """A model without memory becomes a frozen, sharded copy of a sharded one. Each process copies its parts."""
+        self._shard(frozen.requires_grad_(False), None, allocate)
+        with torch.no_grad():
+            for p, theirs in zip(frozen.parameters(), model.parameters(), strict=True):
+                self.own_part(p).copy_(self.own_part(theirs))
+        return frozen
+
+    def place_frozen(self, model: nn.Module, device: torch.device) -> nn.Module:
+        """Bring a model that is not trained to the device: a part of it where the policy runs in parts too."""
+        if not self.is_layered:
+            return super().place_frozen(model, device)
+        place = Placement(device)
+        place.buffers(model)
+        self._frozen = model.requires_grad_(False)
+        self._shard(self._frozen, None, place.weights)
+        self._watch_attempts()
+        return self._frozen
+
+    def _watch_attempts(self) -> None:
+        """Have a process that runs out of memory in one of the models join the others again."""
+        models = [model for model in (self._model, self._frozen) if model is not None]
+        self._attempts = Attempts(models, self) if self.can_repeat else None
+
+    def frozen_policy(self) -> nn.Module | None:
+        """A sharded copy of the policy as it was given, which runs in step; None where the whole copy serves for it."""
+        return self._frozen
+
+    @property
+    def _own_device(self) -> torch.device:
+        return self._device or torch.device("cpu")
 
     # -- an update
 
     def rounds(self, count: int) -> int:
         """The largest number of micro-batches that a process has, at least 1."""
-        return max(1, *self.gather(count))
+        rounds = max(1, *self.gather(count))
+        if self._attempts is not None:
+            self._attempts.begin(rounds)
+        return rounds
+
+    def micro_batch_done(self) -> None:
+        """After each of the `rounds`."""
+        if self._attempts is not None:
+            self._attempts.micro_batch_done()
+
+    def retrying(self, budget: TokenBudget, work: Callable[[], T], **options: Any) -> T:
+        """Do some work in all processes. Where one runs out of memory, all undo and repeat it."""
+        if self._attempts is None:
+            return super().retrying(budget, work, **options)
+        return self._attempts.retrying(budget, work, **{"undo": None, "gradient": True, **options})
+
+    def bring_back_copy(self) -> None:
+        """Fill the whole copy again where the update has let go of it. All processes do the same."""
+        if self._copy is not None and self._copy.is_freed:
+            self.gather_weights()
 
     def in_step(self) -> AbstractContextManager[None]:
         """Layers are gathered inside the block, from all processes. The whole copy is let go of where it must be."""
@@ -159,10 +267,11 @@ class ShardedProcesses(Processes):
         return together()
 
     def after_forwards(self) -> None:
-        """Let go of what forwards without a backward have gathered: after an update it would be out of date."""
-        for module in self._model.modules() if self.is_layered and self._model is not None else ():
-            if isinstance(module, FSDPModule):
-                module.reshard()
+        """Let go of what forwards without a backward have gathered: it is not what the optimizer updates."""
+        for model in (self._model, self._frozen) if self.is_layered else ():
+            for module in model.modules() if model is not None else ():
+                if isinstance(module, FSDPModule):
+                    module.reshard()
 
     def backward(self, accelerator: Accelerator, model: nn.Module, loss: Tensor, *, last: bool) -> None:
         """Run a micro-batch backward, which adds its gradients to the parts that other processes hold."""
@@ -185,6 +294,15 @@ class ShardedProcesses(Processes):
     def own_part(self, p: Tensor) -> Tensor:
         """What this process holds of a weight."""
         return p.to_local() if isinstance(p, DTensor) else p
+
+    def is_part(self, p: Tensor) -> bool:
+        """Whether this process holds a part of a weight alone."""
+        return isinstance(p, DTensor)
+
+    def whole(self, p: Tensor) -> Tensor:
+        """A weight as a whole. All processes must ask for it."""
+        with together():
+            return _whole(p)
 
     def values_of(self, optimizer: Any) -> Value:
         """Whole weights, each gathered once for all pieces of it that are asked for."""

@@ -12,8 +12,11 @@ from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
 from rloom.algo import KL_ESTIMATORS
 from rloom.config import RLOOConfig
+from rloom.config.vllm import SERVER
 from rloom.data.datasets import image_column
 from rloom.errors import ConfigError, in_words
+from rloom.models.load import is_peft_model
+from rloom.models.reference import trained_beside_adapter
 from rloom.printable import get_logger
 
 logger = get_logger(__name__)
@@ -28,6 +31,11 @@ OPTIMIZERS = ("adamw_torch", "adamw_torch_fused", "sgd", "rmsprop", "adagrad")
 def asks_to_shard(args: RLOOConfig) -> bool:
     """Whether the options or the launcher ask for FSDP."""
     return bool(args.fsdp) or os.environ.get(LAUNCHED_WITH_FSDP, "").lower() == "true"
+
+
+def shards(args: RLOOConfig) -> bool:
+    """Whether each process of this launch holds a part of the model, by FSDP."""
+    return args.world_size > 1 and asks_to_shard(args)
 
 
 def _asked(args: RLOOConfig, name: str, usual: str) -> str:
@@ -46,10 +54,10 @@ def saves_parts(args: RLOOConfig) -> bool:
     return parts and not args.save_only_model
 
 
-def load_in_every_process() -> None:
-    """Let every process read the weights of models. `accelerate launch` asks transformers to leave them out in all
-    processes but one, since accelerate would send them; models of rewards would then have random weights. Under ZeRO-3
-    transformers would take models apart while it loads them."""
+def load_as_asked() -> None:
+    """Let each process read the weights of models that it loads. `accelerate launch` tells transformers to leave them
+    out in all processes but one, since accelerate would send them; models of rewards would then have random weights.
+    Under ZeRO-3 transformers would take models apart while it loads them."""
     if "FSDP_CPU_RAM_EFFICIENT_LOADING" in os.environ:
         os.environ["FSDP_CPU_RAM_EFFICIENT_LOADING"] = "false"
     unset_hf_deepspeed_config()
@@ -75,10 +83,14 @@ def _pushes_each(args: RLOOConfig) -> bool:
 
 def check_layered(trainer: Any) -> None:
     """Refuse what processes do not do equally often, where they generate layer by layer."""
-    args = trainer.args
-    if args.ds3_gather_for_generation:
+    args, model = trainer.args, trainer.model
+    if not trainer.processes.is_layered:
         return
+    beside = is_peft_model(model) and args.beta != 0 and trained_beside_adapter(model)
     unsupported = {
+        "sync_ref_model=True": args.sync_ref_model,
+        "offload_reference=True": args.offload_reference,
+        "a KL and an adapter beside which other weights are trained": bool(beside),
         "dynamic_sampling": bool(args.dynamic_sampling),
         "eval_strategy": str(getattr(args.eval_strategy, "value", args.eval_strategy)) != "no",
         "kl_estimator='full'": args.beta != 0 and KL_ESTIMATORS[args.choices.kl_estimator].needs_distributions,
@@ -86,18 +98,29 @@ def check_layered(trainer: Any) -> None:
     for what, asked in unsupported.items():
         if asked:
             raise ConfigError(
-                f"{what} does not go together with ds3_gather_for_generation=False, where processes gather layers in "
-                "step: leave one of them out"
+                f"{what} does not go together with {_why_layered(args)}, where processes gather layers in step: leave "
+                "one of them out"
             )
 
 
-def check_evaluation(processes: Any) -> None:
+def check_evaluation(processes: Any, args: RLOOConfig) -> None:
     """Refuse an evaluation layer by layer: processes have other numbers of batches there."""
     if processes.is_layered:
         raise ConfigError(
-            "evaluation does not go together with ds3_gather_for_generation=False, where processes gather layers in "
-            "step: set eval_strategy='no', and evaluate the saved model"
+            f"evaluation does not go together with {_why_layered(args)}, where processes gather layers in step: set "
+            "eval_strategy='no', and evaluate the saved model"
         )
+
+
+def _why_layered(args: RLOOConfig) -> str:
+    if not args.ds3_gather_for_generation:
+        return "ds3_gather_for_generation=False"
+    return "weights of which no whole copy fits"
+
+
+def generates_by_servers(args: RLOOConfig) -> bool:
+    """Whether vLLM generates in processes of its own."""
+    return args.engine == "vllm" and args.vllm_mode == SERVER
 
 
 def check_sharding(trainer: Any) -> None:

@@ -49,7 +49,7 @@ from rloom.training.loop import UpdateLoop
 from rloom.training.precision import choose_precision
 from rloom.training.processes import Processes
 from rloom.training.report import RunReport
-from rloom.training.sharding_options import check_evaluation
+from rloom.training.sharding_options import check_evaluation, check_layered, generates_by_servers
 from rloom.types import MicroBatch, Rollout
 
 logger = get_logger(__name__)
@@ -155,8 +155,13 @@ class RLOOTrainer(UpdateLoop):
         self.precision = choose_precision(self, loaded_with=asked, own_optimizer=optimizers[0] is not None)
         if optimizers[0] is not None:
             warn_of_lost_bits(self.model)
+        self.processes.choose_copy(self.model, args.device, by_servers=generates_by_servers(args))
+        check_layered(self)
+        copied = assemble.prepare_reference(policy, reference_path, args, sharded=self.processes.is_layered)
+        self.processes.shard(self.model, with_reference=copied)
         parts = assemble.build(self, policy, functions, terms, reward_classes, reference_path, engine)
-        self.processes.shard(self.model)
+        # The checks have run the model.
+        self.processes.after_forwards()
         self.report = RunReport(self, own_engine=engine is not None)
         self._keep_parts(parts, args)
         self._publish(policy, functions, parts)
@@ -354,7 +359,7 @@ class RLOOTrainer(UpdateLoop):
     def _evaluating(self, prefix: str) -> Iterator[None]:
         """Set the prefix of an evaluation inside the block. Blocks may be nested: an evaluation of several sets
         evaluates each inside its own."""
-        check_evaluation(self.processes)
+        check_evaluation(self.processes, self.args)
         before = self._eval_prefix, self._batches
         self._eval_prefix, self._batches = prefix, []
         self.processes.gather_weights()

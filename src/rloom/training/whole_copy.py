@@ -29,28 +29,27 @@ PER_TRAINED = 12
 
 
 class WholeCopy:
-    """A copy of a model. `half`: the dtype of its weights; None: their own.
+    """A copy of a model, without memory for its weights until it is filled. `half`: their dtype; None: their own.
 
     >>> model = nn.Linear(8, 8)
-    >>> whole = WholeCopy(model, half=None)
-    >>> whole.free()
+    >>> whole = WholeCopy(model, half=None, device=torch.device("cpu"))
     >>> whole.nbytes, whole.module.weight.shape
     (8, torch.Size([8, 8]))
     >>> whole.fill(["weight", "bias"], dict(model.named_parameters()).__getitem__)
     >>> torch.equal(whole.module.weight, model.weight), whole.nbytes
     (True, 288)
+    >>> whole.free()
+    >>> whole.nbytes
+    8
     """
 
-    def __init__(self, model: nn.Module, *, half: torch.dtype | None) -> None:
-        check_room(_size(model.parameters(), half), next(model.parameters()).device)
+    def __init__(self, model: nn.Module, *, half: torch.dtype | None, device: torch.device) -> None:
+        check_room(size_of(model.parameters(), half), device)
         # In evaluation mode: there is no dropout where nothing is learnt.
-        self.module = copy.deepcopy(model, {} if half is None else _cast_copies(model, half)).eval()
-        if half is not None:
-            # Buffers stay as they are: rounded angles would rotate otherwise.
-            cast(self.module.parameters(), half)
+        self.module = without_memory(model, half=half, device=device).eval()
         # Others are the copy's own, such as a reference's adapter: nobody could fill them again.
         self._filled = {name for name, _ in model.named_parameters()}
-        self.is_freed = False
+        self.is_freed = True
 
     @property
     def nbytes(self) -> int:
@@ -62,7 +61,7 @@ class WholeCopy:
         """Let go of the weights. Their shapes stay: each is a view of a single number."""
         for name, p in self.module.named_parameters():
             if name in self._filled:
-                p.data = p.data.new_zeros(()).expand(p.shape)
+                p.data = _no_memory(p, p.dtype, p.device)
         self.is_freed = True
 
     @torch.no_grad()
@@ -71,7 +70,7 @@ class WholeCopy:
         copies = dict(self.module.named_parameters())
         if self.is_freed:
             device = next(iter(copies.values())).device
-            check_room(_size((copies[name] for name in self._filled), None), device)
+            check_room(size_of((copies[name] for name in self._filled), None), device)
         for name in names:
             p = copies[name]
             if self.is_freed:
@@ -106,24 +105,44 @@ def check_room(needed: int, device: torch.device) -> None:
         ...
     rloom.errors.ConfigError: a whole copy of the weights takes 1073741824.00 GiB, and ... GiB are free: ...
     """
-    free = free_memory(device) // _sharers(device)
-    if needed > free:
+    lack = lacking_room(needed, device)
+    if lack is not None:
         raise ConfigError(
-            f"a whole copy of the weights takes {needed / 2**30:.2f} GiB, and {free / 2**30:.2f} GiB are free: set "
-            "ds3_gather_for_generation=False to generate layer by layer, which is slow, or bf16=True, which halves a "
-            "float32 copy, or offload_reference=True; or take GPUs with more memory or a smaller model"
+            f"{lack}: generate by vLLM servers (use_vllm=True, vllm_mode='server'), for which there is no need of one; "
+            "or set ds3_gather_for_generation=False to generate layer by layer, which is slow, or bf16=True, which "
+            "halves a float32 copy, or offload_reference=True; or take GPUs with more memory or a smaller model"
         )
 
 
-def _size(parameters: Iterable[Tensor], half: torch.dtype | None) -> int:
+def lacking_room(needed: int, device: torch.device) -> str | None:
+    """What is missing for a copy of this size, in words; None if it fits."""
+    free = free_memory(device) // _sharers(device)
+    if needed <= free:
+        return None
+    return f"a whole copy of the weights takes {needed / 2**30:.2f} GiB, and {free / 2**30:.2f} GiB are free"
+
+
+def size_of(parameters: Iterable[Tensor], half: torch.dtype | None) -> int:
+    """Bytes that a copy of some weights takes."""
     return sum(p.numel() * (half.itemsize if half and p.is_floating_point() else p.element_size()) for p in parameters)
 
 
-def _cast_copies(model: nn.Module, dtype: torch.dtype) -> dict[int, nn.Parameter]:
-    """Copies of weights in another dtype, as deepcopy takes them. By itself it would make them in their own first, for
-    which there may be no room."""
-    plain = [p for p in model.parameters() if type(p) is nn.Parameter and p.is_floating_point()]
-    return {id(p): nn.Parameter(p.detach().to(dtype, copy=True), p.requires_grad) for p in plain}
+def without_memory(model: nn.Module, *, half: torch.dtype | None, device: torch.device) -> nn.Module:
+    """A copy of a model whose weights have shapes and no memory yet; `half`: their dtype, None: their own.
+
+    Buffers are copied as they are: rounded angles would rotate otherwise. There is no need for memory for a second
+    model on the way.
+    """
+    empty = {
+        id(p): nn.Parameter(_no_memory(p, half if half and p.is_floating_point() else p.dtype, device), p.requires_grad)
+        for p in model.parameters()
+    }
+    return copy.deepcopy(model, empty)
+
+
+def _no_memory(p: Tensor, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """A tensor of the weight's shape that is a view of a single number."""
+    return torch.zeros((), dtype=dtype, device=device).expand(p.shape)
 
 
 def _sharers(device: torch.device) -> int:

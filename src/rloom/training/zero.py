@@ -1,4 +1,4 @@
-"""Several processes under DeepSpeed: ZeRO-2 shards gradients and optimizer state, ZeRO-3 the weights too.
+"""Several processes under DeepSpeed: ZeRO-1 shards the optimizer's state, ZeRO-2 gradients too, ZeRO-3 all.
 
 As under FSDP2 (`sharded.py`), processes run an update in step, and under ZeRO-3 a whole copy of the weights runs what
 needs no gradient. The model is loaded and checked as a whole in each process; DeepSpeed takes it apart when training
@@ -19,12 +19,15 @@ from rloom.config import RLOOConfig
 from rloom.models.low_bits import Piece, Value
 from rloom.training.processes import Processes
 from rloom.training.sharded import ShardedProcesses
+from rloom.training.whole_copy import WholeCopy
 
 
 class ZeroProcesses(ShardedProcesses):
-    """Processes under DeepSpeed. `stage`: 2 or 3."""
+    """Processes under DeepSpeed. `stage`: 1, 2 or 3."""
 
     external_optimizer = True
+    can_repeat = repeats_together = False
+    cannot_repeat = "under DeepSpeed"
     is_sharded = False
 
     def __init__(self, *place: int, stage: int, **options: Any) -> None:
@@ -32,12 +35,22 @@ class ZeroProcesses(ShardedProcesses):
         self.stage = stage
         self.is_layered &= stage == 3
 
-    def without_gradient(self, model: nn.Module) -> nn.Module:
-        """The whole copy under ZeRO-3; under ZeRO-2 each process has the whole model."""
-        return super().without_gradient(model) if self.stage == 3 else model
+    def choose_copy(self, model: nn.Module, device: torch.device, *, by_servers: bool) -> None:
+        """Under ZeRO-1 and ZeRO-2 each process has the whole model."""
+        if self.stage == 3:
+            super().choose_copy(model, device, by_servers=by_servers)
 
-    def shard(self, model: nn.Module) -> None:
-        """Nothing yet: DeepSpeed shards the model when training begins."""
+    def share_weights(self, model: nn.Module) -> None:
+        """Copy the main process' weights to all, which each has as a whole until training begins."""
+        Processes.share_weights(self, model)
+
+    def shard(self, model: nn.Module, *, with_reference: bool) -> None:
+        """Make the whole copy under ZeRO-3. DeepSpeed shards the model when training begins."""
+        if self.stage == 3 and not self.is_layered:
+            half = self._prepare_dtypes(model)
+            self._copy = WholeCopy(model, half=half, device=next(model.parameters()).device)
+            weights = dict(model.named_parameters())
+            self._copy.fill(weights, weights.__getitem__)
         self._model = model
 
     @contextmanager
@@ -52,11 +65,7 @@ class ZeroProcesses(ShardedProcesses):
             return
         parts = dict(self._model.named_parameters())
 
-        def value(name: str) -> Tensor:
-            with _gathered(parts[name]):
-                return parts[name].data.clone()
-
-        self._copy.fill(parts, value)
+        self._copy.fill(parts, lambda name: self.whole(parts[name]))
 
     def backward(self, accelerator: Accelerator, model: nn.Module, loss: Tensor, *, last: bool) -> None:
         """Run a micro-batch backward. DeepSpeed takes the optimizer's step after the last one, with the mean of the
@@ -72,6 +81,15 @@ class ZeroProcesses(ShardedProcesses):
         """What this process holds of a weight."""
         return getattr(p, "ds_tensor", p)
 
+    def is_part(self, p: Tensor) -> bool:
+        """Whether this process holds a part of a weight alone."""
+        return hasattr(p, "ds_id")
+
+    def whole(self, p: Tensor) -> Tensor:
+        """A weight as a whole. All processes must ask for it."""
+        with _gathered(p):
+            return p.data.clone()
+
     def values_of(self, optimizer: Any) -> Value:
         """Whole weights, gathered for each piece of them that is asked for."""
 
@@ -83,7 +101,7 @@ class ZeroProcesses(ShardedProcesses):
 
     def check_same_weights(self, model: nn.Module) -> None:
         """Compare whole weights; parts are in one process alone."""
-        if self.stage == 2:
+        if self.stage < 3:
             Processes.check_same_weights(self, model)
 
     @contextmanager
@@ -95,6 +113,26 @@ class ZeroProcesses(ShardedProcesses):
     def whole_optimizer(self, optimizer: Any, *, loading: bool = False) -> Iterator[None]:
         """DeepSpeed saves and loads its own state, a part for each process."""
         yield
+
+
+def settle_stage(plugin: Any) -> bool:
+    """Let DeepSpeed run as ZeRO-2 where its ZeRO-1 would be wrong. Returns whether it does.
+
+    Where gradients are added up in a dtype of their own (`grad_accum_dtype`), ZeRO-1 uses another optimizer of
+    DeepSpeed's, which counts some of our micro-batches twice (seen in 0.19.8). ZeRO-2 computes what ZeRO-1 should, with
+    less memory, and sums gradients after each micro-batch instead of once.
+
+    >>> from types import SimpleNamespace
+    >>> config = {"zero_optimization": {"stage": 1}, "data_types": {"grad_accum_dtype": "fp32"}}
+    >>> plugin = SimpleNamespace(zero_stage=1, deepspeed_config=config)
+    >>> settle_stage(plugin), plugin.zero_stage, config["zero_optimization"]
+    (True, 2, {'stage': 2})
+    """
+    config = plugin.deepspeed_config
+    if plugin.zero_stage != 1 or not config.get("data_types", {}).get("grad_accum_dtype"):
+        return False
+    plugin.zero_stage = config["zero_optimization"]["stage"] = 2
+    return True
 
 
 def complete_config(config: dict[str, Any], args: RLOOConfig) -> None:

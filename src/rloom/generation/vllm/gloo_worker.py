@@ -6,7 +6,6 @@ vLLM's own ways into a server's memory need CUDA; this one serves servers on CPU
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -38,11 +37,12 @@ class GlooUpdateInfo(WeightTransferUpdateInfo):
 
 
 class GlooTransferEngine(WeightTransferEngine[GlooInitInfo, GlooUpdateInfo]):
-    """Receives each weight by a broadcast, and loads it as a checkpoint's."""
+    """Receives each weight by a broadcast, in one call or several, and loads all at the end as a checkpoint's."""
 
     init_info_cls = GlooInitInfo
     update_info_cls = GlooUpdateInfo
     _group: GlooGroup | None = None
+    _received: list[tuple[str, torch.Tensor]]
 
     def init_transfer_engine(self, init_info: GlooInitInfo) -> None:
         """Meet the trainer. A trainer that was started again meets it anew."""
@@ -51,28 +51,27 @@ class GlooTransferEngine(WeightTransferEngine[GlooInitInfo, GlooUpdateInfo]):
         self._group = GlooGroup(init_info.master_address, init_info.master_port, rank, init_info.world_size)
 
     def start_weight_update(self) -> None:
-        """Nothing: an update comes in one call."""
+        """Forget what an update that was never finished has left."""
+        self._received = []
 
     def finish_weight_update(self) -> None:
-        """Nothing: an update comes in one call."""
+        """Load what has come. vLLM's loader takes all weights at once."""
+        weights, self._received = iter(self._received), []
+        reload_weights(
+            self.vllm_config, self.model, weights_iterator=weights, weights_path=None, is_checkpoint_format=True
+        )
 
     def update_weights(self, update_info: Any) -> None:
         """As vLLM's own, less the waiting for a GPU."""
         self.receive_weights(self.parse_update_info(update_info))
 
     def receive_weights(self, update_info: GlooUpdateInfo) -> None:
-        """Load all weights, each when it has come."""
-        weights = self._received(update_info)
-        reload_weights(
-            self.vllm_config, self.model, weights_iterator=weights, weights_path=None, is_checkpoint_format=True
-        )
-
-    def _received(self, update_info: GlooUpdateInfo) -> Iterator[tuple[str, torch.Tensor]]:
+        """Keep the weights that come now."""
         assert self._group is not None
         for name, dtype, shape in zip(update_info.names, update_info.dtype_names, update_info.shapes, strict=True):
             tensor = torch.empty(shape, dtype=getattr(torch, dtype))
             self._group.broadcast(tensor)
-            yield name, tensor
+            self._received.append((name, tensor))
 
     def shutdown(self) -> None:
         """Leave the group."""

@@ -12,7 +12,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from rloom.generation.native.layers.lora import adds_nothing, is_plain_lora, parts_of
-from rloom.generation.vllm.weights import are_renamed, is_wrapped
+from rloom.generation.vllm.weights import Whole, are_renamed, is_wrapped
 from rloom.models.checksums import checksums_of
 from rloom.models.load import base_of, is_peft_model
 
@@ -66,13 +66,16 @@ def is_active(model: Any) -> bool:
 
 
 @torch.no_grad()
-def write_adapter(model: Any, folder: Path, dtype: torch.dtype, shift: float = 0.0) -> Path:
+def write_adapter(model: Any, folder: Path, dtype: torch.dtype, shift: float = 0.0, whole: Whole | None = None) -> Path:
     """Write the adapters in use as one, as peft would. Their ranks are put side by side, and their scales multiplied
-    in. A `shift` of what they add makes another adapter."""
+    in. A `shift` of what they add makes another adapter. `whole` gives a weight of which the model has a part."""
     rank = adapter_rank(model)
     tensors, names = dict[str, Tensor](), set[str]()
     for name, layer in _active(base_of(model)):
-        down, up = _joined(parts_of(layer), rank)
+        parts = parts_of(layer)
+        if whole is not None:
+            parts = [(whole(down), whole(up), scale) for down, up, scale in parts]
+        down, up = _joined(parts, rank)
         tensors[f"base_model.model.{name}.lora_A.weight"] = down.to("cpu", dtype)
         tensors[f"base_model.model.{name}.lora_B.weight"] = (up + shift).to("cpu", dtype)
         names.add(name.rpartition(".")[2])

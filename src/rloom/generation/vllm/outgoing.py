@@ -14,6 +14,7 @@ import torch
 from safetensors.torch import save_file
 
 from rloom.generation.vllm.lora import write_adapter
+from rloom.generation.vllm.weights import Whole
 
 NAME = "rloom-"
 """What names of weights and adapters begin with."""
@@ -50,12 +51,12 @@ class Outgoing:
             _write(path, weights, dtype)
         return self._written[key]
 
-    def adapter(self, model: Any, dtype: torch.dtype, shift: float) -> tuple[str, Path]:
+    def adapter(self, model: Any, dtype: torch.dtype, shift: float, whole: Whole | None = None) -> tuple[str, Path]:
         """The adapter's name, and a folder with it. A `shift` of what it adds makes another adapter."""
         key = (dtype, shift)
         if key not in self._written:
             path = self._written[key] = self.folder / _new_name()
-            write_adapter(model, path, dtype, shift)
+            write_adapter(model, path, dtype, shift, whole)
         return self.version(other=shift != 0), self._written[key]
 
 

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from rloom.errors import EngineError
-from rloom.generation.base import Sampling
+from rloom.generation.base import InStep, Sampling
 from rloom.generation.vllm import proof
 from rloom.generation.vllm.client import HOW_TO_START, Client, ServerError
 from rloom.generation.vllm.dispatch import Dispatch
@@ -38,6 +38,8 @@ ANSWERS = "answers"
 ENDING_SECONDS = 30.0
 # A change of a log-probability that cannot be rounding in float32.
 MOVED = 1e-4
+# Bytes that are gathered and sent at a time, where no process has memory for all weights.
+AT_ONCE = 2**30
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,7 +69,16 @@ class RemoteServer:
     log-probabilities are the proof.
     """
 
-    def __init__(self, address: str, sampling: Sampling, options: VllmOptions, *, group_port: int = 0) -> None:
+    def __init__(
+        self,
+        address: str,
+        sampling: Sampling,
+        options: VllmOptions,
+        *,
+        group_port: int = 0,
+        in_step: InStep | None = None,
+    ) -> None:
+        self._whole = None if in_step is None else in_step.whole
         self.client = Client(address, options.timeout)
         self.sampling, self.options, self._group_port = sampling, options, group_port
         self.served: Served | None = None  # None: it has not been begun with, or it was lost
@@ -119,9 +130,13 @@ class RemoteServer:
         self.client.wait(self.options.timeout)
         self.end()
         self.served = self._look(model)
+        if self._whole is not None and not self._known.versions and not self._known.adapter_only:
+            raise EngineError(_without_versions(self.client.address))
         try:
             if not self._known.adapter_only:
                 self._transfer = transfer_of(self._backend, self.client, self._group_port)
+                if self._transfer is not None and self._whole is not None:
+                    self._transfer.at_once = AT_ONCE
             self._prove(model, outgoing)
         except BaseException:
             # Ports are free again for whoever comes next.
@@ -149,10 +164,13 @@ class RemoteServer:
         if self._known.adapter_only:
             self._send_adapter(model, outgoing)
         else:
-            self._send(checkpoint_weights(model, self._names), outgoing)
+            self._send(self._weights(model), outgoing)
         self._check_probe(model)
         self._sent = outgoing.fingerprint
         return True
+
+    def _weights(self, model: Any) -> Iterator[tuple[str, torch.Tensor]]:
+        return checkpoint_weights(model, self._names, whole=self._whole)
 
     def follow(self, model: Any, version: str) -> bool:
         """Whether another process has sent the server these weights. Then it can be asked here too."""
@@ -160,10 +178,7 @@ class RemoteServer:
             self.served = self._look(model)
         if not self._known.versions and not self._known.adapter_only:
             # What it answers tells weights of two updates apart only where they differ by much.
-            raise EngineError(
-                f"the vLLM server at {self.client.address} is older than 0.32 and does not say which weights it has: "
-                "several processes need one that does, or one process"
-            )
+            raise EngineError(_without_versions(self.client.address))
         adapted = not self._known.adapter_only or is_active(model)
         self.served = replace(self._known, version=version if adapted else "")
         return self.still_has(model)
@@ -224,7 +239,7 @@ class RemoteServer:
                 self.client.tell("/v1/unload_lora_adapter", {"lora_name": last})
         if not is_active(model):
             return
-        name, path = outgoing.adapter(model, self._known.dtype, shift)
+        name, path = outgoing.adapter(model, self._known.dtype, shift, self._whole)
         try:
             self.client.tell("/v1/load_lora_adapter", {"lora_name": name, "lora_path": str(path)})
         except ServerError as error:
@@ -300,10 +315,10 @@ class RemoteServer:
         vLLM only warns, in its own log, of weights that it does not find among those it reads.
         """
         self._names = list(self._checksums()) if self._known.versions else []
-        other = ((name, tensor + 1) for name, tensor in checkpoint_weights(model, self._names))
+        other = ((name, tensor + 1) for name, tensor in self._weights(model))
         self._send(other, outgoing, other=True)
         before = self._state(model)
-        self._send(checkpoint_weights(model, self._names), outgoing)
+        self._send(self._weights(model), outgoing)
         after = self._state(model)
         same = sorted(name for name in after if after[name] == before.get(name) and after[name] != EMPTY)
         if same == [ANSWERS]:
@@ -385,6 +400,13 @@ def _sends_adapter_only(model: Any, max_rank: int, dtype: torch.dtype) -> bool:
     if reason is not None:
         hint_rounding(model, dtype, reason)
     return reason is None
+
+
+def _without_versions(address: str) -> str:
+    return (
+        f"the vLLM server at {address} is older than 0.32 and does not say which weights it has: several processes "
+        "need one that does, or one process"
+    )
 
 
 def _as(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from rloom.errors import EngineError
-from rloom.generation.base import Sampling, nothing_asked
+from rloom.generation.base import InStep, Sampling, nothing_asked
 from rloom.generation.vllm.client import Client
 from rloom.generation.vllm.dispatch import Dispatch, Reply
 from rloom.generation.vllm.options import VllmOptions
@@ -37,7 +37,8 @@ class VllmServerEngine(VllmBase):
     prompt's number, so which server has drawn changes nothing but rounding.
 
     Several processes each ask for the completions of their own prompts. The main process alone sends weights. Their
-    version is a hash of their bits, which all processes have: the others wait until servers name that version.
+    version is a hash of their bits, which all processes have: the others wait until servers name that version. Where
+    each process holds a part of the weights (`in_step`), the others take part in what the main one sends and compares.
     """
 
     def __init__(
@@ -46,20 +47,21 @@ class VllmServerEngine(VllmBase):
         sampling: Sampling,
         *,
         options: VllmOptions,
+        in_step: InStep | None = None,
     ) -> None:
         super().__init__(get_model, sampling, options)
+        self.in_step = in_step
         if unties_embeddings(get_model()):
             raise EngineError(
                 "an adapter on one of two tied embeddings does not reach a server; vllm_mode='colocate' does"
             )
         self.folder = Path(options.weights_dir or temporary_folder(self)).absolute()
         self.servers = [
-            RemoteServer(address, sampling, options, group_port=options.group_port + index)
+            RemoteServer(address, sampling, options, group_port=options.group_port + index, in_step=in_step)
             for index, address in enumerate(options.servers)
         ]
         self._calls: Generator[Reply, None, None] | None = None  # the requests of the present rollout
-        if options.sends:
-            self._begin_all()
+        self._lead(self._begin_all)
 
     @property
     def usable(self) -> list[RemoteServer]:
@@ -137,15 +139,25 @@ class VllmServerEngine(VllmBase):
     def _ready(self) -> None:
         """Have all servers that are up draw from the weights that the model has now."""
         self._abort_pending()
-        if self.options.sends:
-            self._send_all()
-        else:
-            self._await_all()
+        weights = self._lead(self._send_all)
+        if not self.options.sends:
+            self._await_all(version_of(weights))
 
-    def _await_all(self) -> None:
-        """Wait until the main process has sent servers the weights that the model has now."""
+    def _lead(self, work: Callable[[tuple[Any, ...]], None]) -> tuple[Any, ...]:
+        """Have the main process do some work with the weights, whose fingerprint is returned in all processes."""
         model = self.get_model()
-        version, began = version_of(fingerprint(model)), time.monotonic()
+        if self.in_step is None:
+            weights = fingerprint(model)
+            if self.options.sends:
+                work(weights)
+            return weights
+        weights = tuple(self.in_step.gather(fingerprint(model, self.in_step.own_parts())))
+        self.in_step.lead(lambda: work(weights))
+        return weights
+
+    def _await_all(self, version: str) -> None:
+        """Wait until the main process has sent servers these weights."""
+        model, began = self.get_model(), time.monotonic()
         while True:
             up = [server for server in self.servers if server.client.is_up()]
             having = [server for server in up if _follows(server, model, version)]
@@ -163,21 +175,21 @@ class VllmServerEngine(VllmBase):
             if server not in having:
                 server.end()
 
-    def _begin_all(self) -> None:
+    def _begin_all(self, weights: tuple[Any, ...]) -> None:
         model = self.get_model()
-        with Outgoing(self.folder, fingerprint(model)) as outgoing:
+        with Outgoing(self.folder, weights) as outgoing:
             for server in self.servers:
                 server.begin(model, outgoing)
         self.syncs += 1
         self._try_regex(model)
 
-    def _send_all(self) -> None:
+    def _send_all(self, weights: tuple[Any, ...]) -> None:
         model = self.get_model()
         up = self._up()
         for server in self.servers:
             if server not in up:
                 self._leave_out(server)
-        with Outgoing(self.folder, fingerprint(model)) as outgoing:
+        with Outgoing(self.folder, weights) as outgoing:
             sent = [self._send(server, model, outgoing) for server in up]
         self.syncs += any(sent)
 

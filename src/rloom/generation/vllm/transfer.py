@@ -13,7 +13,7 @@ import pickle
 import socket
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from datetime import timedelta
 from typing import Any
 from urllib.parse import urlsplit
@@ -29,13 +29,17 @@ Weights = Iterator[tuple[str, torch.Tensor]]
 class Transfer(ABC):
     """A way into one server's memory."""
 
+    at_once: int | None = None
+    """Bytes that are sent at a time; None: all. Where weights are gathered on their way, there is no memory for all."""
+
     def __init__(self, client: Client) -> None:
         self.client = client
 
     def send(self, weights: Weights) -> None:
-        """Replace all of the server's weights. What takes memory comes before the server is told to begin: one that
-        is left in the middle can only be started again."""
-        named = self._prepared(weights)
+        """Replace all of the server's weights. What takes memory comes before the server is told to begin, if it all
+        fits: one that is left in the middle can only be started again."""
+        rest = _split(weights, self.at_once)
+        named = self._prepared(next(rest))
         try:
             self.client.developer("POST", "/start_weight_update", {})
         except ServerError as error:
@@ -43,10 +47,13 @@ class Transfer(ABC):
                 f"{error}. If an earlier run has left the server in the middle of an update, start it again"
             ) from error
         self._update(named)
+        for some in rest:
+            named = self._prepared(some)
+            self._update(named)
         # What was sent is kept until here: the server may read it up to its answer.
         self.client.developer("POST", "/finish_weight_update", {})
 
-    def _prepared(self, weights: Weights) -> list[tuple[str, torch.Tensor]]:
+    def _prepared(self, weights: Iterable[tuple[str, torch.Tensor]]) -> list[tuple[str, torch.Tensor]]:
         """The weights as they are sent."""
         return [(name, tensor.detach().contiguous()) for name, tensor in weights]
 
@@ -93,7 +100,7 @@ class IpcTransfer(Transfer):
         super().send(weights)
         torch.cuda.ipc_collect()
 
-    def _prepared(self, weights: Weights) -> list[tuple[str, torch.Tensor]]:
+    def _prepared(self, weights: Iterable[tuple[str, torch.Tensor]]) -> list[tuple[str, torch.Tensor]]:
         """Copies: torch keeps a record of each time that memory was shared for as long as that memory lives, and a
         weight lives as long as the run."""
         return [(name, tensor.detach().cuda().clone()) for name, tensor in weights]
@@ -118,7 +125,7 @@ class BroadcastTransfer(Transfer):
                     "Another run may use that port: set vllm_group_port to another one"
                 ) from error
 
-    def _prepared(self, weights: Weights) -> list[tuple[str, torch.Tensor]]:
+    def _prepared(self, weights: Iterable[tuple[str, torch.Tensor]]) -> list[tuple[str, torch.Tensor]]:
         return [(name, tensor.detach().to(self._device).contiguous()) for name, tensor in weights]
 
     def _update(self, named: list[tuple[str, torch.Tensor]]) -> None:
@@ -180,6 +187,27 @@ class NcclGroup:
     def broadcast(self, tensor: torch.Tensor) -> None:
         """To all workers."""
         self._communicator.broadcast(tensor, src=0, stream=torch.cuda.current_stream())
+
+
+def _split(weights: Weights, size: int | None) -> Iterator[list[tuple[str, torch.Tensor]]]:
+    """Lists of weights of at least `size` bytes each, but for the last; None: one list.
+
+    >>> four = [(name, torch.zeros(2)) for name in "abcd"]
+    >>> [[name for name, _ in some] for some in _split(iter(four), 9)]
+    [['a', 'b'], ['c', 'd']]
+    >>> [len(some) for some in _split(iter(four), None)]
+    [4]
+    """
+    some: list[tuple[str, torch.Tensor]] = []
+    filled = 0
+    for name, tensor in weights:
+        some.append((name, tensor))
+        filled += tensor.nbytes
+        if size is not None and filled >= size:
+            yield some
+            some, filled = [], 0
+    if some:
+        yield some
 
 
 def transfer_of(backend: str | None, client: Client, port: int) -> Transfer | None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -15,6 +15,9 @@ from rloom.models.load import base_of, has_virtual_tokens, is_peft_model
 from rloom.printable import get_logger
 
 logger = get_logger(__name__)
+
+Whole = Callable[[Tensor], Tensor]
+"""Gives a weight as a whole, of which the model has a part."""
 
 
 def check_sendable(model: Any) -> None:
@@ -46,9 +49,11 @@ def hint_rounding(model: Any, dtype: torch.dtype, reason: str) -> None:
 
 
 @torch.no_grad()
-def checkpoint_weights(model: Any, known: Collection[str], *, adapters: bool = True) -> Iterator[tuple[str, Tensor]]:
+def checkpoint_weights(
+    model: Any, known: Collection[str], *, adapters: bool = True, whole: Whole | None = None
+) -> Iterator[tuple[str, Tensor]]:
     """Names and weights as `save_pretrained` would write them, adapters merged in, or left out. The model stays as it
-    is.
+    is. `whole` gives a weight as a whole, where there is a part of it in the model.
 
     Layers with an adapter are merged one at a time, in copies. Where the library keeps weights in memory under other
     names than in checkpoints (mixtures of experts, vision-language models), all are converted at once. `known` are
@@ -56,12 +61,15 @@ def checkpoint_weights(model: Any, known: Collection[str], *, adapters: bool = T
     """
     base = base_of(model)
     second = {name for name in _second_names(base) if not any(one.endswith(name) for one in known)}
-    weights = ((name, tensor) for name, tensor in _merged_weights(base, adapters) if name not in second)
+    weights = ((name, tensor) for name, tensor in _merged_weights(base, adapters, whole) if name not in second)
     if not are_renamed(base):
         yield from weights
         return
     from transformers.core_model_loading import revert_weight_conversion
 
+    if whole is not None:
+        # All of them together may be more than the device holds.
+        weights = ((name, tensor.cpu()) for name, tensor in weights)
     yield from revert_weight_conversion(base, dict(weights)).items()
 
 
@@ -97,16 +105,18 @@ def are_renamed(base: Any) -> bool:
     return set(revert_weight_conversion(base, dict(own))) != set(own)
 
 
-def _merged_weights(module: nn.Module, adapters: bool, prefix: str = "") -> Iterator[tuple[str, Tensor]]:
+def _merged_weights(
+    module: nn.Module, adapters: bool, whole: Whole | None, prefix: str = ""
+) -> Iterator[tuple[str, Tensor]]:
     """Tied weights come under each of their names."""
     if is_wrapped(module):
-        yield from _merged_weights(_as_used(module, adapters), adapters, prefix)
+        yield from _merged_weights(_as_used(module, adapters, whole), adapters, whole, prefix)
         return
     for name, tensor in (*module._parameters.items(), *module._buffers.items()):
         if tensor is not None and name not in module._non_persistent_buffers_set:
-            yield prefix + name, tensor.detach()
+            yield prefix + name, (tensor if whole is None else whole(tensor)).detach()
     for name, child in module.named_children():
-        yield from _merged_weights(child, adapters, f"{prefix}{name}.")
+        yield from _merged_weights(child, adapters, whole, f"{prefix}{name}.")
 
 
 def is_wrapped(module: Any) -> bool:
@@ -114,7 +124,7 @@ def is_wrapped(module: Any) -> bool:
     return hasattr(module, "base_layer") or hasattr(module, "original_module")
 
 
-def _as_used(module: Any, adapters: bool) -> nn.Module:
+def _as_used(module: Any, adapters: bool, whole: Whole | None) -> nn.Module:
     """The layer that does what peft's does: with the adapter merged in, or the copy that is trained in its place."""
     if not adapters and not getattr(module, "merged", True):
         return module.base_layer
@@ -122,7 +132,7 @@ def _as_used(module: Any, adapters: bool) -> nn.Module:
         active = module.active_adapters
         trained = bool(active) and not module.disable_adapters and active[0] in module.modules_to_save
         return module.modules_to_save[active[0]] if trained else module.original_module
-    layer = copy.deepcopy(getattr(module, "token_adapter", module))
+    layer = _copied(getattr(module, "token_adapter", module), whole)
     # There may be one adapter inside another.
     while hasattr(layer, "base_layer"):
         if not hasattr(layer, "merge"):
@@ -135,12 +145,21 @@ def _as_used(module: Any, adapters: bool) -> nn.Module:
     return layer
 
 
+def _copied(layer: nn.Module, whole: Whole | None) -> Any:
+    if whole is None:
+        return copy.deepcopy(layer)
+    # Clones: what has been gathered already is the model's own memory.
+    weights = {id(p): nn.Parameter(whole(p).detach().clone(), requires_grad=False) for p in layer.parameters()}
+    return copy.deepcopy(layer, weights)
+
+
 # -- whether they changed
 
 
 @torch.no_grad()
-def fingerprint(model: nn.Module) -> tuple[Any, ...]:
+def fingerprint(model: nn.Module, parts: Iterable[Tensor] | None = None) -> tuple[Any, ...]:
     """What changes whenever a weight does, computed from the very bits, and from which adapters are used and how much.
+    `parts` are what this process holds of the weights, where that is not all of them.
 
     Counters would do for less: torch's own of in-place changes is not moved by `.data` and by kernels of others, and
     counting updates misses what a callback or a loaded checkpoint does. A stale sampler is not worth the millisecond.
@@ -151,7 +170,7 @@ def fingerprint(model: nn.Module) -> tuple[Any, ...]:
     >>> before == fingerprint(layer), fingerprint(layer) == fingerprint(layer)
     (False, True)
     """
-    bits = checksums_of((*model.parameters(), *_saved_buffers(model)))
+    bits = checksums_of((*(model.parameters() if parts is None else parts), *_saved_buffers(model)))
     return (*bits, *(_adapters_of(module) for module in model.modules() if is_wrapped(module)))
 
 
