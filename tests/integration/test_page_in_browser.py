@@ -220,6 +220,18 @@ def test_a_phone_needs_no_sideways_scrolling(browser, server, view):
     assert browser.complaints() == []
 
 
+def test_names_of_options_are_whole_on_a_phone(browser, server):
+    """They were broken into "rl", "oo", "m": values took all of the width."""
+    opened(browser, server.url, "config")
+    browser.resize(390, 844, mobile=True)
+    browser.wait("innerWidth === 390")
+    browser.wait("document.querySelector('.facts')")
+    lines = """[...document.querySelectorAll('.facts tbody th')].map((cell) => {
+      const range = document.createRange(); range.selectNodeContents(cell);
+      return [cell.innerText, range.getClientRects().length]; })"""
+    assert ["learning_rate", 1] in browser.run(lines)
+
+
 def test_light_and_dark(browser, server):
     opened(browser, server.url, "curves")
     back = "getComputedStyle(document.body).backgroundColor"
