@@ -189,14 +189,15 @@ def groups_became_alike(logs: Logs, args: RLOOConfig) -> str | None:
     """Groups have equal scores by now: the task is solved, or the policy has collapsed."""
     if not _alike(logs) or logs["frac_reward_zero_std"].first(1) >= ALIKE:
         return None
-    course, reward = logs["reward"], f" (reward {_reward(logs)})" if _reward(logs) else ""
+    course = logs["reward"]
     # Where the reward has fallen, by more than noise, nothing is solved.
     if len(course) and course.last() < course.first(1) - 0.25 * logs["reward_std"].first(1):
         return (
-            f"{logs['frac_reward_zero_std'].last():.0%} of groups have equal scores by now{reward}, which was "
-            f"{course.first(1):.3g} at first: the policy has collapsed to one answer; lower "
+            f"{logs['frac_reward_zero_std'].last():.0%} of groups have equal scores by now (reward {_reward(logs)}, at "
+            f"first {course.first(1):.3g}): the policy has collapsed to one answer; lower "
             f"{now(args, 'learning_rate')}, {tighter(args, logs)}, and start again from an earlier checkpoint"
         )
+    reward = f" (reward {_reward(logs)})" if _reward(logs) else ""
     return (
         f"{logs['frac_reward_zero_std'].last():.0%} of groups have equal scores by now{reward}: solved, or "
         f"collapsed to one answer; harder or more diverse prompts, a higher {now(args, 'temperature')}, or "
