@@ -52,6 +52,8 @@ def test_other_diagnoses_end_nothing(config, rows):
 def test_what_makes_no_sense_is_refused(config, rows, tmp_path):
     with pytest.raises(ConfigError, match="no diagnosis 'kl_explode'; did you mean 'kl_explodes'"):
         run(config, rows, early_stop_on=["kl_explode"])
+    with pytest.raises(ConfigError, match=r"no diagnosis 'kl'; there are kl_explodes, .*no_progress, or all"):
+        run(config, rows, early_stop_on=["kl"])
     for options, words in (
         ({"early_stop_patience": 2}, "has no effect without early_stop_on"),
         ({"early_stop_on": ["all"], "early_stop_patience": 0}, "at least 1"),

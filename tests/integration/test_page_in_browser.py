@@ -86,6 +86,26 @@ def test_curves_of_both_runs_are_drawn(browser, server):
     assert browser.complaints() == []
 
 
+def test_no_number_beside_a_curve_is_cut_off(browser, tmp_path):
+    """A loss of −2.5e-8 to 2.5e-8 had two marks that read 2.00e-8: there was no room for the sign."""
+    store = RunStore(tmp_path / "run")
+    store.begin()
+    for step in range(1, 9):
+        store.log({"loss": 2.5e-8 * (-1) ** step, "reward": -123456.7 * step}, step)
+    export([str(tmp_path / "run")], tmp_path / "page.html")
+    opened(browser, f"file://{tmp_path}/page.html", "curves")
+    browser.wait("document.querySelector('[data-metric=loss] .plot[data-drawn] canvas')")
+    browser.run("""(() => { window.texts = []; const p = CanvasRenderingContext2D.prototype, before = p.fillText;
+      p.fillText = function (text, x, ...rest) {
+        if (this.textAlign === 'right') texts.push([text, x - this.measureText(text).width]);
+        return before.call(this, text, x, ...rest); }; })()""")
+    browser.prefer("dark")
+    browser.wait("texts.length >= 6")
+    texts = browser.run("texts")
+    assert {"-2e-8", "2e-8"} <= {text for text, _ in texts}
+    assert min(left for _, left in texts) >= 0, texts
+
+
 def test_a_filter_gives_exactly_the_rows_of_a_plain_one(browser, server, folders):
     opened(browser, server.url, "completions")
     browser.wait("document.querySelectorAll('#rows .row').length === 50")
@@ -198,6 +218,18 @@ def test_a_phone_needs_no_sideways_scrolling(browser, server, view):
         browser.wait("document.querySelector('#group .one')")
     browser.wait("document.documentElement.scrollWidth <= 390", 5)
     assert browser.complaints() == []
+
+
+def test_names_of_options_are_whole_on_a_phone(browser, server):
+    """They were broken into "rl", "oo", "m": values took all of the width."""
+    opened(browser, server.url, "config")
+    browser.resize(390, 844, mobile=True)
+    browser.wait("innerWidth === 390")
+    browser.wait("document.querySelector('.facts')")
+    lines = """[...document.querySelectorAll('.facts tbody th')].map((cell) => {
+      const range = document.createRange(); range.selectNodeContents(cell);
+      return [cell.innerText, range.getClientRects().length]; })"""
+    assert ["learning_rate", 1] in browser.run(lines)
 
 
 def test_light_and_dark(browser, server):

@@ -66,6 +66,8 @@ def test_known_probabilities_are_measured_and_the_recipe_trains(here, capsys):
     assert (reward["name"], reward["noise"]) == ("early", 0.0)
     assert found["run"]["updates"] == 3
     assert found["run"]["completions"] == 192
+    size = next(one["value"] for one in found["recommended"] if one["option"] == "per_device_train_batch_size")
+    assert found["run_as_recommended"]["completions"] == 3 * size
     assert found["run"]["cost"] == pytest.approx(found["run"]["seconds"])
     assert found["run"]["seconds"] == pytest.approx(sum(found["seconds_per_completion"].values()) * 192)
     assert all(seconds > 0 for seconds in found["seconds_per_completion"].values())

@@ -99,7 +99,7 @@ SICK = {
         model=start("ragged"), rows=RAGGED,
     ),
     "entropy collapse": Sick(
-        "entropy_collapses", "raise beta .now 0. or temperature", 30,
+        "entropy_collapses", "raise beta .now 0., or raise temperature", 30,
         {"beta": 0.0, "learning_rate": 4e-3, "per_device_train_batch_size": 32}, reward=zeros,
     ),
     "no movement": Sick("policy_stands_still", "raise learning_rate .now 1e-09", 21,

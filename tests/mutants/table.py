@@ -1184,4 +1184,46 @@ MUTANTS = [
         "        if True:",
         "tests/integration/test_preflight_verb.py::test_the_weights_move_in_the_last_update_only",
     ),
+    Mutant(
+        "preflight/dry_run.py",
+        "    rollouts = max(1, groups // 2 // prompts)",
+        "    rollouts = 1",
+        "tests/unit/test_preflight.py::test_small_rollouts_are_put_together_for_the_update_that_is_measured",
+    ),
+    Mutant(
+        "preflight/dry_run.py",
+        "for one in self.sampled if one.update > 1)",
+        "for one in self.sampled[1:])",
+        "tests/unit/test_preflight.py::test_small_rollouts_are_put_together_for_the_update_that_is_measured",
+    ),
+    Mutant(
+        "preflight/dry_run.py",
+        "for one in self.sampled if one.update == self.sampled[-1].update]",
+        "for one in self.sampled[-1:]]",
+        "tests/unit/test_preflight.py::test_small_rollouts_are_put_together_for_the_update_that_is_measured",
+    ),
+    Mutant(
+        "observe/diagnose.py",
+        'if len(course) and course.last() < course.first(1) - 0.25 * logs["reward_std"].first(1):',
+        "if False:",
+        "tests/unit/test_diagnose.py::test_equal_scores_are_told_without_a_reward",
+    ),
+    Mutant(
+        "observe/diagnose.py",
+        "f\"raise {now(args, 'kl_target')}\" if given",
+        "f\"raise {now(args, 'kl_target')}\" if False",
+        "tests/unit/test_diagnose.py::test_a_beta_that_follows_a_target_is_not_to_be_set",
+    ),
+    Mutant(
+        "cli/replay.py",
+        "others if differ else as_stored",
+        "as_stored",
+        "tests/integration/test_replay.py::test_a_run_of_the_command_line",
+    ),
+    Mutant(
+        "preflight/estimate.py",
+        "        changed.gradient_accumulation_steps = changed.steps_per_generation = 1",
+        "        pass",
+        "tests/unit/test_preflight.py::test_the_run_that_is_recommended_is_estimated_too",
+    ),
 ]

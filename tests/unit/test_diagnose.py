@@ -50,8 +50,9 @@ def args():
     return RLOOConfig("out", report_to="none", use_cpu=True, max_completion_length=200, kl_target=0.01)
 
 
+TARGET = "kl_target (now 0.01)"
 SYMPTOMS = {
-    "kl_explodes": ({"kl": [0.01] * 50 + [0.1 * 2**i for i in range(10)]}, "beta"),
+    "kl_explodes": ({"kl": [0.01] * 50 + [0.1 * 2**i for i in range(10)]}, TARGET),
     "nothing_is_scored": ({"completions/unscored_ratio": [0.1] * 57 + [1.0] * 3}, "on_reward_error='raise'"),
     "reward_falls": ({"reward": [0.5] * 30 + [0.5 - 0.02 * i for i in range(30)]}, "learning_rate"),
     "reward_jumps": ({"reward": [0.3 + 0.3 * (i % 2) for i in range(60)]}, "num_generations"),
@@ -69,11 +70,11 @@ SYMPTOMS = {
     "completions_vanish": ({"completions/mean_length": [60.0] * 50 + [1.0] * 10}, "missing_eos_penalty"),
     "updates_are_drastic": ({"clip_ratio/region_mean": [0.01] * 50 + [0.4] * 10}, "num_iterations"),
     "engine_differs": ({"mismatch/mean": [0.01] * 50 + [0.4] * 10}, "engine='transformers'"),
-    "reward_is_gamed": ({"eval_win_rate_high": [0.5] * 59 + [0.2], "eval_win_rate": [0.4] * 59 + [0.1]}, "beta"),
+    "reward_is_gamed": ({"eval_win_rate_high": [0.5] * 59 + [0.2], "eval_win_rate": [0.4] * 59 + [0.1]}, TARGET),
     "repetition_is_paid": ({"completions/repetition": [0.1] * 50 + [0.5] * 10}, "get_repetition_penalty_reward"),
     "kl_outweighs_scores": (
         {"kl": [0.3] * 60, "beta": [1.0] * 60, "reward": [0.3 + 0.02 * (i % 3) for i in range(49)]},
-        "beta (now 1)",
+        TARGET,
     ),
     "kl_target_is_out_of_reach": ({"beta": [0.005 * 1.1**i for i in range(60)]}, "kl_target"),
     "policy_stands_still": ({"kl": [1e-9 * (-1) ** i for i in range(60)]}, "learning_rate"),
@@ -157,7 +158,11 @@ def test_equal_scores_are_told_without_a_reward(args):
         "reward_std": [0.4] + [0.0] * 11,
     }
     assert diagnose.cold_start(Logs(entries(quick)), args) is None
-    assert "equal scores by now (reward" in diagnose.groups_became_alike(Logs(entries(quick)), args)
+    said = diagnose.groups_became_alike(Logs(entries(quick)), args)
+    assert "equal scores by now (reward 0, at first 0.8): the policy has collapsed" in said
+    assert "harder" not in said
+    solved = {**quick, "reward": [0.8] + [1.0] * 11}
+    assert "(reward 1): solved, or" in diagnose.groups_became_alike(Logs(entries(solved)), args)
 
 
 def test_a_rule_that_fails_ends_nothing(args, monkeypatch, caplog):
@@ -227,6 +232,19 @@ def test_a_beta_at_its_bound_is_said_to_be(args):
     assert "lower learning_rate" in line
     below = diagnose.kl_target_is_out_of_reach(Logs(entries(healthy() | {"beta": [b / 2 for b in grown[:24]]})), args)
     assert below is None or "bound" not in below
+
+
+@pytest.mark.parametrize("name", [name for name, (_, word) in SYMPTOMS.items() if word == TARGET])
+def test_a_beta_that_follows_a_target_is_not_to_be_set(args, name):
+    """Its target is. (A run with kl_target was told to lower beta, or to set kl_target.)"""
+    logs, rule = Logs(entries({**healthy(), **SYMPTOMS[name][0]})), getattr(diagnose, name)
+    assert "beta" not in (line := rule(logs, args))
+    assert "set kl_target" not in line
+    constant = rule(logs, SimpleNamespace(kl_target=None, beta=0.1, learning_rate=1e-6))
+    assert "beta (now" in constant
+    upward = "raise" if name == "kl_outweighs_scores" else "lower"
+    assert f"{upward} kl_target" in line
+    assert f"{upward} beta" not in constant
 
 
 def test_a_run_of_others_has_no_options():

@@ -13,7 +13,7 @@ import yaml
 from rloom import RLOOConfig
 from rloom.preflight.dry_run import DryRun, Measurement, dry_config
 from rloom.preflight.ends import end_notes, end_problems, passed_over
-from rloom.preflight.estimate import whole_run
+from rloom.preflight.estimate import as_recommended, whole_run
 from rloom.preflight.group_size import Successes, best_size, efficiency, signal_by_size
 from rloom.preflight.real_size import seconds_at_size
 from rloom.preflight.recommend import KL_BUDGET, STEP, cold_start, recommend
@@ -136,7 +136,7 @@ def dry_run(tmp_path, rows, **changes):
 def test_the_movement_is_that_of_the_rows_that_were_run(tmp_path, beta):
     """Without a KL, rows without an advantage are not run: the others are measured all the same."""
     trainer = dry_run(tmp_path, [{"prompt": text} for text in ("ab", "cd", "ef", "gh")], beta=beta)
-    found, rollout = trainer.measure(), trainer.sampled[-1][0]
+    found, rollout = trainer.measure(), trainer.sampled[-1].rollout
     run = [row for row in range(len(rollout)) if rollout.policy_logprobs[row] is not None]
     assert (len(run) == 16) == (beta > 0)
     changes = []
@@ -146,6 +146,30 @@ def test_the_movement_is_that_of_the_rows_that_were_run(tmp_path, beta):
         after = logits.log_softmax(-1).gather(-1, torch.tensor(drawn)[:, None])[:, 0]
         changes.append(after.detach() - rollout.policy_logprobs[row])
     assert found.movement == pytest.approx(torch.cat(changes).square().mean().item() / 2, rel=1e-3)
+
+
+def test_small_rollouts_are_put_together_for_the_update_that_is_measured(tmp_path):
+    """With one group to an update, the rate could not be measured as often as not: groups without signal move nothing.
+    Rollouts stay as large as the run's, since their speed is measured."""
+    rows = [{"prompt": text} for text in ("ab", "cd", "ef", "gh", "ij", "kl", "mn", "op")]
+    trainer = dry_run(tmp_path, rows, per_device_train_batch_size=4, beta=0.0)
+    found = trainer.measure()
+    assert [(one.update, len(one.rollout)) for one in trainer.sampled] == [(1, 4)] * 4 + [(2, 4)] * 4
+    assert (len(found.groups), len(found.records), trainer.state.global_step) == (8, 32, 2)
+    changes = []
+    for rollout in trainer.last_rollouts():
+        for prompt, drawn, before in zip(
+            rollout.prompt_ids, rollout.completion_ids, rollout.policy_logprobs, strict=True
+        ):
+            if before is not None:
+                logits = trainer.model(torch.tensor([[*prompt, *drawn]])).logits[0, len(prompt) - 1 : -1]
+                after = logits.log_softmax(-1).gather(-1, torch.tensor(drawn)[:, None])[:, 0]
+                changes.append(after.detach() - before)
+    assert len(changes) > 4
+    assert found.movement == pytest.approx(torch.cat(changes).square().mean().item() / 2, rel=1e-3)
+    # Seconds are those of the second update, by the completions that were sampled for it.
+    last = [entry for entry in trainer.state.log_history if "time/update" in entry][1]
+    assert found.seconds["generation"] == pytest.approx(last["time/generation"] / 16)
 
 
 def test_the_step_that_is_measured_is_a_runs_first(tmp_path):
@@ -276,6 +300,22 @@ def test_time_tokens_and_cost_of_the_whole_run(config):
     # 16 prompts an update: six in an epoch of a hundred, which leaves four over.
     assert whole_run(found, config(num_train_epochs=2), rows, None).updates == 12
     assert whole_run(found, config(), iter(rows), None) is None
+
+
+def test_the_run_that_is_recommended_is_estimated_too(config):
+    """It is the one that comes next, and may be many times as large."""
+    given = config(per_device_train_batch_size=8, gradient_accumulation_steps=2, max_steps=10)
+    found = measured(drawn([0.5] * 64, 8))
+    advice = recommend(found, given, context=None)
+    run = whole_run(found, as_recommended(given, advice), [], None)
+    assert (run.updates, run.completions) == (10, 1280)
+    assert whole_run(found, given, [], None).completions == 160
+    # 16 prompts an update instead of two: of a hundred prompts, six updates instead of fifty.
+    rows = [{"prompt": "p"}] * 100
+    epochs = config(per_device_train_batch_size=8, gradient_accumulation_steps=2, num_train_epochs=1)
+    assert whole_run(found, as_recommended(epochs, advice), rows, None).updates == 6
+    assert whole_run(found, epochs, rows, None).updates == 50
+    assert given.per_device_train_batch_size == 8
 
 
 # -- ends

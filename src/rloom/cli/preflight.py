@@ -98,7 +98,7 @@ def summarize(trainer: DryRun, plan: train.Plan, own: PreflightOptions, rows: An
     from rloom.data.datasets import first_row
     from rloom.models.load import tokenizer_of
     from rloom.preflight.ends import end_notes, end_problems
-    from rloom.preflight.estimate import whole_run
+    from rloom.preflight.estimate import as_recommended, whole_run
     from rloom.preflight.recommend import cold_start, recommend
     from rloom.preflight.summary import Summary
 
@@ -114,11 +114,13 @@ def summarize(trainer: DryRun, plan: train.Plan, own: PreflightOptions, rows: An
         problems.append(
             "the worst shape does not fit: set gradient_checkpointing or --use_peft, or shorten completions"
         )
+    advice = recommend(found, plan.config, context=room)
     return Summary(
         found=found,
         rewards=reports,
         estimate=whole_run(found, plan.config, rows, own.price_per_hour),
-        advice=recommend(found, plan.config, context=room),
+        recommended=whole_run(found, as_recommended(plan.config, advice), rows, own.price_per_hour),
+        advice=advice,
         problems=problems,
         notes=end_notes(tokenizer, ends, chat=trainer.chat)
         + [f"{report.name}: {remark}" for report in reports for remark in report.remarks],

@@ -23,6 +23,9 @@ SUMMARY = "an update of a run again, and a sample's gradient"
 COMMAND_FILE = "_rloom_command.json"
 """What `rloom train` was given, in the run's folder. The underscore keeps transformers from uploading it."""
 
+FEW = 8
+"""Samples that differ, of which the numbers are shown in one line."""
+
 ABOUT_THAT_CALL = ("output_dir", "resume_from_checkpoint", "overwrite_output_dir", "report_to", "config")
 
 
@@ -108,15 +111,18 @@ def _is_same(found: Replay) -> bool:
 
 
 def _show(found: Replay) -> None:
-    begin = f"checkpoint-{found.resumed_from}" if found.resumed_from else "the run's start"
-    print(f"update {found.step}, from {begin}: gradient norm {found.gradient_norm:.6g} before clipping")
-    print(f"  weights before it {found.weights}; {len(found.samples)} samples", end=" ")
-    differ = any(one.differences for one in found.samples)
-    print("were looked at, and SOME DIFFER" if differ else "come out as they were stored")
-    for line in found.differences:
-        print(f"  DIFFERS: {printable(line)}")
+    """The samples, and then what is to be known of the whole, where it is still seen."""
     for one in found.samples:
         _show_sample(one)
+    begin = f"checkpoint-{found.resumed_from}" if found.resumed_from else "the run's start"
+    print(f"update {found.step}, from {begin}: gradient norm {found.gradient_norm:.6g} before clipping")
+    count, differ = len(found.samples), [one.sample for one in found.samples if one.differences]
+    as_stored = "1 sample comes out as it was stored" if count == 1 else f"{count} samples come out as they were stored"
+    many = ", …" if len(differ) > FEW else ""
+    others = f"of {count} looked at, {len(differ)} DIFFER: {', '.join(map(str, differ[:FEW]))}{many}"
+    print(f"  weights before it {found.weights}; {others if differ else as_stored}")
+    for line in found.differences:
+        print(f"  DIFFERS: {printable(line)}")
 
 
 def _show_sample(one: ReplayedSample) -> None:

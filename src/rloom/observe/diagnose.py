@@ -57,8 +57,27 @@ def now(args: RLOOConfig, name: str, logs: Logs | None = None) -> str:
     ('beta (now 0.05)', 'beta')
     """
     logged = logs[name].values[-1:] if logs is not None else []
-    value = logged[0] if logged else getattr(args, name, None)
+    if logged:
+        return f"{name} (now {logged[0]:.3g})"
+    value = getattr(args, name, None)
     return name if value is None else f"{name} (now {value:g})"
+
+
+def tighter(args: RLOOConfig, logs: Logs) -> str:
+    """What holds the policy nearer to the reference: beta, or the target that beta follows.
+
+    >>> from types import SimpleNamespace
+    >>> tighter(SimpleNamespace(beta=0.05), Logs([])), tighter(SimpleNamespace(kl_target=0.1), Logs([]))
+    ('raise beta (now 0.05)', 'lower kl_target (now 0.1)')
+    """
+    given = getattr(args, "kl_target", None) is not None
+    return f"lower {now(args, 'kl_target')}" if given else f"raise {now(args, 'beta', logs)}"
+
+
+def looser(args: RLOOConfig, logs: Logs) -> str:
+    """What lets the policy go further from the reference."""
+    given = getattr(args, "kl_target", None) is not None
+    return f"raise {now(args, 'kl_target')}" if given else f"lower {now(args, 'beta', logs)}"
 
 
 def kl_explodes(logs: Logs, args: RLOOConfig) -> str | None:
@@ -72,7 +91,7 @@ def kl_explodes(logs: Logs, args: RLOOConfig) -> str | None:
     value, course = (kl.values[-1] if far else kl.last()), (" and rising" if rising else "")
     return (
         f"the KL is {value:.2g} per token{course}: the policy leaves the reference, and texts come apart; lower "
-        f"{now(args, 'learning_rate')}, or raise {now(args, 'beta', logs)}"
+        f"{now(args, 'learning_rate')}, or {tighter(args, logs)}"
     )
 
 
@@ -97,7 +116,7 @@ def reward_falls(logs: Logs, args: RLOOConfig) -> str | None:
         return None
     return (
         f"the reward fell from {reward.first():.3g} to {reward.last():.3g}: updates are too large; lower "
-        f"{now(args, 'learning_rate')}, raise {now(args, 'beta', logs)}, and start again from an earlier checkpoint"
+        f"{now(args, 'learning_rate')}, {tighter(args, logs)}, and start again from an earlier checkpoint"
     )
 
 
@@ -170,6 +189,14 @@ def groups_became_alike(logs: Logs, args: RLOOConfig) -> str | None:
     """Groups have equal scores by now: the task is solved, or the policy has collapsed."""
     if not _alike(logs) or logs["frac_reward_zero_std"].first(1) >= ALIKE:
         return None
+    course = logs["reward"]
+    # Where the reward has fallen, by more than noise, nothing is solved.
+    if len(course) and course.last() < course.first(1) - 0.25 * logs["reward_std"].first(1):
+        return (
+            f"{logs['frac_reward_zero_std'].last():.0%} of groups have equal scores by now (reward {_reward(logs)}, at "
+            f"first {course.first(1):.3g}): the policy has collapsed to one answer; lower "
+            f"{now(args, 'learning_rate')}, {tighter(args, logs)}, and start again from an earlier checkpoint"
+        )
     reward = f" (reward {_reward(logs)})" if _reward(logs) else ""
     return (
         f"{logs['frac_reward_zero_std'].last():.0%} of groups have equal scores by now{reward}: solved, or "
@@ -193,7 +220,7 @@ def entropy_collapses(logs: Logs, args: RLOOConfig) -> str | None:
         return None
     return (
         f"entropy fell from {entropy.first():.2g} to {entropy.last():.2g}: the policy hardly explores any more; lower "
-        f"{now(args, 'learning_rate')}, raise {now(args, 'beta', logs)} or temperature"
+        f"{now(args, 'learning_rate')}, {tighter(args, logs)}, or raise temperature"
     )
 
 
@@ -228,7 +255,7 @@ def length_explodes(logs: Logs, args: RLOOConfig) -> str | None:
         return None
     return (
         f"completions grew from {length.first():.0f} to {length.last():.0f} tokens: the reward pays for length, or "
-        f'texts repeat; set length_regularization="soft_overlong", or raise {now(args, "beta", logs)}'
+        f'texts repeat; set length_regularization="soft_overlong", or {tighter(args, logs)}'
     )
 
 
@@ -239,7 +266,7 @@ def completions_vanish(logs: Logs, args: RLOOConfig) -> str | None:
         return None
     return (
         f"completions shrank from {length.first():.0f} to {length.last():.1f} tokens: the end has become the safe "
-        f"answer; raise {now(args, 'beta', logs)}, lower learning_rate, or lower missing_eos_penalty"
+        f"answer; {tighter(args, logs)}, lower learning_rate, or lower missing_eos_penalty"
     )
 
 
@@ -278,7 +305,7 @@ def reward_is_gamed(logs: Logs, args: RLOOConfig) -> str | None:
         if logs[f"{name}_high"].values[-1] < logs[f"{name}_low"].values[0]:
             return (
                 f"the reward rises while {what} fell (from {logs[name].values[0]:.3g} to {logs[name].values[-1]:.3g}): "
-                f"the reward is being gamed; raise {now(args, 'beta', logs)}, make the reward stricter, or stop at an "
+                f"the reward is being gamed; {tighter(args, logs)}, make the reward stricter, or stop at an "
                 "earlier checkpoint"
             )
     return None
@@ -293,7 +320,7 @@ def repetition_is_paid(logs: Logs, args: RLOOConfig) -> str | None:
         return None
     return (
         f"the reward rises while texts repeat themselves ({repeated.first():.0%} of pairs of tokens, now "
-        f"{repeated.last():.0%}): the reward is being gamed; raise {now(args, 'beta', logs)}, make the reward "
+        f"{repeated.last():.0%}): the reward is being gamed; {tighter(args, logs)}, make the reward "
         "stricter, or add rloom.rewards.get_repetition_penalty_reward(…)"
     )
 
@@ -310,9 +337,10 @@ def kl_outweighs_scores(logs: Logs, args: RLOOConfig) -> str | None:
     spread = logs["reward_std"].first()
     if charge < 2 * spread or spread == 0 or logs["reward"].rise() > CERTAIN:
         return None
+    other = "set kl_target" if getattr(args, "kl_target", None) is None else f"lower {now(args, 'learning_rate')}"
     return (
         f"the KL moves the rewards of completions by about {charge:.2g}, where their scores differ by {spread:.2g}: "
-        f"the policy is held to the reference, and hardly learns; lower {now(args, 'beta', logs)}, or set kl_target"
+        f"the policy is held to the reference, and hardly learns; {looser(args, logs)}, or {other}"
     )
 
 
@@ -356,7 +384,7 @@ def no_progress(logs: Logs, args: RLOOConfig) -> str | None:
         return None
     return (
         f"the reward has not moved in {len(reward)} logs, though completions differ: raise "
-        f"{now(args, 'learning_rate')}, lower {now(args, 'beta', logs)}, or more completions per update"
+        f"{now(args, 'learning_rate')}, {looser(args, logs)}, or more completions per update"
     )
 
 

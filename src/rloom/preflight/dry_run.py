@@ -65,11 +65,14 @@ def dry_config(config: RLOOConfig, groups: int, folder: str, rows: Any) -> RLOOC
     prompts = max(1, min(config.generation_batch_size // config.num_generations, groups // 2))
     if not is_iterable(rows):
         prompts = min(prompts, len(rows))
+    # Rollouts are as large as the run's, for their speed. An update has several where they are small: of one group
+    # nothing can be learnt as often as not.
+    rollouts = max(1, groups // 2 // prompts)
     changes: dict[str, Any] = {
         "output_dir": folder, "per_device_train_batch_size": prompts * config.num_generations,
-        "generation_batch_size": prompts * config.num_generations, "gradient_accumulation_steps": 1,
+        "generation_batch_size": prompts * config.num_generations, "gradient_accumulation_steps": rollouts,
         "steps_per_generation": 1, "num_iterations": 1, "dynamic_sampling": 0,
-        "max_steps": max(2, -(-groups // prompts)),
+        "max_steps": max(2, -(-groups // (prompts * rollouts))),
         "learning_rate": 0.0, "lr_scheduler_type": "constant", "warmup_steps": 0, "kl_target": None,
         "early_stop_on": None, "save_strategy": SaveStrategy.NO, "eval_strategy": IntervalStrategy.NO, "do_eval": False,
         "load_best_model_at_end": False, "push_to_hub": False, "report_to": [], "logging_steps": 1,
@@ -81,6 +84,16 @@ def dry_config(config: RLOOConfig, groups: int, folder: str, rows: Any) -> RLOOC
     return dry
 
 
+@dataclass(slots=True, kw_only=True)
+class Sampled:
+    """A rollout, and what the journal takes off it."""
+
+    update: int
+    rollout: Rollout
+    records: list[Record]
+    total: Tensor
+
+
 class DryRun(RLOOTrainer):
     """A trainer that keeps what it has sampled. `rate` is the learning rate of its last update, `size` the completions
     of a rollout of the whole run."""
@@ -88,7 +101,7 @@ class DryRun(RLOOTrainer):
     def __init__(self, *args: Any, rate: float, size: int, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.size = size
-        self.sampled: list[tuple[Rollout, list[Record], Tensor]] = []
+        self.sampled: list[Sampled] = []
         for callback in [callback for callback in self.callback_handler.callbacks if isinstance(callback, View)]:
             self.remove_callback(callback)
         self.add_callback(_LastRate(rate))
@@ -96,8 +109,8 @@ class DryRun(RLOOTrainer):
     def _make_rollout(self, plan: UpdatePlan, number: int) -> Rollout:
         rollout = super()._make_rollout(plan, number)
         assert rollout.total is not None
-        # The journal takes these off the rollout.
-        self.sampled.append((rollout, list(rollout.records), rollout.total.clone()))
+        update, records = self.state.global_step + 1, list(rollout.records)
+        self.sampled.append(Sampled(update=update, rollout=rollout, records=records, total=rollout.total.clone()))
         return rollout
 
     def measure(self) -> Measurement:
@@ -106,11 +119,11 @@ class DryRun(RLOOTrainer):
             torch.cuda.reset_peak_memory_stats(self.args.device)
         self.train()
         found = Measurement()
-        for rollout, records, total in self.sampled:
-            found.records += records
-            parts = [total[rollout.groups == group] for group in rollout.groups.unique()]
+        for one in self.sampled:
+            found.records += one.records
+            parts = [one.total[one.rollout.groups == group] for group in one.rollout.groups.unique()]
             found.groups += [part[~part.isnan()].tolist() for part in parts]
-        found.seconds, found.movement = self._seconds(), self._movement(self.sampled[-1][0])
+        found.seconds, found.movement = self._seconds(), self._movement()
         found.memory = self._memory()
         # A GPU is not filled by a few groups. A CPU is, and many would take long.
         if self.args.device.type == "cuda" and found.memory.micro_batch is not None:
@@ -120,25 +133,30 @@ class DryRun(RLOOTrainer):
     def _seconds(self) -> dict[str, float]:
         """Seconds per completion by phase, without the first update, which compiles and allocates."""
         logs = [entry for entry in self.state.log_history if "time/update" in entry][1:]
-        completions = sum(len(records) for _, records, _ in self.sampled[1:])
+        completions = sum(len(one.records) for one in self.sampled if one.update > 1)
         phases = [phase for phase in PHASES if phase != "saving"]
         return {phase: sum(entry[f"time/{phase}"] for entry in logs) / max(1, completions) for phase in phases}
 
-    def _movement(self, rollout: Rollout) -> float | None:
+    def last_rollouts(self) -> list[Rollout]:
+        """What the last update was made of."""
+        return [one.rollout for one in self.sampled if one.update == self.sampled[-1].update]
+
+    def _movement(self) -> float | None:
         """½ E[(log π_after − log π_before)²] per token: the KL of a small step. None where nothing was trained on."""
-        # Rows without an advantage were not run forward, unless they have a KL.
-        rows = [row for row in trained_rows(rollout) if rollout.policy_logprobs[row] is not None]
         found: list[Tensor] = []
-
-        def run(batch: MicroBatch) -> None:
-            with evaluating(self.model):
-                after = self.learner.passes.run(self.model, batch).logprobs
-            change = after - gather(rollout.policy_logprobs, batch)
-            found.append(change[batch.completion_mask > 0].float())
-
-        self.learner.passes.without_gradient(rollout, run, rows)
+        for rollout in self.last_rollouts():
+            # Rows without an advantage were not run forward, unless they have a KL.
+            rows = [row for row in trained_rows(rollout) if rollout.policy_logprobs[row] is not None]
+            self.learner.passes.without_gradient(rollout, lambda batch: found.append(self._changes(batch)), rows)
         moved = torch.cat(found).square().mean().item() / 2 if found else 0.0
         return moved if moved > 0 and math.isfinite(moved) else None
+
+    def _changes(self, batch: MicroBatch) -> Tensor:
+        """By how much the update has changed the log-probability of each token that was drawn."""
+        with evaluating(self.model):
+            after = self.learner.passes.run(self.model, batch).logprobs
+        change = after - gather(batch.rollout.policy_logprobs, batch)
+        return change[batch.completion_mask > 0].float()
 
     def _memory(self) -> Memory:
         """Run the worst shape: the longest prompt with completions at their limit, as many as a micro-batch holds."""

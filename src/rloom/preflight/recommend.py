@@ -123,7 +123,10 @@ def _rate(found: Measurement, config: RLOOConfig) -> Advice:
     # Small steps move the policy by a KL that grows with their square.
     value = _rounded(now * math.sqrt(STEP / found.movement))
     value = min(max(value, now / 100), now * 100)
-    reason = f"one update at {now:g} moves the policy by {found.movement:.1g} nats per token; wanted: {STEP:g}"
+    reason = (
+        f"one update at {now:g} moves the policy by {found.movement:.1g} nats per token; wanted: {STEP:g}, which is "
+        "careful: up to three times this rate may learn faster"
+    )
     return Advice(option="learning_rate", value=value, now=now, reason=reason)
 
 

@@ -31,7 +31,8 @@ class Summary:
 
     found: Measurement
     rewards: list[Report]
-    estimate: Estimate | None
+    estimate: Estimate | None  # with the options as they were given; None: of unknown length
+    recommended: Estimate | None  # with those that are recommended
     advice: list[Advice]
     problems: list[str]  # reasons not to train like this
     notes: list[str]
@@ -45,6 +46,7 @@ class Summary:
             "memory": dataclasses.asdict(self.found.memory) if self.found.memory else None,
             "rewards": [dataclasses.asdict(report) for report in self.rewards],
             "run": dataclasses.asdict(self.estimate) if self.estimate else None,
+            "run_as_recommended": dataclasses.asdict(self.recommended) if self.recommended else None,
             "recommended": [dataclasses.asdict(one) for one in self.advice],
             "problems": self.problems,
             "notes": self.notes,
@@ -117,15 +119,18 @@ class Summary:
         ]
 
     def _run(self) -> list[str]:
-        run = self.estimate
-        if run is None:
+        if self.estimate is None:
             return ["of unknown length: a stream without max_steps"]
-        cost = "" if run.cost is None else f", costs {run.cost:,.2f}"
-        size = f"{run.updates:,} updates, {run.completions:,} completions, {run.tokens:,} tokens"
-        return [
-            f"{size}: {duration(run.seconds)}{cost}",
-            "as the options are; evaluations and checkpoints apart",
-        ]
+        lines = [f"{_in_words(self.estimate)}, as the options are"]
+        if self.advice and self.recommended is not None:
+            lines.append(f"{_in_words(self.recommended)}, with those that are recommended, at the same lengths")
+        return [*lines, "evaluations and checkpoints apart"]
+
+
+def _in_words(run: Estimate) -> str:
+    cost = "" if run.cost is None else f", costs {run.cost:,.2f}"
+    size = f"{run.updates:,} updates, {run.completions:,} completions, {run.tokens:,} tokens"
+    return f"{size}: {duration(run.seconds)}{cost}"
 
 
 def recipe(given: dict[str, Any], advice: list[Advice]) -> dict[str, Any]:

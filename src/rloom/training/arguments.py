@@ -58,8 +58,8 @@ def _check_diagnoses(names: Sequence[str]) -> None:
     """Refuse the name of a diagnosis that is never made."""
     for name in names:
         if name not in (*NAMES, ALL):
-            hint = did_you_mean(name, NAMES)
-            raise ConfigError(f"early_stop_on: there is no diagnosis {name!r}{hint}; docs/metrics.md lists them")
+            hint = did_you_mean(name, NAMES) or f"; there are {', '.join(NAMES)}, or {ALL}"
+            raise ConfigError(f"early_stop_on: there is no diagnosis {name!r}{hint} (docs/metrics.md)")
 
 
 def choose_model(model: Any, args: RLOOConfig) -> tuple[Any, str | None]:

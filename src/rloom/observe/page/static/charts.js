@@ -20,7 +20,9 @@
   const axes = () => {
     const look = { stroke: css("--quiet"), grid: { stroke: css("--line"), width: 1 }, ticks: { stroke: css("--line"), width: 1 } };
     const values = (u, ticks) => ticks.map((v) => R.number(v, 3));
-    return [{ ...look, size: 28, values }, { ...look, size: 58, values }];
+    // As wide as the longest number, so that no sign is cut off.
+    const wide = (u, texts) => Math.max(58, 18 + 7 * Math.max(0, ...(texts || []).map((text) => text.length)));
+    return [{ ...look, size: 28, values }, { ...look, size: wide, values }];
   };
 
   // Vertical lines at the steps of diagnoses.
