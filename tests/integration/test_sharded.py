@@ -95,10 +95,15 @@ def test_references_in_parts_are_as_one(more, kind, tmp_path):
 
 @pytest.mark.parametrize("kind", ["by name", "layered by name"])
 def test_the_main_process_alone_reads_a_model_by_name(two, kind):
-    """The other one makes it without data, and has all of its weights sent; tied ones once for each of their names."""
+    """The other one makes it without data, and has all of its weights sent; tied ones once for each of their names.
+
+    Neither has more whole weights at a time than a layer has: a device need not hold the whole model.
+    """
     main, other = results(two, f"sharded {kind}")
     assert main["received"] == 0
     assert other["received"] == len(other["weights"]) + 1
+    in_a_layer = sum(name.startswith("model.layers.0.") for name in other["weights"])
+    assert main["at_once"] == other["at_once"] == in_a_layer
 
 
 @pytest.mark.parametrize(

@@ -867,6 +867,18 @@ MUTANTS = [
         "            pass",
         "tests/integration/test_sharded.py::test_bfloat16_weights_learn_in_float32",
     ),
+    Mutant(
+        "training/placement.py",
+        "        self._placed = {}",
+        "        pass",
+        "tests/integration/test_sharded.py::test_the_main_process_alone_reads_a_model_by_name[by name]",
+    ),
+    Mutant(
+        "training/placement.py",
+        "        if wanted[place] != place:",
+        "        if False:",
+        "tests/integration/test_sharded.py::test_two_halves_are_as_one[layered by name]",
+    ),
     # -- replay and diff
     Mutant(
         "training/playback.py",

@@ -36,7 +36,7 @@ from rloom.printable import get_logger
 from rloom.training import sharded_checkpoint
 from rloom.training.attempts import CAN_BE_LEFT, Attempts
 from rloom.training.budget import TokenBudget
-from rloom.training.placement import Placement, allocate
+from rloom.training.placement import Placement, allocate, tie_as_main
 from rloom.training.processes import Processes, T, together
 from rloom.training.whole_copy import (
     WholeCopy,
@@ -149,7 +149,8 @@ class ShardedProcesses(Processes):
             )
 
     def share_weights(self, model: nn.Module) -> None:
-        """Nothing yet: the main process' weights are sent while the model is sharded."""
+        """Make the models alike. The main process' weights are sent later, while the model is sharded."""
+        tie_as_main(model, self)
 
     def shard(self, model: nn.Module, *, with_reference: bool) -> None:
         """Shard the model in place, layer by layer. It stays the same object, with the main process' weights.
@@ -215,6 +216,7 @@ class ShardedProcesses(Processes):
         """Bring a model that is not trained to the device: a part of it where the policy runs in parts too."""
         if not self.is_layered:
             return super().place_frozen(model, device)
+        tie_as_main(model, self)
         place = Placement(device)
         place.buffers(model)
         self._frozen = model.requires_grad_(False)
