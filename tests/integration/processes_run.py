@@ -118,6 +118,11 @@ KINDS: dict[str, dict[str, Any]] = {
     # an adapter that was trained before: the reference has a copy of it
     "layered old lora": {"beta": 0.1, "max_steps": 2, "engine": "forked", "learning_rate": 1e-2,
                          "ds3_gather_for_generation": False},
+    # an adapter that is computed from the base weights; a model that could have images, and has none
+    "pissa lora by name": {"beta": 0.1, "max_steps": 2, "engine": "forked", "learning_rate": 1e-2,
+                           "ds3_gather_for_generation": False},
+    "layered text of a vision model": {"beta": 0.1, "max_steps": 2, "engine": None,
+                                       "ds3_gather_for_generation": False},
     "corners": {"beta": 0.1, "engine": "forked", "log_completions": True, "num_completions_to_print": 1,
                 "per_device_eval_batch_size": 4},
 }  # fmt: skip
@@ -238,6 +243,12 @@ def make_trainer(
         model.register_parameter("spare", torch.nn.Parameter(torch.ones(2)))
     if kind == "images":
         (model, processing_class), rows = vision_models.make("qwen3-vl"), _with_images()
+    if kind == "layered text of a vision model":
+        (model, processing_class), rows = (
+            vision_models.make("qwen3-vl"),
+            [{"prompt": row["prompt"]} for row in _with_images()],
+        )
+        config.engine = config.engine if count() > 1 else "forked"
     lora = None
     if "lora" in kind:
         from peft import LoraConfig
@@ -246,6 +257,7 @@ def make_trainer(
             r=4,
             target_modules=["lm_head"] if kind == "lora on the head" else ["q_proj", "v_proj"],
             bias="all" if kind == "lora with biases" else "none",
+            init_lora_weights="pissa" if "pissa" in kind else True,
         )
     if by_name or "by name" in kind:
         model = _saved(model, output / "model", both_names=kind == "layered by name")

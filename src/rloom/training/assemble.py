@@ -109,7 +109,7 @@ def load(
         trust_remote_code=args.trust_remote_code,
         quantization_config=quantization_config,
         device=args.device,
-        without_data=loads_without_data(args),
+        without_data=loads_without_data(args) and not loading.begins_with_weights(peft_config),
     )
     processing_class = loading.load_processing_class(processing_class, model, revision, args.trust_remote_code)
     vision = is_vision(processing_class)
@@ -416,7 +416,8 @@ def _engine(trainer: Any, policy: Policy, encoder: PromptEncoder, args: RLOOConf
                 in_step=InStep(trainer.model, trainer.processes) if trainer.processes.is_layered else None,
             )
 
-    if args.engine is not None or not policy.vision:
+    # Layer by layer one engine generates, which takes no images.
+    if args.engine is not None or not policy.vision or trainer.processes.is_layered:
         return choose(args.engine)
     router = ImageRouter(lambda: choose(None), choose("transformers"))
     if datasets.image_column(trainer.train_dataset) is None:

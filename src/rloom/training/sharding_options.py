@@ -92,6 +92,7 @@ def check_layered(trainer: Any) -> None:
         "offload_reference=True": args.offload_reference,
         "a KL and an adapter beside which other weights are trained": bool(beside),
         "dynamic_sampling": bool(args.dynamic_sampling),
+        "a column of images": image_column(trainer.train_dataset, trainer.eval_dataset) is not None,
         "eval_strategy": str(getattr(args.eval_strategy, "value", args.eval_strategy)) != "no",
         "kl_estimator='full'": args.beta != 0 and KL_ESTIMATORS[args.choices.kl_estimator].needs_distributions,
     }
