@@ -1088,6 +1088,12 @@ MUTANTS = [
         "tests/unit/test_vllm_servers.py::test_a_server_that_refuses_an_update_is_heard",
     ),
     Mutant(
+        "generation/vllm/transfer.py",
+        "_split(((name, self._prepared(tensor)) for name, tensor in weights), self.at_once)",
+        "_split(((name, self._prepared(tensor)) for name, tensor in list(weights)), self.at_once)",
+        "tests/unit/test_vllm_servers.py::test_weights_on_their_way_are_there_once",
+    ),
+    Mutant(
         "generation/vllm/proof.py",
         "            allowed = allowed_difference(Tolerance.VLLM, found, self.rounding)",
         "            allowed = Tolerance.VLLM",
