@@ -55,7 +55,7 @@ from rloom.training.in_step import InStep
 from rloom.training.learner import Learner
 from rloom.training.passes import Passes
 from rloom.training.placement import loads_without_data
-from rloom.training.sharding_options import load_as_asked
+from rloom.training.sharding_options import load_as_asked, others_loaded_whole
 from rloom.training.warmup import compile_kernels
 from rloom.types import Rollout
 
@@ -176,8 +176,9 @@ def build(
     """Build everything that the step uses, from the trainer's options and from its model on its device."""
     args = trainer.args
     compile_kernels(trainer.model, args)
-    rewards, classes, composition = _rewards(trainer, functions, terms, reward_classes, args)
-    reference = _reference(trainer, policy, reference_path, args) if args.beta != 0.0 else None
+    with others_loaded_whole():
+        rewards, classes, composition = _rewards(trainer, functions, terms, reward_classes, args)
+        reference = _reference(trainer, policy, reference_path, args) if args.beta != 0.0 else None
     metrics, clock, processes = Metrics(), PhaseClock(), trainer.processes
     journal = Journal(
         CompletionLog(args.generation_batch_size),

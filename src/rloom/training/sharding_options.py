@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from torch.distributed.fsdp import FSDPModule
+from transformers.integrations import deepspeed
 from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
 from rloom.algo import KL_ESTIMATORS
@@ -61,6 +62,18 @@ def load_as_asked() -> None:
     if "FSDP_CPU_RAM_EFFICIENT_LOADING" in os.environ:
         os.environ["FSDP_CPU_RAM_EFFICIENT_LOADING"] = "false"
     unset_hf_deepspeed_config()
+
+
+@contextmanager
+def others_loaded_whole() -> Iterator[None]:
+    """Inside the block models of rewards and a reference are loaded as a whole. By now transformers has been told of
+    ZeRO-3 again, and the Trainer goes by that later on."""
+    told = deepspeed._hf_deepspeed_config_weak_ref
+    load_as_asked()
+    try:
+        yield
+    finally:
+        deepspeed._hf_deepspeed_config_weak_ref = told
 
 
 @contextmanager
