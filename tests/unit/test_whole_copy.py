@@ -149,11 +149,15 @@ class Layered:
         {"beta": 0.1, "kl_placement": "loss", "kl_estimator": "full"},
         {"beta": 0.1, "sync_ref_model": True},
         {"beta": 0.1, "offload_reference": True},
+        {"images": True},
     ],
 )
 def test_what_does_not_run_in_parts_is_refused(options, tmp_path):
+    options = dict(options)
+    rows = SimpleNamespace(column_names=["prompt", "image"] if options.pop("images", False) else ["prompt"])
+
     class Trainer:
-        model, processes = None, Layered()
+        model, processes, train_dataset, eval_dataset = None, Layered(), rows, None
         args = RLOOConfig(str(tmp_path), ds3_gather_for_generation=False, use_cpu=True, report_to="none", **options)
 
     with pytest.raises(ConfigError, match="ds3_gather_for_generation=False"):
@@ -164,7 +168,7 @@ def test_what_is_trained_beside_an_adapter_is_refused_in_parts(tmp_path):
     """The reference would need it as it was, and gathers what is trained."""
 
     class Trainer:
-        processes = Layered()
+        processes, train_dataset, eval_dataset = Layered(), [{"prompt": "a"}], None
         model = get_peft_model(make_model(attention_bias=True), LoraConfig(target_modules=["q_proj"], bias="all"))
         args = RLOOConfig(str(tmp_path), ds3_gather_for_generation=False, use_cpu=True, report_to="none", beta=0.1)
 
