@@ -39,7 +39,7 @@ def advised(seed: int, rate: float, groups: int = GROUPS) -> tuple[float, float]
     with tempfile.TemporaryDirectory() as folder:
         config = options(folder, seed, rate, 1)
         dry = dry_config(config, groups, folder, rows)
-        found = DryRun(model, task.exact_match, dry, rows, processing_class=tokenizer, rate=rate).measure()
+        found = DryRun(model, task.exact_match, dry, rows, processing_class=tokenizer, rate=rate, size=64).measure()
     advice = {one.option: one.value for one in recommend(found, config, context=None)}
     return advice.get("learning_rate", float("nan")), found.movement or float("nan")
 

@@ -14,12 +14,14 @@ import signal
 import subprocess
 import sys
 import time
+import weakref
 from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
 import torch
+from safetensors.torch import save_file
 
 from rloom import RLOOConfig, RLOOTrainer, term
 from rloom.generation.vllm import remote
@@ -105,7 +107,8 @@ KINDS: dict[str, dict[str, Any]] = {
                 "ds3_gather_for_generation": False, "shuffle_dataset": False},
     "layered lora": {"beta": 0.1, "max_steps": 2, "engine": "forked", "learning_rate": 1e-2,
                      "max_tokens_per_micro_batch": 40, "ds3_gather_for_generation": False},
-    # the main process alone reads the weights, of which one is tied; the reference is another model by its name
+    # the main process alone reads the weights, of which one is tied, in the second kind although its file has it under
+    # both names; the reference is another model by its name
     "by name": {"beta": 0.1, "model_init_kwargs": {"dtype": "float32"}},
     "layered by name": {"beta": 0.1, "max_steps": 2, "engine": "forked", "ds3_gather_for_generation": False},
     "layered with another reference": {"beta": 0.1, "max_steps": 2, "engine": "forked",
@@ -115,6 +118,11 @@ KINDS: dict[str, dict[str, Any]] = {
     # an adapter that was trained before: the reference has a copy of it
     "layered old lora": {"beta": 0.1, "max_steps": 2, "engine": "forked", "learning_rate": 1e-2,
                          "ds3_gather_for_generation": False},
+    # an adapter that is computed from the base weights; a model that could have images, and has none
+    "pissa lora by name": {"beta": 0.1, "max_steps": 2, "engine": "forked", "learning_rate": 1e-2,
+                           "ds3_gather_for_generation": False},
+    "layered text of a vision model": {"beta": 0.1, "max_steps": 2, "engine": None,
+                                       "ds3_gather_for_generation": False},
     "corners": {"beta": 0.1, "engine": "forked", "log_completions": True, "num_completions_to_print": 1,
                 "per_device_eval_batch_size": 4},
 }  # fmt: skip
@@ -235,6 +243,12 @@ def make_trainer(
         model.register_parameter("spare", torch.nn.Parameter(torch.ones(2)))
     if kind == "images":
         (model, processing_class), rows = vision_models.make("qwen3-vl"), _with_images()
+    if kind == "layered text of a vision model":
+        (model, processing_class), rows = (
+            vision_models.make("qwen3-vl"),
+            [{"prompt": row["prompt"]} for row in _with_images()],
+        )
+        config.engine = config.engine if count() > 1 else "forked"
     lora = None
     if "lora" in kind:
         from peft import LoraConfig
@@ -243,9 +257,10 @@ def make_trainer(
             r=4,
             target_modules=["lm_head"] if kind == "lora on the head" else ["q_proj", "v_proj"],
             bias="all" if kind == "lora with biases" else "none",
+            init_lora_weights="pissa" if "pissa" in kind else True,
         )
     if by_name or "by name" in kind:
-        model = _saved(model, output / "model")
+        model = _saved(model, output / "model", both_names=kind == "layered by name")
     if kind == "layered with another reference":
         config.sft_model_path = _saved(make_model(seed=2), output / "other")
         model = _saved(model, output / "model")
@@ -265,10 +280,16 @@ def make_trainer(
     )
 
 
-def _saved(model: Any, folder: Path) -> str:
-    """The name of a model, which one process writes. Others must not load it before."""
+def _saved(model: Any, folder: Path, *, both_names: bool = False) -> str:
+    """The name of a model, which one process writes. Others must not load it before.
+
+    `both_names`: the head is there too, although it is tied, as in files of other libraries.
+    """
     if rank() == 0:
         model.save_pretrained(folder)
+        if both_names:
+            weights = {name: weight.clone() for name, weight in model.state_dict().items()}
+            save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
     if count() > 1:
         torch.distributed.barrier()
     return str(folder)
@@ -311,7 +332,7 @@ def _changes(kind: str) -> dict[str, Any]:
 
 def run(output: Path, kind: str, *, resume: bool = False, save: bool = False, **changes: Any) -> dict[str, Any]:
     """One run, and what this process saw of it."""
-    received = _count_received()
+    received, at_once = _count_received()
     trainer = make_trainer(output, kind, **changes)
     assert trainer.args.world_size == trainer.accelerator.num_processes == count()
     apart: list[str] = []
@@ -335,6 +356,8 @@ def run(output: Path, kind: str, *, resume: bool = False, save: bool = False, **
         "memory": memory,
         # weights that this process had no data of
         "received": len(received),
+        # weights that lay here as a whole at a time
+        "at_once": max(at_once, default=0),
         "dtypes": {p.dtype for p in trainer.model.parameters()},
         "parts": sum(trainer.processes.own_part(p).numel() for p in trainer.model.parameters()),
         "history": [{k: v for k, v in e.items() if "time" not in k and "per_second" not in k}
@@ -359,16 +382,20 @@ def _whole(p: Any) -> Any:
     return p.full_tensor() if hasattr(p, "full_tensor") else p
 
 
-def _count_received() -> list[Any]:
-    """Shapes of weights that come from the main process into a model without data."""
-    shapes, brought = [], placement.Placement._brought
+def _count_received() -> tuple[list[Any], list[int]]:
+    """Shapes of weights that come from the main process into a model without data, and how many of those that have come
+    are still there as a whole when the next one comes."""
+    shapes, come, at_once, brought = [], list[Any](), list[int](), placement.Placement._brought
 
     def counting(self: Any, p: Any) -> Any:
         shapes.extend([p.shape] if p.is_meta else [])
-        return brought(self, p)
+        placed = brought(self, p)
+        come.append(weakref.ref(placed))
+        at_once.append(len({id(one()) for one in come if one() is not None}))
+        return placed
 
     placement.Placement._brought = counting  # type: ignore[method-assign]
-    return shapes
+    return shapes, at_once
 
 
 def _look_at_the_copy(trainer: Any) -> list[tuple[int, int, int]]:

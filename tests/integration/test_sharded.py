@@ -23,13 +23,13 @@ from tests.integration.test_processes import assert_close, assert_same_log, laun
 from tests.integration.test_resume import assert_same
 
 AS_ONE = ["sequence", "token", "several", "lora with biases", "lora on the head", "exact", "checkpointed", "degenerate",
-          "evaluated", "by name", "layered by name"]  # fmt: skip
+          "evaluated", "by name", "layered by name", "pissa lora by name"]  # fmt: skip
 RESUMED = ["saved lora", "saved bfloat16"]
 COPIES = ["freed several", "kept several", "layered", "whole layered"]
 PARTS = ["saved", "saved bfloat16", "resumed saved bfloat16"]
 MORE = ["freed lora", "kept lora", "layered lora", "whole layered lora", "saved lora", "parts saved lora",
         "parts resumed saved lora", "dropout", "parts dropout", "parts resumed dropout", "layered half",
-        "layered old lora", "layered with another reference"]  # fmt: skip
+        "layered old lora", "layered with another reference", "layered text of a vision model"]  # fmt: skip
 DRAWS = [31, 44, 59, 90]
 """Of the oracle's. All 88 of the first 400 that two processes can share were run once."""
 
@@ -83,9 +83,9 @@ def test_two_halves_are_as_one(two, kind, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["layered old lora", "layered with another reference"])
-def test_references_in_parts_are_as_one(more, kind, tmp_path):
-    """A copy of the adapter that was there before, and another model."""
+@pytest.mark.parametrize("kind", MORE[-3:])
+def test_more_in_parts_are_as_one(more, kind, tmp_path):
+    """References: a copy of the adapter that was there before, and another model. A model that could have images."""
     one = processes_run.run(tmp_path / "one", kind)
     found = results(more, f"sharded {kind}")
     assert_sharded(found)
@@ -95,10 +95,15 @@ def test_references_in_parts_are_as_one(more, kind, tmp_path):
 
 @pytest.mark.parametrize("kind", ["by name", "layered by name"])
 def test_the_main_process_alone_reads_a_model_by_name(two, kind):
-    """The other one makes it without data, and has all of its weights sent; tied ones once for each of their names."""
+    """The other one makes it without data, and has all of its weights sent; tied ones once for each of their names.
+
+    Neither has more whole weights at a time than a layer has: a device need not hold the whole model.
+    """
     main, other = results(two, f"sharded {kind}")
     assert main["received"] == 0
     assert other["received"] == len(other["weights"]) + 1
+    in_a_layer = sum(name.startswith("model.layers.0.") for name in other["weights"])
+    assert main["at_once"] == other["at_once"] == in_a_layer
 
 
 @pytest.mark.parametrize(

@@ -867,6 +867,18 @@ MUTANTS = [
         "            pass",
         "tests/integration/test_sharded.py::test_bfloat16_weights_learn_in_float32",
     ),
+    Mutant(
+        "training/placement.py",
+        "        self._placed = {}",
+        "        pass",
+        "tests/integration/test_sharded.py::test_the_main_process_alone_reads_a_model_by_name[by name]",
+    ),
+    Mutant(
+        "training/placement.py",
+        "        if wanted[place] != place:",
+        "        if False:",
+        "tests/integration/test_sharded.py::test_two_halves_are_as_one[layered by name]",
+    ),
     # -- replay and diff
     Mutant(
         "training/playback.py",
@@ -1111,6 +1123,12 @@ MUTANTS = [
         "        self._group = self._store = None",
         "        pass",
         "tests/unit/test_vllm_servers.py::test_a_server_that_refuses_an_update_is_heard",
+    ),
+    Mutant(
+        "generation/vllm/transfer.py",
+        "_split(((name, self._prepared(tensor)) for name, tensor in weights), self.at_once)",
+        "_split(((name, self._prepared(tensor)) for name, tensor in list(weights)), self.at_once)",
+        "tests/unit/test_vllm_servers.py::test_weights_on_their_way_are_there_once",
     ),
     Mutant(
         "generation/vllm/proof.py",

@@ -25,6 +25,8 @@ pytestmark = pytest.mark.skipif(
 STAGES = ["zero1", "zero2", "zero3"]
 AS_ONE = ["sequence", "token", "several", "lora", "checkpointed", "evaluated"]
 ACCUMULATED = "accumulated half"
+ALIKE = [("freed sequence", "kept sequence"), ("layered", "whole layered"),
+         ("layered with another reference", "whole layered with another reference")]  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -32,7 +34,7 @@ def two(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("zero")
     kinds = [f"{stage} {kind}" for stage in STAGES for kind in [*AS_ONE, "degenerate", "dropout", "resumed"]]
     kinds += [f"{stage} {ACCUMULATED}" for stage in ("zero1", "zero2")]
-    kinds += [f"zero3 {kind}" for kind in ("freed sequence", "kept sequence", "layered", "whole layered")]
+    kinds += [f"zero3 {kind}" for pair in ALIKE for kind in pair]
     environment = {**os.environ, "DS_ACCELERATOR": "cpu", "ACCELERATE_USE_DEEPSPEED": "true", "OMP_NUM_THREADS": "1"}
     # With this, accelerate would train without DeepSpeed, and say nothing.
     environment.pop("ACCELERATE_USE_CPU", None)
@@ -94,7 +96,7 @@ def test_resumed_is_as_never_stopped(two, stage):
         torch.testing.assert_close(p.detach(), whole[0]["weights"][name], rtol=0, atol=0)
 
 
-@pytest.mark.parametrize(("one", "other"), [("freed sequence", "kept sequence"), ("layered", "whole layered")])
+@pytest.mark.parametrize(("one", "other"), ALIKE)
 def test_what_becomes_of_the_whole_copy_changes_nothing(two, one, other):
     """It is let go of in updates, or is not there at all: tokens and weights are those of a copy that stays."""
     for ours, kept in zip(results(two, f"zero3 {one}"), results(two, f"zero3 {other}"), strict=True):

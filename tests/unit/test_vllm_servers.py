@@ -6,15 +6,17 @@ import importlib.util
 import socket
 import threading
 import time
+import weakref
 from contextlib import ExitStack
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from rloom.cli.main import main
 from rloom.errors import EngineError
-from rloom.generation.vllm import VllmOptions, VllmServerEngine, dispatch, proof, server, shared
+from rloom.generation.vllm import VllmOptions, VllmServerEngine, dispatch, proof, server, shared, transfer
 from rloom.generation.vllm.outgoing import version_of
 from rloom.generation.vllm.weights import fingerprint
 from rloom.types import Completion
@@ -271,6 +273,47 @@ def test_weights_by_broadcast(count, tmp_path):
         called = [path for path, _ in services[0].calls]
         assert "/finish_weight_update" in called
         assert not (tmp_path / "weights").exists()
+
+
+class Copies(transfer.Transfer):
+    """Sends copies to nobody."""
+
+    def __init__(self) -> None:
+        super().__init__(SimpleNamespace(developer=lambda *call: None))
+        self.sent: list[list[str]] = []
+
+    def _prepared(self, weight):
+        return weight.clone()
+
+    def _update(self, named):
+        self.sent.append([name for name, _ in named])
+
+
+@pytest.mark.parametrize(("at_once", "pieces", "most"), [(None, ["abcdef"], 7), (100, ["ab", "cd", "ef"], 3)])
+def test_weights_on_their_way_are_there_once(at_once, pieces, most):
+    """Each is copied before the next one is made, as merged adapters are. What was sent is let go of before the next
+    piece is begun, but for the last weight."""
+    way, alive, seen = Copies(), [], []
+    way.at_once = at_once
+
+    def made():
+        for name in "abcdef":
+            weight = torch.ones(13)
+            alive.append(weakref.ref(weight))
+            yield name, weight
+
+    copied = way._prepared
+
+    def counting(weight):
+        copy = copied(weight)
+        alive.append(weakref.ref(copy))
+        seen.append(sum(one() is not None for one in alive))
+        return copy
+
+    way._prepared = counting
+    way.send(made())
+    assert way.sent == [list(piece) for piece in pieces]
+    assert max(seen) == most
 
 
 def test_a_port_that_is_taken_is_named(two):

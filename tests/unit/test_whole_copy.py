@@ -19,6 +19,7 @@ from rloom.generation.choose import choose_engine
 from rloom.training import whole_copy
 from rloom.training.checkpoint import writing
 from rloom.training.passes import Passes
+from rloom.training.sharded import check_ties
 from rloom.training.sharded_checkpoint import _check_parts, load_weights, save_weights
 from rloom.training.sharding_options import check_evaluation, check_layered
 from rloom.training.whole_copy import WholeCopy, check_room, fits_beside_update
@@ -149,11 +150,15 @@ class Layered:
         {"beta": 0.1, "kl_placement": "loss", "kl_estimator": "full"},
         {"beta": 0.1, "sync_ref_model": True},
         {"beta": 0.1, "offload_reference": True},
+        {"images": True},
     ],
 )
 def test_what_does_not_run_in_parts_is_refused(options, tmp_path):
+    options = dict(options)
+    rows = SimpleNamespace(column_names=["prompt", "image"] if options.pop("images", False) else ["prompt"])
+
     class Trainer:
-        model, processes = None, Layered()
+        model, processes, train_dataset, eval_dataset = None, Layered(), rows, None
         args = RLOOConfig(str(tmp_path), ds3_gather_for_generation=False, use_cpu=True, report_to="none", **options)
 
     with pytest.raises(ConfigError, match="ds3_gather_for_generation=False"):
@@ -164,7 +169,7 @@ def test_what_is_trained_beside_an_adapter_is_refused_in_parts(tmp_path):
     """The reference would need it as it was, and gathers what is trained."""
 
     class Trainer:
-        processes = Layered()
+        processes, train_dataset, eval_dataset = Layered(), [{"prompt": "a"}], None
         model = get_peft_model(make_model(attention_bias=True), LoraConfig(target_modules=["q_proj"], bias="all"))
         args = RLOOConfig(str(tmp_path), ds3_gather_for_generation=False, use_cpu=True, report_to="none", beta=0.1)
 
@@ -172,6 +177,16 @@ def test_what_is_trained_beside_an_adapter_is_refused_in_parts(tmp_path):
         check_layered(Trainer())
     Trainer.args.beta = 0.0
     check_layered(Trainer())
+
+
+def test_a_weight_of_several_layers_is_refused():
+    """Embedding and head may share one: both are around the layers."""
+    model = make_model(tie_word_embeddings=True)
+    check_ties(model)
+    first, second = model.model.layers
+    second.mlp.up_proj.weight = first.mlp.up_proj.weight
+    with pytest.raises(ConfigError, match=r"LlamaForCausalLM uses one weight \(weight\) in several layers"):
+        check_ties(model)
 
 
 def test_an_evaluation_is_refused():

@@ -246,6 +246,17 @@ def wrap_peft(model: Any, peft_config: Any, *, gradient_checkpointing: bool) -> 
     return model
 
 
+def begins_with_weights(peft_config: Any) -> bool:
+    """Whether a new adapter is computed from the base weights (PiSSA, OLoRA, …): without their data it cannot be made.
+
+    >>> from types import SimpleNamespace
+    >>> [begins_with_weights(SimpleNamespace(init_lora_weights=how)) for how in (True, "gaussian", "pissa")]
+    [False, False, True]
+    """
+    begun = getattr(peft_config, "init_lora_weights", True)
+    return isinstance(begun, str) and begun.lower() != "gaussian"
+
+
 def _new_adapter(model: Any, peft_config: Any) -> Any:
     try:
         from peft import PeftConfig, get_peft_model

@@ -56,7 +56,7 @@ from rloom.training.in_step import InStep
 from rloom.training.learner import Learner
 from rloom.training.passes import Passes
 from rloom.training.placement import loads_without_data
-from rloom.training.sharding_options import load_as_asked
+from rloom.training.sharding_options import load_as_asked, others_loaded_whole
 from rloom.training.warmup import compile_kernels
 from rloom.types import Rollout
 
@@ -110,7 +110,7 @@ def load(
         trust_remote_code=args.trust_remote_code,
         quantization_config=quantization_config,
         device=args.device,
-        without_data=loads_without_data(args),
+        without_data=loads_without_data(args) and not loading.begins_with_weights(peft_config),
     )
     processing_class = loading.load_processing_class(processing_class, model, revision, args.trust_remote_code)
     vision = is_vision(processing_class)
@@ -177,8 +177,9 @@ def build(
     """Build everything that the step uses, from the trainer's options and from its model on its device."""
     args = trainer.args
     compile_kernels(trainer.processes.without_gradient(trainer.model), args)
-    rewards, classes, composition = _rewards(trainer, functions, terms, reward_classes, args)
-    reference = _reference(trainer, policy, reference_path, args) if args.beta != 0.0 else None
+    with others_loaded_whole():
+        rewards, classes, composition = _rewards(trainer, functions, terms, reward_classes, args)
+        reference = _reference(trainer, policy, reference_path, args) if args.beta != 0.0 else None
     metrics, clock, processes = Metrics(), PhaseClock(), trainer.processes
     journal = Journal(
         CompletionLog(args.generation_batch_size),
@@ -419,7 +420,8 @@ def _engine(trainer: Any, policy: Policy, encoder: PromptEncoder, args: RLOOConf
                 in_step=InStep(trainer.model, trainer.processes) if trainer.processes.is_layered else None,
             )
 
-    if args.engine is not None or not policy.vision:
+    # Layer by layer one engine generates, which takes no images.
+    if args.engine is not None or not policy.vision or trainer.processes.is_layered:
         return choose(args.engine)
     router = ImageRouter(lambda: choose(None), choose("transformers"))
     if datasets.image_column(trainer.train_dataset) is None:

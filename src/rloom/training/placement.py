@@ -15,6 +15,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from rloom.config import RLOOConfig
+from rloom.errors import ConfigError
+from rloom.training.processes import Processes
 from rloom.training.sharding_options import shards
 
 
@@ -23,15 +25,39 @@ def loads_without_data(args: RLOOConfig) -> bool:
     return shards(args) and args.process_index != 0
 
 
+def tie_as_main(model: nn.Module, processes: Processes) -> None:
+    """Tie the weights that are tied in the main process, and no others. Refuse models that cannot be brought.
+
+    Where a checkpoint has a tied weight under both names, transformers ties them if they are equal. Without data it
+    cannot tell.
+    """
+    slots = [(owner, name, p) for owner in model.modules() for name, p in owner._parameters.items() if p is not None]
+    first: dict[int, int] = {}
+    ties = [first.setdefault(id(p), place) for place, (_, _, p) in enumerate(slots)]
+    kinds = [(tuple(value.shape), value.dtype) for value in (*(p for _, _, p in slots), *model.buffers())]
+    has_data = not any(p.is_meta for _, _, p in slots)
+    wanted, same, has_data = processes.from_main((ties, kinds, has_data))
+    if processes.any(kinds != same):
+        raise ConfigError("the model is not the same in all processes: weights have other shapes or dtypes")
+    if not has_data:
+        raise ConfigError("the model has no data in the main process (it is on the device 'meta'): load its weights")
+    for place, (owner, name, p) in enumerate(slots):
+        if wanted[place] != place:
+            owner._parameters[name] = slots[wanted[place]][2]
+        elif ties[place] != place:
+            owner._parameters[name] = nn.Parameter(torch.empty_like(p), p.requires_grad)
+
+
 class Placement:
     """Gives modules the main process' weights, on this process' device. All processes must do the same in one order.
 
-    A weight that is tied is brought once, and stays tied.
+    A weight that is tied to another of the same module is brought once, and stays tied.
     """
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        # By id of a weight as it was: that weight, which keeps its id, and the one in its place.
+        # By id of a weight as it was: that weight, which keeps its id, and the one in its place. Of one module at a
+        # time: the whole weights of a module that has been sharded would stay in memory.
         self._placed: dict[int, tuple[Tensor, nn.Parameter]] = {}
 
     @torch.no_grad()
@@ -41,6 +67,7 @@ class Placement:
             for name, p in owner._parameters.items():
                 if p is not None and not isinstance(p, DTensor):
                     owner._parameters[name] = self._brought(p)
+        self._placed = {}
 
     @torch.no_grad()
     def buffers(self, module: nn.Module) -> None:

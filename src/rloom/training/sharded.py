@@ -28,6 +28,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from transformers.modeling_layers import GradientCheckpointingLayer
 
+from rloom.errors import ConfigError
 from rloom.models.load import base_of, is_peft_model
 from rloom.models.low_bits import Piece, Value, join_float32, split_float32
 from rloom.models.optimizers import LOW_BITS
@@ -36,7 +37,7 @@ from rloom.printable import get_logger
 from rloom.training import sharded_checkpoint
 from rloom.training.attempts import CAN_BE_LEFT, Attempts
 from rloom.training.budget import TokenBudget
-from rloom.training.placement import Placement, allocate
+from rloom.training.placement import Placement, allocate, tie_as_main
 from rloom.training.processes import Processes, T, together
 from rloom.training.whole_copy import (
     WholeCopy,
@@ -149,15 +150,18 @@ class ShardedProcesses(Processes):
             )
 
     def share_weights(self, model: nn.Module) -> None:
-        """Nothing yet: the main process' weights are sent while the model is sharded."""
+        """Make the models alike. The main process' weights are sent later, while the model is sharded."""
+        tie_as_main(model, self)
 
     def shard(self, model: nn.Module, *, with_reference: bool) -> None:
         """Shard the model in place, layer by layer. It stays the same object, with the main process' weights.
 
         `with_reference`: a frozen copy of it will be asked for.
         """
+        check_ties(model)
         half = self._prepare_dtypes(model)
         place = Placement(self._own_device)
+        # Before the copies, which take them over.
         place.buffers(model)
         # Copies are made before: torch copies nothing that is sharded.
         frozen = None
@@ -215,6 +219,7 @@ class ShardedProcesses(Processes):
         """Bring a model that is not trained to the device: a part of it where the policy runs in parts too."""
         if not self.is_layered:
             return super().place_frozen(model, device)
+        tie_as_main(model, self)
         place = Placement(device)
         place.buffers(model)
         self._frozen = model.requires_grad_(False)
@@ -471,6 +476,20 @@ def _widen(module: nn.Module) -> None:
 
 def _layers(model: nn.Module) -> list[nn.Module]:
     return [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
+
+
+def check_ties(model: nn.Module) -> None:
+    """Refuse weights that belong to two layers, or to a layer and to what is around it: sharding would untie them."""
+    owners: dict[int, nn.Module] = {}
+    inside = {module: layer for layer in _layers(model) for module in layer.modules()}
+    for module in model.modules():
+        for name, p in module._parameters.items():
+            owner = inside.get(module, model)
+            if p is not None and owners.setdefault(id(p), owner) is not owner:
+                raise ConfigError(
+                    f"{type(base_of(model)).__name__} uses one weight ({name}) in several layers, which FSDP would "
+                    "take apart: leave fsdp out, or shard by DeepSpeed's ZeRO-2"
+                )
 
 
 def _half_of(model: nn.Module) -> torch.dtype | None:

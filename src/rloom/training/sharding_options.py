@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from torch.distributed.fsdp import FSDPModule
+from transformers.integrations import deepspeed
 from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
 from rloom.algo import KL_ESTIMATORS
@@ -64,6 +65,18 @@ def load_as_asked() -> None:
 
 
 @contextmanager
+def others_loaded_whole() -> Iterator[None]:
+    """Inside the block models of rewards and a reference are loaded as a whole. By now transformers has been told of
+    ZeRO-3 again, and the Trainer goes by that later on."""
+    told = deepspeed._hf_deepspeed_config_weak_ref
+    load_as_asked()
+    try:
+        yield
+    finally:
+        deepspeed._hf_deepspeed_config_weak_ref = told
+
+
+@contextmanager
 def hidden_from_accelerate(args: RLOOConfig) -> Iterator[None]:
     """Keep accelerate from sharding models, inside the block in which its `Accelerator` is made."""
     options, launched = args.fsdp_plugin_args, os.environ.pop(LAUNCHED_WITH_FSDP, None)
@@ -92,6 +105,7 @@ def check_layered(trainer: Any) -> None:
         "offload_reference=True": args.offload_reference,
         "a KL and an adapter beside which other weights are trained": bool(beside),
         "dynamic_sampling": bool(args.dynamic_sampling),
+        "a column of images": image_column(trainer.train_dataset, trainer.eval_dataset) is not None,
         "eval_strategy": str(getattr(args.eval_strategy, "value", args.eval_strategy)) != "no",
         "kl_estimator='full'": args.beta != 0 and KL_ESTIMATORS[args.choices.kl_estimator].needs_distributions,
     }

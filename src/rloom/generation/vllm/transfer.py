@@ -13,7 +13,7 @@ import pickle
 import socket
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 from typing import Any
 from urllib.parse import urlsplit
@@ -38,8 +38,8 @@ class Transfer(ABC):
     def send(self, weights: Weights) -> None:
         """Replace all of the server's weights. What takes memory comes before the server is told to begin, if it all
         fits: one that is left in the middle can only be started again."""
-        rest = _split(weights, self.at_once)
-        named = self._prepared(next(rest))
+        pieces = _split(((name, self._prepared(tensor)) for name, tensor in weights), self.at_once)
+        named = next(pieces)
         try:
             self.client.developer("POST", "/start_weight_update", {})
         except ServerError as error:
@@ -47,15 +47,18 @@ class Transfer(ABC):
                 f"{error}. If an earlier run has left the server in the middle of an update, start it again"
             ) from error
         self._update(named)
-        for some in rest:
-            named = self._prepared(some)
+        if self.at_once is not None:
+            # Their memory is free before the next ones are gathered.
+            named.clear()
+        for named in pieces:
             self._update(named)
+            named.clear()
         # What was sent is kept until here: the server may read it up to its answer.
         self.client.developer("POST", "/finish_weight_update", {})
 
-    def _prepared(self, weights: Iterable[tuple[str, torch.Tensor]]) -> list[tuple[str, torch.Tensor]]:
-        """The weights as they are sent."""
-        return [(name, tensor.detach().contiguous()) for name, tensor in weights]
+    def _prepared(self, weight: torch.Tensor) -> torch.Tensor:
+        """The weight as it is sent."""
+        return weight.detach().contiguous()
 
     @abstractmethod
     def _update(self, named: list[tuple[str, torch.Tensor]]) -> None:
@@ -100,10 +103,10 @@ class IpcTransfer(Transfer):
         super().send(weights)
         torch.cuda.ipc_collect()
 
-    def _prepared(self, weights: Iterable[tuple[str, torch.Tensor]]) -> list[tuple[str, torch.Tensor]]:
-        """Copies: torch keeps a record of each time that memory was shared for as long as that memory lives, and a
+    def _prepared(self, weight: torch.Tensor) -> torch.Tensor:
+        """A copy: torch keeps a record of each time that memory was shared for as long as that memory lives, and a
         weight lives as long as the run."""
-        return [(name, tensor.detach().cuda().clone()) for name, tensor in weights]
+        return weight.detach().cuda().clone()
 
 
 class BroadcastTransfer(Transfer):
@@ -125,8 +128,8 @@ class BroadcastTransfer(Transfer):
                     "Another run may use that port: set vllm_group_port to another one"
                 ) from error
 
-    def _prepared(self, weights: Iterable[tuple[str, torch.Tensor]]) -> list[tuple[str, torch.Tensor]]:
-        return [(name, tensor.detach().to(self._device).contiguous()) for name, tensor in weights]
+    def _prepared(self, weight: torch.Tensor) -> torch.Tensor:
+        return weight.detach().to(self._device).contiguous()
 
     def _update(self, named: list[tuple[str, torch.Tensor]]) -> None:
         with _beside(lambda: self._tell_update(named)) as call:
