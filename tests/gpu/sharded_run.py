@@ -1,0 +1,47 @@
+"""A program for test_sharded_gpu: runs that two processes share on one GPU, or that one process makes.
+
+RANK=0 WORLD_SIZE=2 LOCAL_RANK=0 MASTER_ADDR=127.0.0.1 MASTER_PORT=… python sharded_run.py FOLDER NAME…
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parents[2]))
+
+import torch
+
+from tests.integration import processes_run
+
+KINDS: dict[str, tuple[str, dict[str, Any]]] = {
+    "copy": ("sequence", {"bf16": False}),
+    "copy half": ("half", {}),
+    "freed": ("several", {"bf16": False, "keep_whole_copy": False}),
+    "lora": ("lora", {"bf16": False}),
+    "layered": ("layered", {"bf16": False}),
+    "layered half": ("layered half", {}),
+    "layered by name": ("layered by name", {"bf16": False}),
+}
+
+
+def main() -> None:
+    folder, names = Path(sys.argv[1]), sys.argv[2:]
+    several = processes_run.count() > 1
+    if several:
+        from tests.gpu import host_collectives
+
+        processes_run._whole = host_collectives.whole
+    for name in names:
+        kind, options = KINDS[name]
+        shared: dict[str, Any] = {"fsdp": True, "ddp_backend": "gloo"}
+        alone: dict[str, Any] = {"ds3_gather_for_generation": True, "keep_whole_copy": None}
+        changes = options | (shared if several else alone)
+        found = processes_run.run(folder / name, kind, use_cpu=False, **changes)
+        kept = {key: found[key] for key in ("weights", "history", "parts", "drawn")}
+        torch.save(kept, folder / name / f"result_{processes_run.rank()}.pt")
+
+
+if __name__ == "__main__":
+    main()
