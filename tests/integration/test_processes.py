@@ -26,6 +26,7 @@ from rloom.observe import read_store
 from rloom.training import heartbeat
 from tests.integration import processes_run
 from tests.integration.test_resume import assert_equal, assert_same, strip
+from tests.made_once import made_once
 
 SCRIPT = Path(processes_run.__file__)
 AS_ONE = [
@@ -55,14 +56,16 @@ def launch(*arguments: str, processes: int = 2) -> subprocess.CompletedProcess:
 @pytest.fixture(scope="module")
 def two(tmp_path_factory) -> Path:
     """The folder of a launch of two processes that has run all kinds."""
-    folder = tmp_path_factory.mktemp("two")
-    done = launch(
-        str(folder), *AS_ONE, "replaced", "bfloat16", "transformers", "dropout", "resumed", "half resumed", "corners",
-        "busy", "frozen",
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr[-4000:]
-    (folder / "stderr.txt").write_text(done.stderr)
-    return folder
+
+    def run(folder: Path) -> None:
+        done = launch(
+            str(folder), *AS_ONE, "replaced", "bfloat16", "transformers", "dropout", "resumed", "half resumed",
+            "corners", "busy", "frozen",
+        )  # fmt: skip
+        assert done.returncode == 0, done.stderr[-4000:]
+        (folder / "stderr.txt").write_text(done.stderr)
+
+    return made_once(tmp_path_factory, "processes", run)
 
 
 def results(two: Path, kind: str, processes: int = 2) -> list[dict]:

@@ -21,6 +21,7 @@ from tests.conftest import make_model
 from tests.integration import processes_run
 from tests.integration.test_processes import assert_close, assert_same_log, launch, results
 from tests.integration.test_resume import assert_same
+from tests.made_once import made_once
 
 AS_ONE = ["sequence", "token", "several", "lora with biases", "lora on the head", "exact", "checkpointed", "degenerate",
           "evaluated", "by name", "layered by name", "pissa lora by name"]  # fmt: skip
@@ -37,25 +38,29 @@ DRAWS = [31, 44, 59, 90]
 @pytest.fixture(scope="module")
 def two(tmp_path_factory) -> Path:
     """The folder of a launch of two processes that has run all kinds."""
-    folder = tmp_path_factory.mktemp("sharded")
-    # A checkpoint of one process, which two go on from.
-    processes_run.run(folder / "one saved", "saved")
-    kinds = [*AS_ONE, "replaced", "bfloat16", "half", "dropout", "resumed", "saved", "by its launcher"]
-    kinds += [*RESUMED, *[f"resumed {kind}" for kind in RESUMED], *COPIES, *[f"parts {kind}" for kind in PARTS]]
-    asked = [f"sharded {kind}" for kind in kinds] + [f"draw {DRAWS[0]}"]
-    done = launch(str(folder), *asked, f"sharded from {folder / 'one saved'}")
-    assert done.returncode == 0, done.stderr[-4000:]
-    return folder
+
+    def run(folder: Path) -> None:
+        # A checkpoint of one process, which two go on from.
+        processes_run.run(folder / "one saved", "saved")
+        kinds = [*AS_ONE, "replaced", "bfloat16", "half", "dropout", "resumed", "saved", "by its launcher"]
+        kinds += [*RESUMED, *[f"resumed {kind}" for kind in RESUMED], *COPIES, *[f"parts {kind}" for kind in PARTS]]
+        asked = [f"sharded {kind}" for kind in kinds] + [f"draw {DRAWS[0]}"]
+        done = launch(str(folder), *asked, f"sharded from {folder / 'one saved'}")
+        assert done.returncode == 0, done.stderr[-4000:]
+
+    return made_once(tmp_path_factory, "sharded", run)
 
 
 @pytest.fixture(scope="module")
 def more(tmp_path_factory) -> Path:
     """The same for what the other tests show in a smaller way."""
-    folder = tmp_path_factory.mktemp("more")
-    asked = [f"sharded {kind}" for kind in MORE] + [f"draw {number}" for number in DRAWS[1:]]
-    done = launch(str(folder), *asked)
-    assert done.returncode == 0, done.stderr[-4000:]
-    return folder
+
+    def run(folder: Path) -> None:
+        asked = [f"sharded {kind}" for kind in MORE] + [f"draw {number}" for number in DRAWS[1:]]
+        done = launch(str(folder), *asked)
+        assert done.returncode == 0, done.stderr[-4000:]
+
+    return made_once(tmp_path_factory, "sharded-more", run)
 
 
 SLOW = pytest.mark.slow

@@ -21,6 +21,7 @@ from rloom.training.callbacks import FitBudget
 from rloom.training.processes import Processes
 from tests.integration import processes_run, scarce_run
 from tests.integration.test_processes import assert_close, assert_same_log, results
+from tests.made_once import made_once
 
 pytestmark = pytest.mark.skipif(not CAN_BE_LEFT, reason="this version of torch cannot be told to leave a micro-batch")
 
@@ -31,24 +32,23 @@ OFTEN = ["backward", "both", "freed"]
 LAYERED = ["layered", "layered update", "layered unequal", "layered kept"]
 
 
-def launch(folder: Path, *names: str) -> Path:
+def launch(folder: Path, *names: str) -> None:
     environment = {**os.environ, "ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
     options = ["--nproc_per_node", "2", "--rdzv_backend", "c10d", "--rdzv_endpoint", "127.0.0.1:0"]
     line = [sys.executable, "-m", "torch.distributed.run", *options, scarce_run.__file__, str(folder), *names]
     done = subprocess.run(line, env=environment, capture_output=True, text=True, timeout=240)
     assert done.returncode == 0, done.stderr[-4000:]
-    return folder
 
 
 @pytest.fixture(scope="module")
 def often(tmp_path_factory) -> Path:
-    return launch(tmp_path_factory.mktemp("often"), "never", *OFTEN, "hopeless")
+    return made_once(tmp_path_factory, "scarce", lambda folder: launch(folder, "never", *OFTEN, "hopeless"))
 
 
 @pytest.fixture(scope="module")
 def more(tmp_path_factory) -> Path:
     names = [name for name in scarce_run.RUNS if name not in (*OFTEN, "hopeless")]
-    return launch(tmp_path_factory.mktemp("more"), *names)
+    return made_once(tmp_path_factory, "scarce-more", lambda folder: launch(folder, *names))
 
 
 def in_folder(names: list[str]) -> list:
