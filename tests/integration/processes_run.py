@@ -115,6 +115,23 @@ KINDS: dict[str, dict[str, Any]] = {
                                        "ds3_gather_for_generation": False},
     "layered half": {"beta": 0.1, "bf16": True, "max_steps": 1, "engine": "forked", "max_completion_length": 64,
                      "ds3_gather_for_generation": False},
+    # the last process has no batch of the second round, and fewer micro-batches
+    "layered evaluated": {"beta": 0.1, "max_steps": 2, "engine": "forked", "eval_strategy": "steps", "eval_steps": 1,
+                          "per_device_eval_batch_size": 4, "num_generations_eval": 2,
+                          "eval_reference_column": "summary", "max_tokens_per_micro_batch": 30,
+                          "ds3_gather_for_generation": False},
+    # groups without signal are replaced in one process alone, and so evaluated
+    "layered replaced": {"beta": 0.1, "max_steps": 2, "engine": "forked", "dynamic_sampling": 2,
+                         "ds3_gather_for_generation": False, "eval_strategy": "steps", "eval_steps": 2,
+                         "per_device_eval_batch_size": 4},
+    # a reference in parts that follows the policy, and lies on the host
+    "saved layered": {"beta": 0.1, "max_steps": 4, "save_steps": 2, "engine": "forked", "sync_ref_model": True,
+                      "ref_model_sync_steps": 1, "offload_reference": True, "ds3_gather_for_generation": False},
+    "saved layered half": {"beta": 0.1, "bf16": True, "max_steps": 4, "save_steps": 2, "engine": "forked",
+                           "sync_ref_model": True, "ref_model_sync_steps": 1, "ref_model_mixup_alpha": 0.01,
+                           "ds3_gather_for_generation": False},
+    "saved layered lora": {"beta": 0.1, "max_steps": 4, "save_steps": 2, "engine": "forked", "sync_ref_model": True,
+                           "ref_model_sync_steps": 1, "learning_rate": 1e-2, "ds3_gather_for_generation": False},
     # an adapter that was trained before: the reference has a copy of it
     "layered old lora": {"beta": 0.1, "max_steps": 2, "engine": "forked", "learning_rate": 1e-2,
                          "ds3_gather_for_generation": False},
@@ -196,6 +213,7 @@ def longer(prompts, completions, **kwargs):
 REWARDS: dict[str, Any] = {
     "degenerate": [seldom],
     "replaced": [seldom],
+    "layered replaced": [seldom],
     "failing": [failing],
     "busy": [busy],
     "frozen": [stopped],
@@ -272,7 +290,7 @@ def make_trainer(
         REWARDS.get(kind, [by_length, second]),
         config,
         ROWS_OF.get(kind, ROWS) if rows is None else rows,
-        ROWS[:7] if config.eval_strategy != "no" else None,
+        ROWS[: 5 if "layered" in kind else 7] if config.eval_strategy != "no" else None,
         processing_class=processing_class,
         peft_config=lora,
         engine=engine,

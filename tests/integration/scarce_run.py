@@ -83,6 +83,13 @@ RUNS: dict[str, tuple[str, dict[str, Any], dict[int, list[Failure]]]] = {
     "layered update": ("layered lora", {}, {1: [at(0, 1, "backward"), at(1, 0, "forward")]}),
     "layered unequal never": ("layered", {}, {}),
     "layered unequal": ("layered", {}, {0: [at(1, 1, "forward", "pass")], 1: [at(2, 1, "forward", "pass")]}),
+    # in an evaluation, also in a process that idles along
+    "layered evaluated never": ("layered evaluated", {}, {}),
+    "layered evaluated": (
+        "layered evaluated",
+        {},
+        {0: [at(4, 0, "loss", "pass")], 1: [at(7, 0, "forward", "pass"), at(9, 0, "make", "pass")]},
+    ),
     "layered kept": ("layered lora", KEPT, {1: [at(0, 0, "forward", "pass"), at(0, 1, "loss")]}),
 }
 

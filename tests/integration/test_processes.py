@@ -320,7 +320,7 @@ def test_without_a_launcher_who_is_left_waiting_ends_too(tmp_path):
         )
         for rank in ("0", "1")
     ]  # fmt: skip
-    left, failed = (process.communicate(timeout=60)[1] for process in started)
+    left, failed = (process.communicate(timeout=240)[1] for process in started)
     assert [process.returncode for process in started] == [1, 1]
     assert "ProcessError: another process has ended" in left
     assert "ValueError: the reward of the last process has failed" in failed
@@ -336,7 +336,7 @@ def test_each_process_is_told_when_it_would_train_alone(tmp_path):
     )
     environment = {k: v for k, v in os.environ.items() if k != "ACCELERATE_USE_CPU"}
     line = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2", "--standalone", str(script)]
-    done = subprocess.run(line, env=environment, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(line, env=environment, capture_output=True, text=True, timeout=240)
     assert done.returncode != 0
     assert "each would train alone" in done.stderr
     shutil.rmtree(tmp_path)

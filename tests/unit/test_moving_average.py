@@ -209,3 +209,60 @@ def test_weights_that_are_cast_after_the_reference_was_made_keep_their_bits():
     for name, first in start.items():
         target = policy.get_parameter(name.replace(REF_ADAPTER, "default")).detach().float()
         torch.testing.assert_close(value(state, name), closed_form(first, target, SYNCS), rtol=1e-6, atol=1e-8)
+
+
+class Rows:
+    """One of three processes that hold some rows of each weight. What the others have is in `all_parts`."""
+
+    def __init__(self, rank: int, all_parts: list) -> None:
+        self.rank, self.all_parts = rank, all_parts
+
+    def first_row(self, p):
+        return min(self.rank * -(-len(p) // 3), len(p))
+
+    def own_part(self, p):
+        return p[self.first_row(p) : min((self.rank + 1) * -(-len(p) // 3), len(p))]
+
+    def joined(self, p, part):
+        self.all_parts.append((self.rank, part.clone()))
+        return part
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("at_once", [1 << 22, 12])
+def test_processes_that_move_their_rows_are_as_one(dtype, at_once, monkeypatch):
+    """Some have fewer rows than others, or none. Saved and loaded, they go on with their low bits."""
+    monkeypatch.setattr(moving_average, "ELEMENTS_AT_A_TIME", at_once)
+    torch.manual_seed(2)
+    start = {"many": torch.randn(7, 5).to(dtype), "few": torch.randn(2, 3).to(dtype), "one": torch.randn(1).to(dtype)}
+    targets = [weight.float() * 1.01 for weight in start.values()]
+
+    def value(theirs, piece):
+        return theirs[piece]
+
+    whole = moving_average.MovingAverage({n: w.clone() for n, w in start.items()}, moves=True)
+    for _ in range(4):
+        whole.move(targets, ALPHA, value)
+    expected = whole.state_dict()
+    parts: list = []
+    for rank in range(3):
+        cut = [
+            moving_average.MovingAverage({n: w.clone() for n, w in start.items()}, moves=True, parts=Rows(rank, parts))
+            for _ in range(2)
+        ]
+        for _ in range(2):
+            cut[0].move(targets, ALPHA, value)
+        # What a checkpoint of all of them has, the second one goes on with.
+        halfway = moving_average.MovingAverage({n: w.clone() for n, w in start.items()}, moves=True)
+        for _ in range(2):
+            halfway.move(targets, ALPHA, value)
+        cut[1].load_state_dict(halfway.state_dict())
+        for one in cut:
+            for _ in range(2):
+                one.move(targets, ALPHA, value)
+            found = one.state_dict()
+            assert found.keys() == expected.keys()
+            for name, values in found.items():
+                assert torch.equal(values, Rows(rank, []).own_part(expected[name])), (rank, name)
+    # Backends of processes do not send numbers of 16 bits that are no floats.
+    assert {part.dtype for _, part in parts} == {dtype} | ({torch.int32} if dtype == torch.bfloat16 else set())

@@ -21,7 +21,7 @@ from rloom.training.checkpoint import writing
 from rloom.training.passes import Passes
 from rloom.training.sharded import check_ties
 from rloom.training.sharded_checkpoint import _check_parts, load_weights, save_weights
-from rloom.training.sharding_options import check_evaluation, check_layered
+from rloom.training.sharding_options import check_layered
 from rloom.training.whole_copy import WholeCopy, check_room, fits_beside_update
 from tests.conftest import make_model
 
@@ -145,11 +145,7 @@ class Layered:
 @pytest.mark.parametrize(
     "options",
     [
-        {"dynamic_sampling": 2},
-        {"eval_strategy": "steps", "eval_steps": 1},
         {"beta": 0.1, "kl_placement": "loss", "kl_estimator": "full"},
-        {"beta": 0.1, "sync_ref_model": True},
-        {"beta": 0.1, "offload_reference": True},
         {"images": True},
     ],
 )
@@ -187,11 +183,6 @@ def test_a_weight_of_several_layers_is_refused():
     second.mlp.up_proj.weight = first.mlp.up_proj.weight
     with pytest.raises(ConfigError, match=r"LlamaForCausalLM uses one weight \(weight\) in several layers"):
         check_ties(model)
-
-
-def test_an_evaluation_is_refused():
-    with pytest.raises(ConfigError, match=r"weights of which no whole copy fits.* evaluate the saved model"):
-        check_evaluation(Layered(), SimpleNamespace(ds3_gather_for_generation=True))
 
 
 def test_another_engine_is_refused():

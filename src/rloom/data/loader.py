@@ -87,18 +87,29 @@ class PlanLoader(DataLoader):
 class RoundRobin:
     """Gives this process every `count`-th batch of `size` rows, beginning with batch number `rank`.
 
+    `in_step`: all processes have equally many. Those for which there are no rows in the last round have an empty one.
+
     >>> list(RoundRobin(2, rank=1, count=2)("abcdefg"))
     [['c', 'd'], ['g']]
+    >>> list(RoundRobin(2, rank=1, count=2, in_step=True)("abcdef"))
+    [['c', 'd'], []]
     """
 
-    def __init__(self, size: int, *, rank: int, count: int) -> None:
-        self.size, self.rank, self.count = size, rank, count
+    def __init__(self, size: int, *, rank: int, count: int, in_step: bool = False) -> None:
+        self.size, self.rank, self.count, self.in_step = size, rank, count, in_step
 
     def __call__(self, rows: Iterable[Any]) -> Iterator[list[Any]]:
         """The batches of this process, in order."""
         left = iter(rows)
-        batches = iter(lambda: list(itertools.islice(left, self.size)), [])
-        return itertools.islice(batches, self.rank, None, self.count)
+        while round_of_all := list(itertools.islice(left, self.size * self.count)):
+            own = round_of_all[self.size * self.rank : self.size * (self.rank + 1)]
+            if own or self.in_step:
+                yield own
+
+    def number(self, length: int) -> int:
+        """How many batches this process has of so many rows."""
+        batches = -(-length // self.size)
+        return len(range(0 if self.in_step else self.rank, batches, self.count))
 
 
 class RoundRobinIndices:
@@ -111,7 +122,7 @@ class RoundRobinIndices:
         return self.share(range(self.length))
 
     def __len__(self) -> int:
-        return len(range(self.share.rank, -(-self.length // self.share.size), self.share.count))
+        return self.share.number(self.length)
 
 
 class RoundRobinStream(IterableDataset):
@@ -188,13 +199,13 @@ def train_loader(dataset: Any, args: RLOOConfig, plan: Schedule) -> DataLoader:
     return map_style_loader(dataset, sampler, **_loader_options(args))
 
 
-def eval_loader(dataset: Any, args: RLOOConfig) -> DataLoader:
-    """Loader whose batches are lists of rows."""
+def eval_loader(dataset: Any, args: RLOOConfig, *, in_step: bool = False) -> DataLoader:
+    """Loader whose batches are lists of rows. `in_step`: all processes have equally many, some of them empty."""
     prompts = max(1, args.eval_batch_size // (args.num_generations_eval or args.num_generations))
     options = _loader_options(args)
     if args.world_size > 1:
         # Processes take turns at whole batches, so that the batches are the same as in a single process.
-        share = RoundRobin(prompts, rank=args.process_index, count=args.world_size)
+        share = RoundRobin(prompts, rank=args.process_index, count=args.world_size, in_step=in_step)
         return _round_robin_loader(dataset, share, stream=is_iterable(dataset), **options)
     if is_iterable(dataset):
         dataset, options = Stream(dataset), {}

@@ -88,6 +88,8 @@ class ForkedEngine:
     def generate(self, prompts: Sequence[Prompt], num_generations: int, *, seed: int) -> Iterator[Group]:
         """Yield the groups in order, once all are done."""
         if nothing_asked(prompts, num_generations):
+            if self.in_step is not None:
+                self._idle_along(self.in_step)
             return
         rows = self._rows(prompts, num_generations, seed)
         for index, prompt in enumerate(prompts):
@@ -116,6 +118,17 @@ class ForkedEngine:
             for row in rows:
                 row.drawn_logprobs = None
         return rows
+
+    def _idle_along(self, in_step: InStep) -> None:
+        """Run as many forwards as the other processes, which have prompts: each gathers weights from all."""
+        model = self.get_model()
+        with evaluating(model), torch.no_grad():
+            fork = _Fork(model, [[0]], 1)
+            # As often as `_goes_on` is asked in `_rows`.
+            for _ in range(self.sampling.max_completion_length):
+                if not in_step.any(False):
+                    break
+                fork.step(fork.mask.new_zeros(1))
 
     def _goes_on(self, rows: list[Completion]) -> bool:
         """Whether another step is run: rows that have ended draw nothing in it."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -16,12 +17,47 @@ LOW_BITS = ":rest"
 """In a checkpoint, behind the name of the weight that low bits belong to."""
 
 
+class Parts(Protocol):
+    """How weights are cut over processes: each holds some rows of each weight (`training/processes.py`)."""
+
+    def own_part(self, p: Tensor) -> Tensor:
+        """What this process holds of a weight."""
+        ...
+
+    def first_row(self, p: Tensor) -> int:
+        """The row of the whole weight at which that begins."""
+        ...
+
+    def joined(self, p: Tensor, part: Tensor) -> Tensor:
+        """A whole of the values that processes have for their parts of a weight; in the main process, if they are
+        several. All must ask for it."""
+        ...
+
+
+class Uncut:
+    """This process holds all weights as a whole."""
+
+    def own_part(self, p: Tensor) -> Tensor:
+        """The weight."""
+        return p
+
+    def first_row(self, p: Tensor) -> int:
+        """The first."""
+        return 0
+
+    def joined(self, p: Tensor, part: Tensor) -> Tensor:
+        """The values as they are."""
+        return part
+
+
 class MovingAverage:
     """Weights by name that can move towards others: mine ← α·theirs + (1−α)·mine.
 
     A bfloat16 weight has 8 bits of precision: a hundredth of the way to another one is mostly less than the gap to the
     next bfloat16 number, and would be rounded away. Weights that shall move (`moves`) therefore have the bits that
     bfloat16 drops beside them, as the optimizer keeps them for the policy; the weight is what they round to.
+
+    `parts`: how weights are cut, where each process moves its own rows.
 
     >>> weight = torch.ones(2, dtype=torch.bfloat16)
     >>> average = MovingAverage({"w": weight}, moves=True)
@@ -35,8 +71,9 @@ class MovingAverage:
     tensor([1.0078, 1.0078], dtype=torch.bfloat16)
     """
 
-    def __init__(self, weights: Mapping[str, Tensor], *, moves: bool) -> None:
+    def __init__(self, weights: Mapping[str, Tensor], *, moves: bool, parts: Parts | None = None) -> None:
         self.weights, self.moves = dict(weights), moves
+        self._parts = parts or Uncut()
         self.low_bits: dict[str, Tensor] = {}
         # Now, so that a run that has no memory for them fails at its start.
         for name in self.weights if moves else ():
@@ -56,20 +93,33 @@ class MovingAverage:
         A piece at a time: no float32 copy of all weights is made.
         """
         assert self.moves, "weights that stand still have no place for their low bits"
-        for (name, mine), theirs in zip(self.weights.items(), others, strict=True):
-            low_bits = self._low_bits(name)
+        for name, theirs in zip(self.weights, others, strict=True):
+            mine, low_bits = self._own(name), self._low_bits(name)
             for piece in _pieces(mine):
+                other = value(theirs, self._in_whole(name, piece))
                 if low_bits is None:
-                    mine[piece].mul_(1 - alpha).add_(value(theirs, piece).to(mine), alpha=alpha)
+                    mine[piece].mul_(1 - alpha).add_(other.to(mine), alpha=alpha)
                 else:
-                    _mix(mine[piece], low_bits[piece], value(theirs, piece).float(), alpha)
+                    _mix(mine[piece], low_bits[piece], other.float(), alpha)
+
+    def _own(self, name: str) -> Tensor:
+        return self._parts.own_part(self.weights[name])
+
+    def _in_whole(self, name: str, piece: Piece) -> Piece:
+        """Where a piece of this process' part is in the whole weight."""
+        weight, part = self.weights[name], self._own(name)
+        if part.shape == weight.shape:
+            return piece
+        first = self._parts.first_row(weight)
+        rows = range(len(part))[piece if isinstance(piece, slice) else slice(None)]
+        return slice(first + rows.start, first + rows.stop)
 
     def _low_bits(self, name: str) -> Tensor | None:
         """The low bits of a weight, on its device; None for one that has none.
 
         Weights may be cast, and moved to a device, after this object was made.
         """
-        weight = self.weights[name]
+        weight = self._own(name)
         if weight.dtype != torch.bfloat16:
             return None
         if name not in self.low_bits:
@@ -79,21 +129,28 @@ class MovingAverage:
 
     def value(self, name: str) -> Tensor:
         """What a weight stands for, with its low bits."""
-        weight = self.weights[name]
+        weight = self._own(name)
         return join_float32(weight, self.low_bits[name]) if name in self.low_bits else weight
 
     def state_dict(self) -> dict[str, Tensor]:
-        """The weights by name, and their low bits."""
-        weights = {name: weight.detach() for name, weight in self.weights.items()}
-        return weights | {name + LOW_BITS: low_bits for name, low_bits in self.low_bits.items()}
+        """The whole weights by name, and their low bits."""
+        weights = {name: self._parts.joined(p, self._own(name).detach()) for name, p in self.weights.items()}
+        return weights | {name + LOW_BITS: self._joined_bits(name) for name in self.low_bits}
+
+    def _joined_bits(self, name: str) -> Tensor:
+        """The low bits of a whole weight. Not all backends of processes send numbers of 16 bits."""
+        bits, weight = self.low_bits[name], self.weights[name]
+        return bits if bits.shape == weight.shape else self._parts.joined(weight, bits.int()).short()
 
     @torch.no_grad()
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
         """Copy the weights in, and their low bits; those that nobody saved are zero."""
-        for name, weight in self.weights.items():
-            weight.copy_(state[name])
+        for name in self.weights:
+            rows = self._in_whole(name, ...)
+            self._own(name).copy_(state[name][rows])
             if self.moves and (low_bits := self._low_bits(name)) is not None:
-                low_bits.copy_(state.get(name + LOW_BITS, torch.zeros_like(low_bits)))
+                saved = state.get(name + LOW_BITS)
+                low_bits.copy_(torch.zeros_like(low_bits) if saved is None else saved[rows])
 
 
 def _mix(mine: Tensor, low_bits: Tensor, theirs: Tensor, alpha: float) -> None:

@@ -14,7 +14,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from rloom.models.load import is_peft_model
 from rloom.models.low_bits import Value, as_they_are
-from rloom.models.moving_average import MovingAverage
+from rloom.models.moving_average import MovingAverage, Parts
 
 REF_ADAPTER = "rloom_reference"
 
@@ -50,14 +50,17 @@ class Reference(ABC):
 
 
 class FrozenReference(Reference):
-    """A model of its own, never trained. With `offload` it lies in the host's memory while it is not used."""
+    """A model of its own, never trained. With `offload` it lies in the host's memory while it is not used. `parts`: how
+    its weights are cut over processes; those that are cut are brought to the device by who has cut them."""
 
-    def __init__(self, model: nn.Module, *, offload: bool = False, follows: bool = False) -> None:
+    def __init__(
+        self, model: nn.Module, *, offload: bool = False, follows: bool = False, parts: Parts | None = None
+    ) -> None:
         self.model = model.eval().requires_grad_(False)
-        self.offload = offload
-        if offload:
+        self.offload = offload and not isinstance(model, FSDPModule)
+        if self.offload:
             self.model.to("cpu")
-        self.weights = MovingAverage(dict(self.model.named_parameters()), moves=follows)
+        self.weights = MovingAverage(dict(self.model.named_parameters()), moves=follows, parts=parts)
         self._stays = False
         # What is on the device meanwhile, by id: the tensor, and its data in the host's memory.
         self._home: dict[int, tuple[Tensor, Tensor]] = {}
@@ -106,11 +109,11 @@ class AdapterReference(Reference):
     be the policy's under any adapter: it is kept as it was given (`shared`), and put in its place meanwhile.
     """
 
-    def __init__(self, policy: Any, *, adapter: str | None, follows: bool = False) -> None:
+    def __init__(self, policy: Any, *, adapter: str | None, follows: bool = False, parts: Parts | None = None) -> None:
         self.adapter = adapter
         self.shared = {name: parameter.detach().clone() for name, parameter in trained_beside_adapter(policy).items()}
         frozen = {} if adapter is None else _parameters_of(policy, adapter)
-        self.weights = MovingAverage(frozen | self.shared, moves=follows)
+        self.weights = MovingAverage(frozen | self.shared, moves=follows, parts=parts)
 
     @contextmanager
     def use(self, policy: Any, *, head_only: bool = False) -> Iterator[Any]:
@@ -161,11 +164,18 @@ def needs_own_adapter(policy: Any, *, new_adapter: bool, follows: bool) -> bool:
 
 
 def make_reference(
-    policy: Any, *, new_adapter: bool, follows: bool, other: nn.Module | None, offload: bool = False
+    policy: Any,
+    *,
+    new_adapter: bool,
+    follows: bool,
+    other: nn.Module | None,
+    offload: bool = False,
+    parts: Parts | None = None,
 ) -> Reference:
-    """The reference for a policy as it was given. `other` is a model to use instead of a copy."""
+    """The reference for a policy as it was given. `other` is a model to use instead of a copy; `parts`: how weights are
+    cut over processes."""
     if other is not None:
-        return FrozenReference(other, offload=offload, follows=follows)
+        return FrozenReference(other, offload=offload, follows=follows, parts=parts)
     if not is_peft_model(policy):
         return FrozenReference(copy.deepcopy(policy), offload=offload, follows=follows)
     if not needs_own_adapter(policy, new_adapter=new_adapter, follows=follows):
@@ -173,7 +183,7 @@ def make_reference(
     # Weights that are sharded were given their copy before.
     if not isinstance(policy, FSDPModule):
         add_reference_adapter(policy)
-    return AdapterReference(policy, adapter=REF_ADAPTER, follows=follows)
+    return AdapterReference(policy, adapter=REF_ADAPTER, follows=follows, parts=parts)
 
 
 BESIDE = ("gaussian", "orthogonal", "eva")

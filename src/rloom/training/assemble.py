@@ -387,6 +387,7 @@ def _reference(trainer: Any, policy: Policy, path: str | None, args: RLOOConfig)
         follows=args.sync_ref_model,
         other=other,
         offload=args.offload_reference,
+        parts=trainer.processes,
     )
     if other is None and args.sync_ref_model and trainer.precision.split is not None:
         reference.begin_with(trainer.model, trainer.precision.split.low_bits)

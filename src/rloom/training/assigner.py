@@ -71,7 +71,7 @@ class CreditAssigner:
         update = mode == "train"
         # This is the rollout's first update.
         if all(advantage is None for advantage in rollout.advantages):
-            if any(rollout.reference_logprobs[row] is None for row in trained_rows(rollout)):
+            if self._in_any(any(rollout.reference_logprobs[row] is None for row in trained_rows(rollout))):
                 self.begin(rollout)
             if not self.credit.needs_kl:
                 self._set_advantages(rollout, range(len(rollout)), update=update)
@@ -97,9 +97,11 @@ class CreditAssigner:
             return False
         batcher, tokens = self.passes.batcher, self.passes.budget.tokens
         plans = batcher.plan(rollout, trained_rows(rollout), tokens, whole_groups=True)
-        fits = all(batcher.size(rollout, rows) <= tokens for rows in plans)
-        # Where one process runs a first pass layer by layer, all must.
-        return fits if not self.processes.is_layered else not self.processes.any(not fits)
+        return not self._in_any(any(batcher.size(rollout, rows) > tokens for rows in plans))
+
+    def _in_any(self, flag: bool) -> bool:
+        """Whether a pass is needed here; layer by layer, in any process: where one runs it, all must."""
+        return self.processes.any(flag) if self.processes.is_layered else flag
 
     def _first_pass(self, model: Any, rollout: Rollout, *, keep_logprobs: bool) -> None:
         """A forward without gradient: token KLs where the reward needs them, and log-probabilities if asked for.

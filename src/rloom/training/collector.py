@@ -100,6 +100,18 @@ class Collector:
         scoring = self._scoring or self.rewards.begin()
         return scoring.score(self._batch(inputs, prompts, completions, ids)).scores
 
+    def idle_along(self, nothing: Rollout) -> None:
+        """Take part in a rollout for which this process has no prompts, where weights are gathered from all processes.
+
+        `nothing` stands for this process' part of it.
+        """
+        if not self.processes.is_layered:
+            return
+        groups = list(self.engine.generate([], 1, seed=0))
+        assert not groups, "the engine has answered what nobody asked"
+        if self.meanwhile is not None:
+            self.meanwhile(nothing)
+
     def sit_out(self) -> None:
         """Take part in the exchanges of a rollout in which this process has no completions. The others wait for it."""
         nothing = RolloutMetrics.nothing(len(self.rewards.names))

@@ -164,7 +164,9 @@ class Learner:
             for share, awaited in zip(shares, from_forward, strict=True)
             for rows in self.batcher.plan(share.rollout, rows_of(share), self.budget.tokens, whole_groups=awaited)
         ]
-        rounds = self.processes.rounds(len(plans)) if mode == "train" else len(plans)
+        # An evaluation is each process' own, unless weights are gathered in it.
+        together = mode == "train" or self.processes.is_layered
+        rounds = self.processes.rounds(len(plans)) if together else len(plans)
         for number, (rollout, rows, awaited) in enumerate(plans, 1):
             batch = self.batcher.make(rollout, rows, self.passes.device)
             batch.first = any(rollout.policy_logprobs[row] is None for row in rows)
@@ -206,21 +208,40 @@ class Learner:
         Out of memory, it is repeated in smaller micro-batches. Updates share the budget, so theirs shrink too.
         """
         share = Share(rollout=rollout, rows=range(len(rollout)))
-        self._count([share], ALONE)
-        self._assign(model, [share], "eval")
-        saved = _saved_columns(rollout)
-        total = self.budget.retrying(lambda: self._evaluated(model, share), undo=lambda: _restore_columns(saved))
+        total = self._evaluated(model, share)
         total += self._untrained_loss(share)
         self.update_metrics.record(self.metrics, "eval")
         return total
 
+    @torch.no_grad()
+    def idle_along(self, model: Any, nothing: Rollout) -> None:
+        """Take part in an evaluation for which this process has no prompts, where weights are gathered from all
+        processes. Its metrics are not recorded."""
+        self._evaluated(model, Share(rollout=nothing, rows=range(len(nothing))))
+
     def _evaluated(self, model: Any, share: Share) -> Tensor:
+        """The loss of rows that are trained on, and what its metrics are made of."""
+        self._count([share], ALONE)
+        self._assign(model, [share], "eval")
+        saved = _saved_columns(share.rollout)
+
+        def work() -> Tensor:
+            return self._evaluate(model, share)
+
+        def undo() -> None:
+            _restore_columns(saved)
+            # Smaller micro-batches may no longer hold whole groups. The pass for that is not a part of an attempt.
+            self._assign(model, [share], "eval")
+
+        return self.passes.retrying(work, undo=undo, idle=lambda: self.passes.idle_forward(model))
+
+    def _evaluate(self, model: Any, share: Share) -> Tensor:
         """One attempt at an evaluation's forwards. Returns the loss."""
         self.update_metrics = UpdateMetrics(older=self.config.log_older_metrics)
         total = torch.zeros((), device=self.passes.device)
         with self.passes.attention(), self.passes.reference_stays():
             for batch, _ in self._micro_batches(model, [share], lambda share: trained_rows(share.rollout), "eval"):
-                total += self.loss(model, batch)
+                total += self.passes.idle_loss(model, batch) if batch.idle else self.loss(model, batch)
         return total
 
     def try_worst_case(

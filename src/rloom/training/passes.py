@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -24,6 +24,8 @@ from rloom.models.verify import evaluating
 from rloom.training.budget import TokenBudget
 from rloom.training.processes import Processes
 from rloom.types import MicroBatch, Prompt, Rollout
+
+T = TypeVar("T")
 
 
 class Passes:
@@ -110,6 +112,19 @@ class Passes:
         """A loss of 0, whose backward adds nothing to the gradients."""
         return nothing_of(self.forward(model, batch).logprobs)
 
+    @torch.no_grad()
+    def idle_forward(self, model: Any) -> None:
+        """Run an idle micro-batch forward."""
+        batch = self.idle_batch()
+        with self.attention(), attention_for(batch):
+            self.idle_loss(model, batch)
+
+    def nothing(self) -> Rollout:
+        """A rollout of one row that is not trained on: nothing of it is run, but for idle micro-batches."""
+        rollout = self.made_up(1, 1, 1, 1)
+        rollout.trained = [False]
+        return rollout
+
     def made_up(self, groups: int, k: int, prompt: int, completion: int, pictured: Prompt | None = None) -> Rollout:
         """A rollout of made-up tokens. `pictured`: a prompt with images that stands for all prompts."""
         token, count = self.batcher.pad_token_id, groups * k
@@ -139,9 +154,6 @@ class Passes:
 
         @torch.no_grad()
         def passes() -> None:
-            if self.in_step_with is not None:
-                # Every attempt begins with nothing gathered, also where a rollout was generated before it.
-                self.in_step_with.after_forwards()
             plans = self.batcher.plan(rollout, chosen, self.budget.without_gradient, whole_groups=False)
             with self.attention(), self.reference_stays():
                 for batch in self._batches_in_step(rollout, plans):
@@ -154,11 +166,31 @@ class Passes:
             with self.attention(), attention_for(batch):
                 run(batch)
 
-        if self.in_step_with is None:
-            self.budget.retrying(passes, gradient=False)
-        else:
-            self.in_step_with.retrying(self.budget, passes, idle=idle, gradient=False)
-            self.in_step_with.after_forwards()
+        self.retrying(passes, idle=idle, without_gradient=True)
+
+    def retrying(
+        self,
+        work: Callable[[], T],
+        *,
+        undo: Callable[[], None] | None = None,
+        idle: Callable[[], None],
+        without_gradient: bool = False,
+    ) -> T:
+        """Run forwards without a backward. Out of memory, undo and repeat them in smaller micro-batches: in this
+        process alone, or in all where they run in step. `without_gradient`: their size is that of such passes."""
+        processes = self.in_step_with
+        if processes is None:
+            return self.budget.retrying(work, undo, gradient=not without_gradient)
+
+        def attempt() -> T:
+            # Every attempt begins with nothing gathered, also where a rollout was generated before it.
+            processes.after_forwards()
+            return work()
+
+        try:
+            return processes.retrying(self.budget, attempt, undo=undo, idle=idle, gradient=False)
+        finally:
+            processes.after_forwards()
 
     def _batches_in_step(self, rollout: Rollout, plans: list[list[int]]) -> Iterator[MicroBatch]:
         """A rollout's micro-batches, and idle ones where other processes have more."""

@@ -125,7 +125,12 @@ class Processes:
         half = torch.bfloat16 if accelerator.mixed_precision == "bf16" else None
         if not zero and not asks_to_shard(args):
             return cls(*place, **options)
-        options |= {"half": half, "keep_copy": args.keep_whole_copy, "layered": not args.ds3_gather_for_generation}
+        options |= {
+            "half": half,
+            "keep_copy": args.keep_whole_copy,
+            "layered": not args.ds3_gather_for_generation,
+            "offload_frozen": args.offload_reference,
+        }
         if zero:
             return ZeroProcesses(*place, stage=accelerator.state.deepspeed_plugin.zero_stage, **options)
         return ShardedProcesses(*place, reshard=reshards(args), saves_parts=saves_parts(args), **options)
@@ -345,6 +350,14 @@ class Processes:
     def is_part(self, p: Tensor) -> bool:
         """Whether this process holds a part of a weight alone."""
         return False
+
+    def first_row(self, p: Tensor) -> int:
+        """The row of a whole weight at which this process' part of it begins."""
+        return 0
+
+    def joined(self, p: Tensor, part: Tensor) -> Tensor:
+        """A whole of the values that processes have for their parts of a weight, in the main one."""
+        return part
 
     def whole(self, p: Tensor) -> Tensor:
         """A weight as a whole, gathered from all processes if they hold parts of it."""

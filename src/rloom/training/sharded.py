@@ -24,7 +24,7 @@ import torch.distributed as dist
 from accelerate import Accelerator
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from transformers.modeling_layers import GradientCheckpointingLayer
 
@@ -68,11 +68,12 @@ class ShardedProcesses(Processes):
         layered: bool = False,
         saves_parts: bool = False,
         keep_copy: bool | None = None,
+        offload_frozen: bool = False,
         **options: Any,
     ) -> None:
         super().__init__(*place, **options)
         self.half, self._reshard, self.is_layered = half, reshard, layered
-        self.saves_parts = saves_parts
+        self.saves_parts, self._offload_frozen = saves_parts, offload_frozen
         self._model: nn.Module | None = None
         self._copy: WholeCopy | None = None
         # What the policy was at the start, sharded; None where there is no need for it.
@@ -189,17 +190,25 @@ class ShardedProcesses(Processes):
         self._dtypes = {name: value.dtype for name, value in model.state_dict().items()}
         return None if is_peft_model(model) else self.half
 
-    def _shard(self, model: nn.Module, half: torch.dtype | None, place: Callable[[nn.Module], None]) -> FSDPModule:
-        """Shard a model layer by layer; `place` gives the weights of a layer, which come as a whole, memory."""
+    def _shard(
+        self, model: nn.Module, half: torch.dtype | None, place: Callable[[nn.Module], None], *, offload: bool = False
+    ) -> FSDPModule:
+        """Shard a model layer by layer; `place` gives the weights of a layer, which come as a whole, memory. `offload`:
+        parts lie in the host's memory, and come to the device when they are gathered."""
         mesh = init_device_mesh(self._own_device.type, (self.count,))
-        policy = MixedPrecisionPolicy(param_dtype=half, reduce_dtype=torch.float32 if half else None)
+        options: dict[str, Any] = {
+            "mesh": mesh,
+            "mp_policy": MixedPrecisionPolicy(param_dtype=half, reduce_dtype=torch.float32 if half else None),
+        }
+        if offload:
+            options["offload_policy"] = CPUOffloadPolicy(pin_memory=mesh.device_type == "cuda")
         for layer in _layers(model):
             place(layer)
             _widen(layer)
-            fully_shard(layer, mesh=mesh, mp_policy=policy, reshard_after_forward=self._reshard)
+            fully_shard(layer, reshard_after_forward=self._reshard, **options)
         place(model)
         _widen(model)
-        root = fully_shard(model, mesh=mesh, mp_policy=policy)
+        root = fully_shard(model, **options)
         for module in model.modules():
             if isinstance(module, FSDPModule):
                 # Gradients are added up, as losses have denominators that cover all processes.
@@ -209,7 +218,7 @@ class ShardedProcesses(Processes):
 
     def _shard_frozen(self, frozen: nn.Module, model: nn.Module) -> nn.Module:
         """A model without memory becomes a frozen, sharded copy of a sharded one. Each process copies its parts."""
-        self._shard(frozen.requires_grad_(False), None, allocate)
+        self._shard(frozen.requires_grad_(False), None, allocate, offload=self._offload_frozen)
         with torch.no_grad():
             for p, theirs in zip(frozen.parameters(), model.parameters(), strict=True):
                 self.own_part(p).copy_(self.own_part(theirs))
@@ -223,7 +232,7 @@ class ShardedProcesses(Processes):
         place = Placement(device)
         place.buffers(model)
         self._frozen = model.requires_grad_(False)
-        self._shard(self._frozen, None, place.weights)
+        self._shard(self._frozen, None, place.weights, offload=self._offload_frozen)
         self._watch_attempts()
         return self._frozen
 
@@ -304,19 +313,35 @@ class ShardedProcesses(Processes):
         """Whether this process holds a part of a weight alone."""
         return isinstance(p, DTensor)
 
+    def first_row(self, p: Tensor) -> int:
+        """The row of a whole weight at which this process' part of it begins."""
+        if not isinstance(p, DTensor):
+            return 0
+        rows = -(-len(p) // p.device_mesh.size())
+        return min(rows * p.device_mesh.get_local_rank(), len(p))
+
+    def joined(self, p: Tensor, part: Tensor) -> Tensor:
+        """A whole of the values that processes have for their parts of a weight, in the main one."""
+        if not isinstance(p, DTensor):
+            return part
+        # Parts that lie in the host's memory are gathered on the device.
+        there = part.to(self._own_device)
+        return self._on_main(
+            DTensor.from_local(there, p.device_mesh, p.placements, run_check=False, shape=p.shape, stride=p.stride())
+        )
+
     def whole(self, p: Tensor) -> Tensor:
         """A weight as a whole. All processes must ask for it."""
         with together():
             return _whole(p)
 
     def values_of(self, optimizer: Any) -> Value:
-        """Whole weights, each gathered once for all pieces of it that are asked for."""
+        """Whole weights, each gathered once, however many pieces of it a process asks for."""
         latest: list[Tensor] = []
 
         def value(p: Tensor, piece: Piece) -> Tensor:
             if not latest or latest[0] is not p:
-                with together():
-                    latest[:] = [p, _whole(p)]
+                latest[:] = [p, self.whole(p)]
             return latest[1][piece]
 
         return value

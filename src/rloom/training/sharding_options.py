@@ -101,12 +101,12 @@ def check_layered(trainer: Any) -> None:
         return
     beside = is_peft_model(model) and args.beta != 0 and trained_beside_adapter(model)
     unsupported = {
-        "sync_ref_model=True": args.sync_ref_model,
-        "offload_reference=True": args.offload_reference,
+        # DeepSpeed cuts an adapter's weights in another way than FSDP2, which cuts a reference.
+        "sync_ref_model=True with an adapter, under ZeRO-3,": args.sync_ref_model
+        and is_peft_model(model)
+        and trainer.processes.external_optimizer,
         "a KL and an adapter beside which other weights are trained": bool(beside),
-        "dynamic_sampling": bool(args.dynamic_sampling),
         "a column of images": image_column(trainer.train_dataset, trainer.eval_dataset) is not None,
-        "eval_strategy": str(getattr(args.eval_strategy, "value", args.eval_strategy)) != "no",
         "kl_estimator='full'": args.beta != 0 and KL_ESTIMATORS[args.choices.kl_estimator].needs_distributions,
     }
     for what, asked in unsupported.items():
@@ -115,15 +115,6 @@ def check_layered(trainer: Any) -> None:
                 f"{what} does not go together with {_why_layered(args)}, where processes gather layers in step: leave "
                 "one of them out"
             )
-
-
-def check_evaluation(processes: Any, args: RLOOConfig) -> None:
-    """Refuse an evaluation layer by layer: processes have other numbers of batches there."""
-    if processes.is_layered:
-        raise ConfigError(
-            f"evaluation does not go together with {_why_layered(args)}, where processes gather layers in step: set "
-            "eval_strategy='no', and evaluate the saved model"
-        )
 
 
 def _why_layered(args: RLOOConfig) -> str:

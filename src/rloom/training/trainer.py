@@ -49,7 +49,7 @@ from rloom.training.loop import UpdateLoop
 from rloom.training.precision import choose_precision
 from rloom.training.processes import Processes
 from rloom.training.report import RunReport
-from rloom.training.sharding_options import check_evaluation, check_layered, generates_by_servers
+from rloom.training.sharding_options import check_layered, generates_by_servers
 from rloom.types import MicroBatch, Rollout
 
 logger = get_logger(__name__)
@@ -279,6 +279,7 @@ class RLOOTrainer(UpdateLoop):
         places = range(before, before + count)
         try:
             if not places:
+                self.collector.idle_along(self.learner.passes.nothing())
                 raise NoCompletionError("nothing is to be replaced here")
             rows = [self.train_dataset[index] for index in order[places.start : places.stop].tolist()]
             return self.collector.collect(rows, self.args.num_generations, seed=seed, mode="train", places=places)
@@ -331,11 +332,14 @@ class RLOOTrainer(UpdateLoop):
             eval_dataset = self.eval_dataset[eval_dataset]
         if eval_dataset is None:
             eval_dataset = self.eval_dataset
-        return eval_loader(check_dataset(eval_dataset, "eval_dataset"), self.args)
+        return self._eval_loader(check_dataset(eval_dataset, "eval_dataset"))
 
     def get_test_dataloader(self, test_dataset: Any) -> DataLoader:
         """As `get_eval_dataloader`."""
-        return eval_loader(check_dataset(test_dataset, "test_dataset"), self.args)
+        return self._eval_loader(check_dataset(test_dataset, "test_dataset"))
+
+    def _eval_loader(self, dataset: Any) -> DataLoader:
+        return eval_loader(dataset, self.args, in_step=self.processes.is_layered)
 
     # -- evaluation
 
@@ -359,7 +363,6 @@ class RLOOTrainer(UpdateLoop):
     def _evaluating(self, prefix: str) -> Iterator[None]:
         """Set the prefix of an evaluation inside the block. Blocks may be nested: an evaluation of several sets
         evaluates each inside its own."""
-        check_evaluation(self.processes, self.args)
         before = self._eval_prefix, self._batches
         self._eval_prefix, self._batches = prefix, []
         self.processes.gather_weights()
@@ -428,8 +431,14 @@ class RLOOTrainer(UpdateLoop):
 
     def prediction_step(
         self, model: nn.Module, inputs: Any, prediction_loss_only: bool, ignore_keys: list[str] | None = None
-    ) -> tuple[Tensor, None, None]:
+    ) -> tuple[Tensor | None, None, None]:
         """Generate and score a batch of prompts; the same prompts get the same noise in every evaluation."""
+        if not inputs:
+            # Other processes have a batch, and gather weights from this one as well.
+            nothing = self.learner.passes.nothing()
+            self.collector.idle_along(nothing)
+            self.learner.idle_along(model, nothing)
+            return None, None, None
         count = self.args.num_generations_eval or self.args.num_generations
         texts = [str(without_images(row["prompt"])) for row in inputs]
         seed = derive_seed(self.args.seed, "eval", 0, texts)

@@ -7,6 +7,7 @@ begins. DeepSpeed keeps float32 weights of its own and takes the optimizer's ste
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -16,10 +17,9 @@ from accelerate import Accelerator
 from torch import Tensor, nn
 
 from rloom.config import RLOOConfig
-from rloom.models.low_bits import Piece, Value
 from rloom.training.processes import Processes
 from rloom.training.sharded import ShardedProcesses
-from rloom.training.whole_copy import WholeCopy, lacking_room, size_of
+from rloom.training.whole_copy import WholeCopy, cast, lacking_room, size_of
 
 
 class ZeroProcesses(ShardedProcesses):
@@ -52,12 +52,18 @@ class ZeroProcesses(ShardedProcesses):
         Processes.share_weights(self, model)
 
     def shard(self, model: nn.Module, *, with_reference: bool) -> None:
-        """Make the whole copy under ZeRO-3. DeepSpeed shards the model when training begins."""
+        """Make the whole copy under ZeRO-3, or else a frozen one in parts. DeepSpeed shards the model when training
+        begins."""
         if self.stage == 3 and not self.is_layered:
             half = self._prepare_dtypes(model)
             self._copy = WholeCopy(model, half=half, device=self._own_device)
             weights = dict(model.named_parameters())
             self._copy.fill(weights, weights.__getitem__)
+        elif self.is_layered and with_reference:
+            frozen = copy.deepcopy(model).cpu()
+            if (half := self._prepare_dtypes(model)) is not None:
+                cast(frozen.parameters(), half)
+            self.place_frozen(frozen, self._own_device)
         self._model = model
 
     @contextmanager
@@ -96,15 +102,6 @@ class ZeroProcesses(ShardedProcesses):
         """A weight as a whole. All processes must ask for it."""
         with _gathered(p):
             return p.data.clone()
-
-    def values_of(self, optimizer: Any) -> Value:
-        """Whole weights, gathered for each piece of them that is asked for."""
-
-        def value(p: Tensor, piece: Piece) -> Tensor:
-            with _gathered(p):
-                return p.data[piece].clone()
-
-        return value
 
     def check_same_weights(self, model: nn.Module) -> None:
         """Compare whole weights; parts are in one process alone."""
