@@ -26,7 +26,9 @@ STAGES = ["zero1", "zero2", "zero3"]
 AS_ONE = ["sequence", "token", "several", "lora", "checkpointed", "evaluated"]
 ACCUMULATED = "accumulated half"
 ALIKE = [("freed sequence", "kept sequence"), ("layered", "whole layered"),
-         ("layered with another reference", "whole layered with another reference")]  # fmt: skip
+         ("layered with another reference", "whole layered with another reference"),
+         ("layered evaluated", "whole layered evaluated"),
+         ("saved layered", "whole saved layered")]  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -101,7 +103,9 @@ def test_what_becomes_of_the_whole_copy_changes_nothing(two, one, other):
     """It is let go of in updates, or is not there at all: tokens and weights are those of a copy that stays."""
     for ours, kept in zip(results(two, f"zero3 {one}"), results(two, f"zero3 {other}"), strict=True):
         assert ours["drawn"] == kept["drawn"]
-        assert all(torch.equal(ours["weights"][name], weight) for name, weight in kept["weights"].items())
+        # Where micro-batches of one process do not hold whole groups, layer by layer none gives advantages.
+        assert_close(kept, ours, allowed=1e-6 if one == "layered evaluated" else 0.0)
+    assert_same_log(results(two, f"zero3 {other}")[0], results(two, f"zero3 {one}")[0])
     if "freed" in one:
         whole, left, less = results(two, f"zero3 {one}")[0]["memory"][0]
         assert left < 200 < 70_000 < whole <= less + left

@@ -91,8 +91,8 @@ class ZeroProcesses(ShardedProcesses):
         return norm
 
     def own_part(self, p: Tensor) -> Tensor:
-        """What this process holds of a weight."""
-        return getattr(p, "ds_tensor", p)
+        """What this process holds of a weight. A frozen model is in parts by FSDP2."""
+        return p.ds_tensor if hasattr(p, "ds_tensor") else super().own_part(p)
 
     def is_part(self, p: Tensor) -> bool:
         """Whether this process holds a part of a weight alone."""
