@@ -17,8 +17,15 @@ from torch.distributed.tensor import DTensor, Shard
 from rloom.training import sharded
 
 
-def _into_another(original: Callable[..., Any]) -> Callable[..., None]:
-    def staged(*args: Any, **kwargs: Any) -> None:
+class Done:
+    """What a collective returns that others may wait for: it is over."""
+
+    def wait(self) -> None:
+        """Do nothing."""
+
+
+def _into_another(original: Callable[..., Any]) -> Callable[..., Done]:
+    def staged(*args: Any, **kwargs: Any) -> Done:
         given = list(args)
         output, value = (kwargs.pop(f"{name}_tensor", None) for name in ("output", "input"))
         output = given.pop(0) if output is None else output
@@ -27,15 +34,18 @@ def _into_another(original: Callable[..., Any]) -> Callable[..., None]:
         here = torch.empty(output.shape, dtype=output.dtype)
         original(here, value.detach().cpu(), *given, **kwargs)
         output.copy_(here)
+        return Done()
 
     return staged
 
 
-def _in_place(original: Callable[..., Any]) -> Callable[..., None]:
-    def staged(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> None:
+def _in_place(original: Callable[..., Any]) -> Callable[..., Done]:
+    def staged(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Done:
         here = tensor.detach().cpu().clone()
+        kwargs.pop("async_op", None)
         original(here, *args, **kwargs)
         tensor.detach().copy_(here)
+        return Done()
 
     return staged
 

@@ -23,6 +23,18 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "layered": ("layered", {"bf16": False}),
     "layered half": ("layered half", {}),
     "layered by name": ("layered by name", {"bf16": False}),
+    # one process has no batch in the last round of an evaluation
+    "layered evaluated": ("layered evaluated", {"bf16": False}),
+    # a reference in parts that follows the policy, and lies on the host
+    "layered offloaded": ("saved layered", {"bf16": False}),
+}
+DEEPSPEED: dict[str, tuple[str, dict[str, Any]]] = {
+    "zero1": ("sequence", {"bf16": False}),
+    "zero2": ("token", {"bf16": False}),
+    "zero3": ("sequence", {"bf16": False}),
+    "zero3 lora": ("lora", {"bf16": False}),
+    "zero3 layered": ("layered evaluated", {"bf16": False}),
+    "zero3 offloaded": ("saved layered", {"bf16": False}),
 }
 
 
@@ -34,12 +46,14 @@ def main() -> None:
 
         processes_run._whole = host_collectives.whole
     for name in names:
-        kind, options = KINDS[name]
+        kind, options = (KINDS | DEEPSPEED)[name]
         shared: dict[str, Any] = {"fsdp": True, "ddp_backend": "gloo"}
+        if name in DEEPSPEED:
+            shared = {"deepspeed": processes_run.zero_config(int(name[4])), "ddp_backend": "gloo"}
         alone: dict[str, Any] = {"ds3_gather_for_generation": True, "keep_whole_copy": None}
         changes = options | (shared if several else alone)
         found = processes_run.run(folder / name, kind, use_cpu=False, **changes)
-        kept = {key: found[key] for key in ("weights", "history", "parts", "drawn")}
+        kept = {key: found[key] for key in ("weights", "history", "parts", "drawn", "reference_on", "wrapped")}
         torch.save(kept, folder / name / f"result_{processes_run.rank()}.pt")
 
 

@@ -372,6 +372,8 @@ def run(output: Path, kind: str, *, resume: bool = False, save: bool = False, **
         "world": trainer.accelerator.num_processes,
         "weights": {name: _whole(p).detach().clone() for name, p in whole.named_parameters()},
         "memory": memory,
+        # where a reference in parts lies
+        "reference_on": {own.device.type for own in _parts_of_reference(trainer)},
         # weights that this process had no data of
         "received": len(received),
         # weights that lay here as a whole at a time
@@ -389,6 +391,11 @@ def run(output: Path, kind: str, *, resume: bool = False, save: bool = False, **
         "stage": getattr(trainer.model_wrapped, "zero_optimization_stage", int)(),
         "state": checkpoint.state_of(trainer._components(), trainer._plan()),
     }  # fmt: skip
+
+
+def _parts_of_reference(trainer: Any) -> list[Any]:
+    model = getattr(trainer.reference, "model", None)
+    return [p.to_local() for p in model.parameters() if hasattr(p, "to_local")] if model is not None else []
 
 
 def _whole(p: Any) -> Any:
