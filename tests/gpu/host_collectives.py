@@ -27,7 +27,8 @@ class Done:
 def _into_another(original: Callable[..., Any]) -> Callable[..., Done]:
     def staged(*args: Any, **kwargs: Any) -> Done:
         given = list(args)
-        output, value = (kwargs.pop(f"{name}_tensor", None) for name in ("output", "input"))
+        # Versions of torch name them otherwise.
+        output, value = (kwargs.pop(f"{name}_tensor", kwargs.pop(name, None)) for name in ("output", "input"))
         output = given.pop(0) if output is None else output
         value = given.pop(0) if value is None else value
         kwargs.pop("async_op", None)

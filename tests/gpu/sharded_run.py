@@ -49,10 +49,13 @@ def main() -> None:
         kind, options = (KINDS | DEEPSPEED)[name]
         shared: dict[str, Any] = {"fsdp": True, "ddp_backend": "gloo"}
         if name in DEEPSPEED:
+            if several and not torch.distributed.is_initialized():
+                # DeepSpeed would take NCCL, whatever `ddp_backend` says.
+                torch.distributed.init_process_group("gloo")
             shared = {"deepspeed": processes_run.zero_config(int(name[4])), "ddp_backend": "gloo"}
         alone: dict[str, Any] = {"ds3_gather_for_generation": True, "keep_whole_copy": None}
         changes = options | (shared if several else alone)
-        found = processes_run.run(folder / name, kind, use_cpu=False, **changes)
+        found = processes_run.run(folder / name, kind, use_cpu=not torch.cuda.is_available(), **changes)
         kept = {key: found[key] for key in ("weights", "history", "parts", "drawn", "reference_on", "wrapped")}
         torch.save(kept, folder / name / f"result_{processes_run.rank()}.pt")
 
