@@ -66,7 +66,11 @@ def test_values_are_read_alike(cache):
 
 
 @pytest.mark.parametrize("words", [["train", "--help"], ["train", "--modle", "x"], ["train", "--model", "x"],
-                                   ["eval", "--hepl"], ["sft", "--help-all"], ["completion", "bash"]])  # fmt: skip
+                                   ["eval", "--hepl"], ["sft", "--help-all"], ["completion", "bash"],
+                                   ["train", "--model", "x", "--data", "not-there.jsonl", "--reward", "length"],
+                                   ["eval", "--model", "x", "--data", "./no/folder", "--reward", "length"],
+                                   ["preflight", "--model", "x", "--data", "not-there.csv", "--reward", "length"],
+                                   ["sft", "--model", "x", "--data", "not-there.json"]])  # fmt: skip
 def test_answers_import_no_torch(words, cache):
     for verb in SLOW:
         parser_of(verb)

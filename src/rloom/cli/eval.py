@@ -16,7 +16,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from rloom.cli.messages import show_messages
-from rloom.cli.options import option
+from rloom.cli.options import check_sources, option
 from rloom.cli.parser import Parser, as_usage
 from rloom.cli.spec import find_rewards
 from rloom.data.sources import load_rows
@@ -93,7 +93,9 @@ def run(given_options: Namespace) -> int:
     """0 when measured."""
     from rloom.cli.flags import given
 
-    options = EvalOptions(**given(given_options))
+    values = given(given_options)
+    check_sources(values)
+    options = EvalOptions(**values)
     show_messages()
     with as_usage():
         _check(options)

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
-from rloom.data.sources import check_splits, load_rows
+from rloom.data.sources import check_source, check_splits, load_rows
 from rloom.errors import ConfigError
 
 
@@ -129,6 +129,13 @@ def init_kwargs(options: ModelOptions, own: Any) -> dict[str, Any] | None:
     if both:
         raise ConfigError(f"`{both[0]}` is given twice: as a flag and in model_init_kwargs")
     return {**(own or {}), **flags} or None
+
+
+def check_sources(values: dict[str, Any]) -> None:
+    """Refuse data that is not there, before torch is imported."""
+    for name in ("dataset_name", "eval_data"):
+        if isinstance(source := values.get(name), str):
+            check_source(source)
 
 
 def load_data(data: DataOptions, *, prompts: bool = True) -> tuple[Any, Any]:

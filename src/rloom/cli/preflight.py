@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from rloom.cli import train
 from rloom.cli.messages import show_messages
-from rloom.cli.options import load_data, option
+from rloom.cli.options import check_sources, load_data, option
 from rloom.cli.parser import Parser, UsageError, as_usage
 from rloom.errors import ConfigError
 from rloom.printable import printable
@@ -52,10 +52,13 @@ def add_arguments(parser: Parser) -> None:
 def run(options: argparse.Namespace) -> int:
     """0 when nothing stands against the run, 1 when something does."""
     from rloom.cli.flags import given
-    from rloom.preflight.summary import recipe, write_recipe
 
     show_messages()
     values = given(options)
+    check_sources(values)
+    # Imports torch.
+    from rloom.preflight.summary import recipe, write_recipe
+
     own = PreflightOptions(**{name: values.pop(name) for name in OWN if name in values})
     if own.groups < 2:
         raise UsageError("--groups must be at least 2: the first update is left out of the timings")

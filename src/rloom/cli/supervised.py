@@ -16,6 +16,7 @@ from rloom.cli.options import (
     DataOptions,
     LoraOptions,
     ModelOptions,
+    check_sources,
     init_kwargs,
     load_data,
     lora_config,
@@ -69,6 +70,7 @@ def run(
     `config` and `trainer` are TRL's; `columns` are the sets of columns that rows may have, one of which they must.
     """
     values = given(options)
+    check_sources(values)
     show_messages()
     config_class, trainer_class = trl_class(config, "rloom sft"), trl_class(trainer, "rloom sft")
     with as_usage():

@@ -14,6 +14,7 @@ from rloom.cli.options import (
     LoraOptions,
     ModelOptions,
     RewardOptions,
+    check_sources,
     init_kwargs,
     load_data,
     lora_config,
@@ -88,6 +89,7 @@ def run(options: argparse.Namespace) -> int:
     show_messages()
     with as_usage():
         values = given(options)
+        check_sources(values)
         # It is changed while plans are made of it.
         plan = make_plan(dict(values))
     # Imports torch: complaints about flags come before that.

@@ -35,13 +35,12 @@ def load_rows(
 
 
 def _load(source: str, split: str, config: str | None, streaming: bool) -> Any:
+    check_source(source)
     path = Path(source)
     if path.suffix.lower() in KINDS:
         return _from_file(path, split, config, streaming)
     if path.is_dir() and ((path / "dataset_dict.json").exists() or (path / "state.json").exists()):
         return _from_disk(path, split, config, streaming)
-    if not path.is_dir() and (source.startswith((".", "/", "~")) or source.count("/") > 1):
-        raise DataError(f"there is no data at {source}: no such folder")
     from datasets import load_dataset
 
     try:
@@ -49,6 +48,19 @@ def _load(source: str, split: str, config: str | None, streaming: bool) -> Any:
     except Exception as error:
         # The library raises errors of many kinds.
         raise DataError(f"the data set {source} (split {split!r}) cannot be loaded: {error}") from error
+
+
+def check_source(source: str) -> None:
+    """Refuse a file or a folder that is not there. This imports nothing, so that a command answers at once."""
+    path = Path(source)
+    if path.suffix.lower() not in KINDS:
+        if not path.is_dir() and (source.startswith((".", "/", "~")) or source.count("/") > 1):
+            raise DataError(f"there is no data at {source}: no such folder")
+        return
+    if not path.is_file():
+        raise DataError(f"there is no file {path}")
+    if os.path.getsize(path) == 0:
+        raise DataError(f"{path} is empty")
 
 
 def check_splits(source: str, train: str, test: str) -> None:
@@ -66,10 +78,6 @@ def _from_file(path: Path, split: str, config: str | None, streaming: bool) -> A
 
     if config is not None:
         raise DataError(f"dataset_config={config!r}: a file has no configurations")
-    if not path.is_file():
-        raise DataError(f"there is no file {path}")
-    if os.path.getsize(path) == 0:
-        raise DataError(f"{path} is empty")
     cut = split[split.index("[") :] if "[" in split else ""
     options = {"sep": "\t"} if path.suffix.lower() == ".tsv" else {}
     kind = KINDS[path.suffix.lower()]
