@@ -15,10 +15,11 @@ import pytest
 import torch
 
 from rloom.errors import ProcessError
-from rloom.training.attempts import CAN_BE_LEFT, Attempts
+from rloom.training.attempts import Attempts
 from rloom.training.budget import TokenBudget
 from rloom.training.callbacks import FitBudget
 from rloom.training.processes import Processes
+from rloom.training.sharded_attempts import CAN_BE_LEFT
 from tests.integration import processes_run, scarce_run
 from tests.integration.test_processes import assert_close, assert_same_log, results
 from tests.made_once import made_once
@@ -145,7 +146,7 @@ def test_micro_batches_have_the_same_collectives(request, folder, names):
 
 
 def test_random_draws_and_values_are_those_of_one_clean_attempt(monkeypatch):
-    attempts, draws, undone = Attempts([torch.nn.Linear(1, 1)], Processes()), [], []
+    attempts, draws, undone = Attempts(Processes()), [], []
     monkeypatch.setattr(attempts, "_go_along", lambda idle, gradient: torch.rand(5))
 
     def work() -> str:
@@ -155,7 +156,7 @@ def test_random_draws_and_values_are_those_of_one_clean_attempt(monkeypatch):
         return "done"
 
     budget = TokenBudget(64)
-    found = attempts.retrying(budget, work, undo=lambda: undone.append(1), idle=lambda: None, gradient=True)
+    found = attempts.retrying(budget, work, undo=lambda: undone.append(1), idle=lambda last: None, gradient=True)
     assert found == "done"
     assert torch.equal(draws[0], draws[1])
     assert torch.equal(draws[0], draws[2])
@@ -165,7 +166,7 @@ def test_random_draws_and_values_are_those_of_one_clean_attempt(monkeypatch):
 
 def test_an_idle_micro_batch_with_fewer_collectives_is_an_error(monkeypatch):
     """As where `compute_loss` runs the model twice: going on would be to wait for ever."""
-    attempts = Attempts([torch.nn.Linear(1, 1)], Processes())
+    attempts = Attempts(Processes())
     monkeypatch.setattr(attempts, "_forget_micro_batch", lambda: None)
     output = torch.zeros(1)
 
@@ -180,7 +181,7 @@ def test_an_idle_micro_batch_with_fewer_collectives_is_an_error(monkeypatch):
             TokenBudget(64),
             work,
             undo=None,
-            idle=lambda: attempts.collectives.run(lambda: None, output),
+            idle=lambda last: attempts.collectives.run(lambda: None, output),
             gradient=True,
         )
 
@@ -226,6 +227,6 @@ def test_where_it_cannot_be_repeated_the_error_says_what_to_set():
     older.can_repeat = False
     for processes, where in ((older, "under FSDP"), (ZeroProcesses(0, 2, stage=3, half=None), "under DeepSpeed")):
         with pytest.raises(torch.OutOfMemoryError, match="injected") as error:
-            processes.retrying(TokenBudget(64), scarce, idle=lambda: None)
+            processes.retrying(TokenBudget(64), scarce, idle=lambda last: None)
         assert f"{where} an update cannot be done again in smaller pieces" in error.value.__notes__[0]
         assert "max_tokens_per_micro_batch below 64" in error.value.__notes__[0]

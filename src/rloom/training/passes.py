@@ -149,7 +149,7 @@ class Passes:
                         run(batch)
 
         @torch.no_grad()
-        def idle() -> None:
+        def idle(last: bool) -> None:
             batch = self.idle_batch()
             with self.attention(), attention_for(batch):
                 run(batch)
