@@ -27,8 +27,11 @@ scarce_run.RUNS |= {
     "later": (
         "sequence",
         {**SMALL, "max_tokens_per_micro_batch": 120},
-        {0: [at(0, LAST, "forward"), at(2, 1, "backward")], 1: [at(3, 0, "sum")]},
+        {0: [at(0, LAST, "forward"), at(2, 1, "backward")], 1: [at(3, LAST, "sum")]},
     ),
+    # one process
+    "alone never": ("sequence", {**SMALL, "max_tokens_per_micro_batch": 30}, {}),
+    "alone": ("sequence", SMALL, {0: [at(0, 1, "backward")]}),
 }
 
 SMALL_PIECES: dict[str, Any] = {
@@ -80,17 +83,20 @@ def _late(wait: Any) -> Any:
 
 
 def config(stage: int, how: str) -> dict[str, Any]:
-    """DeepSpeed's configuration, in small pieces but for "plain"."""
+    """DeepSpeed's configuration, in small pieces but for "plain:"."""
     found = processes_run.zero_config(stage)
     found["zero_optimization"] |= {} if how == "plain" else SMALL_PIECES
     if how == "overlapping":
         found["zero_optimization"] |= {"overlap_comm": True}
+    if how == "offloaded":
+        found["zero_optimization"] |= {"offload_optimizer": {"device": "cpu"}}
+        # DeepSpeed's own would be compiled.
+        found["zero_force_ds_cpu_optimizer"] = False
     return found
 
 
 def main() -> None:
     output, *names = sys.argv[1:]
-    found = config(1, "")
     let_deepspeed_fail()
     for name in names:
         stage, _, what = name.partition(" ")

@@ -29,19 +29,32 @@ from rloom.training.attempts import Attempts
 from rloom.training.processes import Processes
 
 OF_ALL = ("ipg_buckets", "micro_step_id", "params_already_reduced", "averaged_gradients", "_backward_hook_state")
-OF_STAGE: dict[str, tuple[str, ...]] = {
-    "DeepSpeedZeroOptimizer": (
-        "_release_ipg_buffers",
-        "extra_large_param_to_reduce",
-        "all_grad_tensors",
-        "cpu_offload",
-    ),
-    "DeepSpeedZeroOptimizer_Stage3": ("grad_partitions_flat_buffer", "parameter_offload", "offload_optimizer"),
+OF_STAGES_1_AND_2 = (
+    "_release_ipg_buffers",
+    "extra_large_param_to_reduce",
+    "previous_reduced_grads",
+    "all_grad_tensors",
+    "cpu_offload",
+)
+OF_STAGE_3 = ("grad_partitions_flat_buffer", "parameter_offload", "offload_optimizer")
+OF_OPTIMIZER = {
+    "DeepSpeedZeroOptimizer": OF_STAGES_1_AND_2,
+    "DeepSpeedZeroOptimizer_Stage3": OF_STAGE_3,
 }
 """What an optimizer of DeepSpeed's must have to be cleaned, by its class. Others are not known here."""
 
-ELSEWHERE = ("zenflow", "swap_optimizer", "params_in_nvme_and_cpu", "zero_quantized_nontrainable_weights")
-"""Options of an optimizer under which more is kept elsewhere, such as in files."""
+OF_MODEL = ("ds_inflight_param_registry", "_external_params", "ds_recompute_parameters")
+"""What ZeRO-3 keeps in a model."""
+
+ELSEWHERE = (
+    "zenflow",
+    "swap_optimizer",
+    "params_in_nvme_and_cpu",
+    "all2all_process_group",
+    "has_moe_layers",
+    "use_muon",
+)
+"""Options of an optimizer under which more is kept, as in files, or other collectives are used."""
 
 COLLECTIVES = {
     "all_gather_into_tensor": "output_tensor",
@@ -55,23 +68,42 @@ COLLECTIVES = {
 
 def can_be_left(engine: Any) -> bool:
     """Whether an update that has failed in this engine of DeepSpeed's can be dropped."""
-    optimizer = engine.optimizer
-    needed = OF_STAGE.get(type(optimizer).__name__)
-    # Timers that have been started cannot be started again.
-    if needed is None or engine.wall_clock_breakdown() or engine.is_deepcompile_enabled():
-        return False
-    if (
-        any(getattr(optimizer, name, False) for name in ELSEWHERE)
-        or getattr(optimizer, "zero_hpz_partition_size", 1) > 1
-    ):
-        return False
-    backend = _backend()
+    optimizer, backend = engine.optimizer, _backend()
+    needed = OF_OPTIMIZER.get(type(optimizer).__name__)
     return (
-        all(hasattr(optimizer, name) for name in (*OF_ALL, *needed))
+        needed is not None
+        and all(hasattr(optimizer, name) for name in (*OF_ALL, *needed))
+        and not any(getattr(optimizer, name, None) for name in ELSEWHERE)
+        and "Muon" not in type(optimizer.optimizer).__name__
+        # Timers that have been started cannot be started again.
+        and not _says(engine, "wall_clock_breakdown")
+        and not _says(engine, "is_deepcompile_enabled")
         and all(hasattr(backend, name) for name in COLLECTIVES)
-        and backend.has_all_gather_into_tensor()
-        and backend.has_reduce_scatter_tensor()
+        and _says(backend, "has_all_gather_into_tensor")
+        and _says(backend, "has_reduce_scatter_tensor")
+        and (needed is not OF_STAGE_3 or _gathers_plainly(engine))
     )
+
+
+def _gathers_plainly(engine: Any) -> bool:
+    """Whether ZeRO-3 gathers weights as they are, from all processes, and `Gathered` knows how."""
+    from deepspeed.runtime.zero import parameter_offload, partition_parameters  # type: ignore[import-not-found]
+
+    offload = engine.optimizer.parameter_offload
+    return (
+        hasattr(parameter_offload, "FWD_MODULE_STACK")
+        and hasattr(partition_parameters, "free_param")
+        and all(hasattr(engine.module, name) for name in OF_MODEL)
+        and hasattr(offload, "get_param_coordinator")
+        and getattr(engine.optimizer, "zero_hpz_partition_size", 1) == 1
+        and not getattr(offload, "zero_quantized_weights", False)
+        and not getattr(offload, "zero_quantized_nontrainable_weights", False)
+    )
+
+
+def _says(thing: Any, name: str) -> bool:
+    """What a method without arguments returns; False where there is none."""
+    return bool(getattr(thing, name, bool)())
 
 
 def drop_gradients(engine: Any) -> None:
@@ -128,7 +160,7 @@ class Gathered:
     """The weights that ZeRO-3 has gathered, and what it knows of the order in which it will."""
 
     def __init__(self, engine: Any) -> None:
-        from deepspeed.runtime.zero import parameter_offload, partition_parameters  # type: ignore[import-not-found]
+        from deepspeed.runtime.zero import parameter_offload, partition_parameters
 
         self._module, self._stack = engine.module, parameter_offload.FWD_MODULE_STACK
         self._free, self._absent = partition_parameters.free_param, partition_parameters.ZeroParamStatus.NOT_AVAILABLE
