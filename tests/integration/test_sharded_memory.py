@@ -13,8 +13,10 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 
 from rloom.errors import ProcessError
+from rloom.training import sharded_attempts
 from rloom.training.attempts import Attempts
 from rloom.training.budget import TokenBudget
 from rloom.training.callbacks import FitBudget
@@ -99,6 +101,36 @@ def test_forgotten_by_hand_it_is_the_same(request, folder, name):
     for one, other in zip(expected, repeated(two, name, scarce_run.BY_HAND + name), strict=True):
         assert_close(one, other, allowed=0.0)
         assert one["fingerprints"] == other["fingerprints"]
+
+
+@pytest.mark.parametrize("older", [True, False])
+def test_by_hand_nothing_is_left_of_a_micro_batch(older):
+    """In 2.11 a layer has one group of weights, and one sum is noted; in newer versions several."""
+    idle, busy = TrainingState.IDLE, TrainingState.FORWARD
+    weights = SimpleNamespace(**dict.fromkeys(sharded_attempts.OF_WEIGHTS, "noted"), _training_state=busy, states=[])
+    weights._post_forward_indices = [1]
+    weights._to_sharded = lambda: weights.states.append(weights._training_state)
+    layer = SimpleNamespace(_training_state=busy, _modules_to_run_forward={1})
+    bare = SimpleNamespace(_training_state=busy, _modules_to_run_forward=set())
+    for state, groups in ((layer, [weights]), (bare, [])):
+        if older:
+            state._fsdp_param_group = groups[0] if groups else None
+        else:
+            state._fsdp_param_groups = groups
+    sums = {"reduce_scatter_state": "noted"} if older else {"reduce_scatter_states": ["noted"]}
+    shared = SimpleNamespace(
+        all_states=[layer, bare], iter_forward_root=layer, post_backward_final_callback_queued=True
+    )
+    sent = SimpleNamespace(all_gather_state="noted", post_forward_order=[weights], **sums)
+    layer._state_ctx, layer._comm_ctx = shared, sent
+    sharded_attempts.forget_by_hand(SimpleNamespace(_get_fsdp_state=lambda: layer))
+
+    assert weights.states == [idle]
+    assert not any(getattr(weights, name) for name in sharded_attempts.OF_WEIGHTS)
+    assert not any([sent.all_gather_state, sent.post_forward_order, *[getattr(sent, name) for name in sums]])
+    assert (shared.iter_forward_root, shared.post_backward_final_callback_queued) == (None, False)
+    assert [one._training_state for one in (layer, bare)] == [idle, idle]
+    assert not layer._modules_to_run_forward
 
 
 @pytest.mark.parametrize(("folder", "name"), in_folder(["backward", *WAYS]))

@@ -1025,13 +1025,19 @@ MUTANTS = [
         "training/sharded_attempts.py",
         "            weights._to_sharded()",
         "            pass",
-        "tests/integration/test_sharded_memory.py::test_forgotten_by_hand_it_is_the_same[often-both]",
+        "tests/integration/test_sharded_memory.py::test_by_hand_nothing_is_left_of_a_micro_batch[True]",
+    ),
+    Mutant(
+        "training/sharded_attempts.py",
+        "            value.clear()",
+        "            pass",
+        "tests/unit/test_doctests.py::test_examples[rloom.training.sharded_attempts]",
     ),
     Mutant(
         "training/sharded_attempts.py",
         "    model._state_ctx.post_backward_final_callback_queued = False",
         "    pass",
-        "tests/integration/test_sharded_memory.py::test_forgotten_by_hand_it_is_the_same[often-both]",
+        "tests/integration/test_sharded_memory.py::test_by_hand_nothing_is_left_of_a_micro_batch[True]",
     ),
     # -- checkpoints in parts
     Mutant(
