@@ -18,11 +18,12 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 
 import torch
 
-from rloom.training import attempts
+from rloom.training import attempts, sharded_attempts
 from tests.integration import processes_run
 from tests.integration.processes_run import rank
 
 LAST = -1
+BY_HAND = "by hand: "
 
 Failure = tuple[str, int, int, str]
 """In an "update" or a "pass" without gradient: the attempt (all of the run are counted), its micro-batch, the place.
@@ -117,6 +118,9 @@ class Scarce:
         layers = [module for module in trainer.model.modules() if type(module).__name__.endswith("DecoderLayer")]
         layers[-1].register_forward_pre_hook(lambda *_: self.come_by("forward"))
         layers[0].register_forward_hook(self._watch_backward)
+        self.watch_collectives()
+
+    def watch_collectives(self) -> None:
         collectives = self.processes._attempts.collectives
         collectives.run = self._noting(collectives.run)
 
@@ -167,22 +171,22 @@ def let_memory_of_collectives_fail() -> None:
         def allocate(self: Any, *args: Any, **options: Any) -> Any:
             if SCARCE and self.collectives.done >= first:
                 SCARCE[-1].come_by(place)
-            return attempts._Allocating.allocate(self, *args, **options)
+            return sharded_attempts._Allocating.allocate(self, *args, **options)
 
         return allocate
 
-    attempts._Gather.allocate, attempts._Sum.allocate = failing("gather", 1), failing("sum", 0)
+    sharded_attempts._Gather.allocate, sharded_attempts._Sum.allocate = failing("gather", 1), failing("sum", 0)
 
 
-def run(output: Path, name: str) -> dict[str, Any]:
-    """One run, or the error that it ended with."""
+def run(output: Path, name: str, *, scarce: type[Scarce] = Scarce, **sharding: Any) -> dict[str, Any]:
+    """One run, or the error that it ended with. `sharding`: how weights are sharded."""
     kind, options, failures = RUNS[name]
     lines: list[str] = []
     made = processes_run.make_trainer
 
     def make_scarce(*args: Any, **changes: Any) -> Any:
         trainer = made(*args, **changes)
-        SCARCE.append(Scarce(trainer, failures.get(rank(), [])))
+        SCARCE.append(scarce(trainer, failures.get(rank(), [])))
         if name == "worst case":
             SCARCE[-1].worst = trainer.learner.try_worst_case(trainer.model, prompt=20, completion=6, k=2)
             assert all(p.grad is None for p in trainer.model.parameters())
@@ -193,25 +197,28 @@ def run(output: Path, name: str) -> dict[str, Any]:
     attempts.logger.addHandler(said)
     processes_run.make_trainer = make_scarce
     try:
-        found = processes_run.run(output, kind, fsdp=True, **options)
+        found = processes_run.run(output, kind, **(sharding or {"fsdp": True}), **options)
     except torch.OutOfMemoryError as error:
         found = {"world": processes_run.count(), "error": str(error)}
     finally:
         processes_run.make_trainer = made
         attempts.logger.removeHandler(said)
-    scarce = SCARCE.pop()
+    last = SCARCE.pop()
     return {
-        **found, "said": lines, "due": scarce.due, "attempts": dict(scarce.attempts), "sequences": scarce.sequences,
-        "budget": scarce.budget.size(), "worst": scarce.worst,
+        **found, "said": lines, "due": last.due, "attempts": dict(last.attempts), "sequences": last.sequences,
+        "budget": last.budget.size(), "worst": last.worst,
     }  # fmt: skip
 
 
 def main() -> None:
     output, *names = sys.argv[1:]
+    torch_forgets = sharded_attempts.FORGETS
     let_memory_of_collectives_fail()
     for name in names:
         folder = Path(output) / name
-        found = run(folder, name)
+        # As with versions of torch that cannot be asked to forget a micro-batch.
+        sharded_attempts.FORGETS = torch_forgets and not name.startswith(BY_HAND)
+        found = run(folder, name.removeprefix(BY_HAND))
         folder.mkdir(parents=True, exist_ok=True)
         torch.save(found, folder / f"result_{rank()}.pt")
 

@@ -13,12 +13,15 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 
 from rloom.errors import ProcessError
-from rloom.training.attempts import CAN_BE_LEFT, Attempts
+from rloom.training import sharded_attempts
+from rloom.training.attempts import Attempts
 from rloom.training.budget import TokenBudget
 from rloom.training.callbacks import FitBudget
 from rloom.training.processes import Processes
+from rloom.training.sharded_attempts import CAN_BE_LEFT
 from tests.integration import processes_run, scarce_run
 from tests.integration.test_processes import assert_close, assert_same_log, results
 from tests.made_once import made_once
@@ -29,6 +32,8 @@ PLACES = ["make", "gather", "forward", "loss", "backward", "sum", "end", "both"]
 WAYS = ["again", "kept", "lora", "head", "checkpointed", "kept checkpointed", "exact", "several", "freed"]
 OFTEN = ["backward", "both", "freed"]
 """What `make test` runs of these."""
+BY_HAND = ["both", *PLACES[:-1], "kept", "kept checkpointed"]
+"""What is forgotten by hand too, as with torch 2.11; the first of them in `make test`."""
 LAYERED = {"layered": "layered never", "layered update": "layered never", "layered kept": "layered never",
            "layered unequal": "layered unequal never", "layered evaluated": "layered evaluated never"}  # fmt: skip
 """Each with the run in which nothing fails."""
@@ -44,12 +49,14 @@ def launch(folder: Path, *names: str) -> None:
 
 @pytest.fixture(scope="module")
 def often(tmp_path_factory) -> Path:
-    return made_once(tmp_path_factory, "scarce", lambda folder: launch(folder, "never", *OFTEN, "hopeless"))
+    names = ["never", *OFTEN, "hopeless", scarce_run.BY_HAND + BY_HAND[0]]
+    return made_once(tmp_path_factory, "scarce", lambda folder: launch(folder, *names))
 
 
 @pytest.fixture(scope="module")
 def more(tmp_path_factory) -> Path:
     names = [name for name in scarce_run.RUNS if name not in (*OFTEN, "hopeless")]
+    names += [scarce_run.BY_HAND + name for name in BY_HAND[1:]]
     return made_once(tmp_path_factory, "scarce-more", lambda folder: launch(folder, *names))
 
 
@@ -58,9 +65,10 @@ def in_folder(names: list[str]) -> list:
     return [("often", n) if n in OFTEN else pytest.param("more", n, marks=pytest.mark.slow) for n in names]
 
 
-def repeated(two: Path, name: str) -> list[dict]:
-    """What both processes saw. All failures have come, and both have repeated as often."""
-    found = results(two, name)
+def repeated(two: Path, name: str, where: str = "") -> list[dict]:
+    """What both processes saw of a run (in the folder `where`). All failures have come, and both have repeated as
+    often."""
+    found = results(two, where or name)
     failures = scarce_run.RUNS[name][2].values()
     assert [one["due"] for one in found] == [[], []]
     assert found[0]["attempts"] == found[1]["attempts"]
@@ -82,6 +90,49 @@ def test_wherever_it_fails_it_is_as_smaller_micro_batches(request, folder, name)
         assert_close(one, other, allowed=0.0)
         assert_same_log(one, other)
         assert one["fingerprints"] == other["fingerprints"]
+
+
+@pytest.mark.parametrize(
+    ("folder", "name"),
+    [("often", BY_HAND[0]), *[pytest.param("more", n, marks=pytest.mark.slow) for n in BY_HAND[1:]]],
+)
+def test_forgotten_by_hand_it_is_the_same(request, folder, name):
+    """Torch 2.11 cannot be asked to forget a micro-batch. Here it is done by hand whatever torch could do."""
+    two = request.getfixturevalue(folder)
+    expected = results(two, name if name in ("kept", "kept checkpointed") else "never")
+    for one, other in zip(expected, repeated(two, name, scarce_run.BY_HAND + name), strict=True):
+        assert_close(one, other, allowed=0.0)
+        assert one["fingerprints"] == other["fingerprints"]
+
+
+@pytest.mark.parametrize("older", [True, False])
+def test_by_hand_nothing_is_left_of_a_micro_batch(older):
+    """In 2.11 a layer has one group of weights, and one sum is noted; in newer versions several."""
+    idle, busy = TrainingState.IDLE, TrainingState.FORWARD
+    weights = SimpleNamespace(**dict.fromkeys(sharded_attempts.OF_WEIGHTS, "noted"), _training_state=busy, states=[])
+    weights._post_forward_indices = [1]
+    weights._to_sharded = lambda: weights.states.append(weights._training_state)
+    layer = SimpleNamespace(_training_state=busy, _modules_to_run_forward={1})
+    bare = SimpleNamespace(_training_state=busy, _modules_to_run_forward=set())
+    for state, groups in ((layer, [weights]), (bare, [])):
+        if older:
+            state._fsdp_param_group = groups[0] if groups else None
+        else:
+            state._fsdp_param_groups = groups
+    sums = {"reduce_scatter_state": "noted"} if older else {"reduce_scatter_states": ["noted"]}
+    shared = SimpleNamespace(
+        all_states=[layer, bare], iter_forward_root=layer, post_backward_final_callback_queued=True
+    )
+    sent = SimpleNamespace(all_gather_state="noted", post_forward_order=[weights], **sums)
+    layer._state_ctx, layer._comm_ctx = shared, sent
+    sharded_attempts.forget_by_hand(SimpleNamespace(_get_fsdp_state=lambda: layer))
+
+    assert weights.states == [idle]
+    assert not any(getattr(weights, name) for name in sharded_attempts.OF_WEIGHTS)
+    assert not any([sent.all_gather_state, sent.post_forward_order, *[getattr(sent, name) for name in sums]])
+    assert (shared.iter_forward_root, shared.post_backward_final_callback_queued) == (None, False)
+    assert [one._training_state for one in (layer, bare)] == [idle, idle]
+    assert not layer._modules_to_run_forward
 
 
 @pytest.mark.parametrize(("folder", "name"), in_folder(["backward", *WAYS]))
@@ -145,7 +196,7 @@ def test_micro_batches_have_the_same_collectives(request, folder, names):
 
 
 def test_random_draws_and_values_are_those_of_one_clean_attempt(monkeypatch):
-    attempts, draws, undone = Attempts([torch.nn.Linear(1, 1)], Processes()), [], []
+    attempts, draws, undone = Attempts(Processes()), [], []
     monkeypatch.setattr(attempts, "_go_along", lambda idle, gradient: torch.rand(5))
 
     def work() -> str:
@@ -155,7 +206,7 @@ def test_random_draws_and_values_are_those_of_one_clean_attempt(monkeypatch):
         return "done"
 
     budget = TokenBudget(64)
-    found = attempts.retrying(budget, work, undo=lambda: undone.append(1), idle=lambda: None, gradient=True)
+    found = attempts.retrying(budget, work, undo=lambda: undone.append(1), idle=lambda last: None, gradient=True)
     assert found == "done"
     assert torch.equal(draws[0], draws[1])
     assert torch.equal(draws[0], draws[2])
@@ -165,7 +216,7 @@ def test_random_draws_and_values_are_those_of_one_clean_attempt(monkeypatch):
 
 def test_an_idle_micro_batch_with_fewer_collectives_is_an_error(monkeypatch):
     """As where `compute_loss` runs the model twice: going on would be to wait for ever."""
-    attempts = Attempts([torch.nn.Linear(1, 1)], Processes())
+    attempts = Attempts(Processes())
     monkeypatch.setattr(attempts, "_forget_micro_batch", lambda: None)
     output = torch.zeros(1)
 
@@ -180,7 +231,7 @@ def test_an_idle_micro_batch_with_fewer_collectives_is_an_error(monkeypatch):
             TokenBudget(64),
             work,
             undo=None,
-            idle=lambda: attempts.collectives.run(lambda: None, output),
+            idle=lambda last: attempts.collectives.run(lambda: None, output),
             gradient=True,
         )
 
@@ -226,6 +277,6 @@ def test_where_it_cannot_be_repeated_the_error_says_what_to_set():
     older.can_repeat = False
     for processes, where in ((older, "under FSDP"), (ZeroProcesses(0, 2, stage=3, half=None), "under DeepSpeed")):
         with pytest.raises(torch.OutOfMemoryError, match="injected") as error:
-            processes.retrying(TokenBudget(64), scarce, idle=lambda: None)
+            processes.retrying(TokenBudget(64), scarce, idle=lambda last: None)
         assert f"{where} an update cannot be done again in smaller pieces" in error.value.__notes__[0]
         assert "max_tokens_per_micro_batch below 64" in error.value.__notes__[0]

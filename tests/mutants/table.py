@@ -990,6 +990,55 @@ MUTANTS = [
         "return not tried",
         "tests/integration/test_sharded_memory.py::test_the_worst_case_is_due_where_one_process_has_not_run_it",
     ),
+    # -- out of memory under DeepSpeed, and under FSDP2 with torch 2.11
+    Mutant(
+        "training/attempts.py",
+        "            idle(number == left)",
+        "            idle(False)",
+        "tests/unit/test_zero_attempts.py::test_a_process_that_failed_runs_the_attempt_again_and_leaves_out_what_it_has_had",
+    ),
+    Mutant(
+        "training/zero_attempts.py",
+        "            if number in self._heard:",
+        "            if False:",
+        "tests/unit/test_zero_attempts.py::test_a_process_that_failed_runs_the_attempt_again_and_leaves_out_what_it_has_had",
+    ),
+    Mutant(
+        "training/zero_attempts.py",
+        "    optimizer.micro_step_id = -1",
+        "    pass",
+        "tests/unit/test_zero_attempts.py::test_nothing_is_left_of_a_failed_update",
+    ),
+    Mutant(
+        "training/zero_attempts.py",
+        "            gradients[group] = None",
+        "            pass",
+        "tests/unit/test_zero_attempts.py::test_nothing_is_left_of_a_failed_update",
+    ),
+    Mutant(
+        "training/zero_engine.py",
+        "            drop_gradients(self._engine)",
+        "            pass",
+        "tests/unit/test_zero_attempts.py::test_one_process_drops_gradients_before_it_repeats",
+    ),
+    Mutant(
+        "training/sharded_attempts.py",
+        "            weights._to_sharded()",
+        "            pass",
+        "tests/integration/test_sharded_memory.py::test_by_hand_nothing_is_left_of_a_micro_batch[True]",
+    ),
+    Mutant(
+        "training/sharded_attempts.py",
+        "            value.clear()",
+        "            pass",
+        "tests/unit/test_doctests.py::test_examples[rloom.training.sharded_attempts]",
+    ),
+    Mutant(
+        "training/sharded_attempts.py",
+        "    model._state_ctx.post_backward_final_callback_queued = False",
+        "    pass",
+        "tests/integration/test_sharded_memory.py::test_by_hand_nothing_is_left_of_a_micro_batch[True]",
+    ),
     # -- checkpoints in parts
     Mutant(
         "training/sharded_checkpoint.py",

@@ -1,25 +1,26 @@
 """Out of memory in one of several processes that run in step: all of them do it again in smaller micro-batches.
 
-Under FSDP2 (`sharded.py`) a micro-batch has collectives: layers are gathered, their gradients are summed. Where a
-process fails, the others wait for it in the next one. So it first runs the rest of the attempt with idle micro-batches.
-Every micro-batch of every process has the same collectives in the same order. The first idle one stands in for the one
-that has failed, and leaves out as many as that had taken part in. What it computes is wrong, and is thrown away: at the
-attempt's end all processes hear that one has failed, and all undo and repeat it.
+Where weights or gradients are sharded, a micro-batch has collectives: layers are gathered, gradients are summed. Where
+a process fails, the others wait for it in the next one. So it first runs the rest of the attempt with idle
+micro-batches. Every micro-batch of every process has the same collectives in the same order. The first idle one stands
+in for the one that has failed, and leaves out as many as that had taken part in. What it computes is wrong, and is
+thrown away: at the attempt's end all processes hear that one has failed, and all undo and repeat it.
 
 Without a backward, what a forward has gathered may stay for the next one, so that micro-batches differ. There the whole
-attempt is run again by idle ones, and all collectives so far are left out.
+attempt is run again by idle ones, and all collectives so far are left out. So it always is under DeepSpeed.
+
+How collectives are counted, and how a failed micro-batch is forgotten, is in `sharded_attempts.py` for FSDP2 and in
+`zero_attempts.py` for DeepSpeed.
 """
 
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, TypeVar
 
 import torch
-import torch.distributed as dist
-from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule
+from torch import Tensor
 
 from rloom.errors import ProcessError
 from rloom.printable import get_logger
@@ -29,15 +30,6 @@ from rloom.training.processes import Processes, together
 logger = get_logger(__name__)
 
 T = TypeVar("T")
-
-HOOKS = ("set_custom_all_gather", "set_custom_reduce_scatter", "reset_iter_state")
-
-CAN_BE_LEFT = all(hasattr(FSDPModule, name) for name in HOOKS)
-"""Whether this version of torch lets a process leave a micro-batch and catch up. Version 2.11 does not."""
-
-# Newer versions of torch warn about the older names.
-_all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-_reduce_scatter: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
 class Collectives:
@@ -68,43 +60,14 @@ class Collectives:
         return result
 
 
-class _Allocating:
-    def __init__(self, collectives: Collectives) -> None:
-        self.collectives = collectives
-
-    def allocate(self, size: Any, *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Memory for a collective, as torch's own has it."""
-        return torch.empty(*size, dtype=dtype, device=device)
-
-
-class _Gather(_Allocating):
-    def __call__(self, output_tensor: Tensor, input_tensor: Tensor, group: Any, async_op: bool = False) -> Any:
-        return self.collectives.run(
-            lambda: _all_gather(output_tensor, input_tensor, group=group, async_op=async_op), output_tensor
-        )
-
-
-class _Sum(_Allocating):
-    def __call__(self, output_tensor: Tensor, input_tensor: Tensor, group: Any, op: Any, async_op: bool = False) -> Any:
-        return self.collectives.run(
-            lambda: _reduce_scatter(output_tensor, input_tensor, op=op, group=group, async_op=async_op), output_tensor
-        )
-
-
 class Attempts:
-    """Attempts that all processes make together on models that FSDP2 has sharded."""
+    """Attempts that all processes make together. Subclasses say what they run, and how it is left and forgotten."""
 
-    def __init__(self, models: Sequence[nn.Module], processes: Processes) -> None:
-        self.models, self.processes = models, processes
+    def __init__(self, processes: Processes) -> None:
+        self.processes = processes
         self.collectives = Collectives()
         # How many micro-batches of this attempt are not done. None: processes have not agreed on their number yet.
         self.left: int | None = None
-        gather: Any = _Gather(self.collectives)
-        add_up: Any = _Sum(self.collectives)
-        for module in (module for model in models for module in model.modules()):
-            if isinstance(module, FSDPModule):
-                module.set_custom_all_gather(gather)
-                module.set_custom_reduce_scatter(add_up)
 
     def begin(self, rounds: int) -> None:
         """All processes run so many micro-batches now."""
@@ -123,21 +86,23 @@ class Attempts:
         work: Callable[[], T],
         *,
         undo: Callable[[], None] | None,
-        idle: Callable[[], None],
+        idle: Callable[[bool], None],
         gradient: bool,
     ) -> T:
         """Do some work in all processes. Where one runs out of memory, all undo it and repeat it in smaller pieces.
 
-        `idle` runs a micro-batch from which nothing is learnt. The rest is as in `TokenBudget.retrying`.
+        `idle` runs a micro-batch from which nothing is learnt, and is told whether it is the attempt's last one. The
+        rest is as in `TokenBudget.retrying`.
         """
         while True:
             randomness, before = random_state(), budget.allowed(gradient)
-            self.left = None
-            self.collectives.begin()
+            self._end()
             result, reason = _attempted(work)
             if reason is not None:
                 with together():
                     self._go_along(idle, gradient)
+            # Also where all is well: work that this was a part of has not begun its own micro-batches.
+            self._end()
             found = self.processes.gather((reason, budget.size()))
             failed = {rank: reason for rank, (reason, _) in enumerate(found) if reason is not None}
             if not failed:
@@ -148,6 +113,7 @@ class Attempts:
                 raise torch.OutOfMemoryError(
                     f"{_words(failed)}: micro-batches of {SMALLEST} tokens, the smallest, do not fit"
                 )
+            self._drop_attempt()
             if undo is not None:
                 undo()
             if torch.cuda.is_available():
@@ -161,34 +127,42 @@ class Attempts:
                     before,
                 )
 
-    def _go_along(self, idle: Callable[[], None], gradient: bool) -> None:
+    def _end(self) -> None:
+        """No attempt is under way: nothing is left to do, and nothing to be left out."""
+        self.left = None
+        self.collectives.begin()
+
+    def _go_along(self, idle: Callable[[bool], None], gradient: bool) -> None:
         """After a failure: run the rest of the attempt with the others, in idle micro-batches."""
         # The failed attempt may be in circles of references, with its memory.
         gc.collect()
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
-        left_out = self.collectives.done
+        left, left_out = self.left, self.collectives.done
+        if left is None:
+            # This process failed before all agreed on a number, and has nothing to run.
+            left, left_out = self.processes.rounds(0), 0
         self._forget_micro_batch()
-        # Where this process failed before all agreed on a number, it has nothing to run.
-        left = self.processes.rounds(0) if self.left is None else self.left
         self.collectives.begin(left_out=left_out)
-        for _ in range(left):
-            idle()
-            if gradient and self.collectives.done < left_out:
+        for number in range(1, left + 1):
+            idle(number == left)
+            if self.collectives.done < left_out and (number == left or self._stands_in(gradient)):
                 raise ProcessError(
                     f"after running out of memory this process cannot join the others again: an idle micro-batch "
                     f"has {self.collectives.done} collectives, and the one that failed had {left_out}. Does "
                     "compute_loss run the model more than once?"
                 )
 
+    def _stands_in(self, gradient: bool) -> bool:
+        """Whether the first idle micro-batch stands in for the one that has failed, not for the attempt's first."""
+        return gradient
+
     def _forget_micro_batch(self) -> None:
-        """Let FSDP2 forget the micro-batch that has failed. Gradients that it has not summed yet are summed, and
-        dropped, with those of the next, idle one."""
-        roots: Sequence[Any] = self.models
-        for root in roots:
-            # Before the first forward there is nothing to forget, and FSDP2 would fail.
-            if root._get_fsdp_state()._is_root is not None:
-                root.reset_iter_state()
+        """Forget the micro-batch that has failed in this process."""
+        raise NotImplementedError
+
+    def _drop_attempt(self) -> None:
+        """Drop what an attempt that has failed somewhere has left, in all processes, but for the gradients."""
 
 
 def _attempted(work: Callable[[], T]) -> tuple[T | None, str | None]:

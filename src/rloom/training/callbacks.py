@@ -57,7 +57,11 @@ class FitBudget(TrainerCallback):
     def on_step_end(self, args: RLOOConfig, state: Any, control: Any, **kwargs: Any) -> None:
         """Run the worst case once, on a GPU, where gradients can be undone."""
         on_gpu = torch.cuda.is_available() and next(kwargs["model"].parameters()).device.type == "cuda"
-        if self.looked or not on_gpu or not self.learner.processes.can_repeat or not self._is_due():
+        processes = self.learner.processes
+        # DeepSpeed's backward is part of its engine, which the learner does not have.
+        if processes.external_optimizer or not processes.can_repeat:
+            return
+        if self.looked or not on_gpu or not self._is_due():
             return
         budget, model = self.learner.budget, kwargs["model"]
         budget.tried = True

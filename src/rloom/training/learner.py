@@ -112,13 +112,14 @@ class Learner:
             self.processes.bring_back_copy()
             self._assign(model, shares, "train")
 
-        return self.processes.retrying(self.budget, work, undo=undo, idle=lambda: self._idle(model, backward))
+        idle = functools.partial(self._idle, model, backward)
+        return self.processes.retrying(self.budget, work, undo=undo, idle=idle)
 
-    def _idle(self, model: Any, backward: Callable[[Tensor, bool], None]) -> None:
+    def _idle(self, model: Any, backward: Callable[[Tensor, bool], None], last: bool) -> None:
         """Run a micro-batch from which nothing is learnt."""
         batch = self.passes.idle_batch()
         with self.passes.attention(), attention_for(batch):
-            backward(self.passes.idle_loss(model, batch), False)
+            backward(self.passes.idle_loss(model, batch), last)
 
     def _undo(self) -> None:
         """Remove what a failed update has added to the gradients."""
@@ -233,7 +234,7 @@ class Learner:
             # Smaller micro-batches may no longer hold whole groups. The pass for that is not a part of an attempt.
             self._assign(model, [share], "eval")
 
-        return self.passes.retrying(work, undo=undo, idle=lambda: self.passes.idle_forward(model))
+        return self.passes.retrying(work, undo=undo, idle=lambda last: self.passes.idle_forward(model))
 
     def _evaluate(self, model: Any, share: Share) -> Tensor:
         """One attempt at an evaluation's forwards. Returns the loss."""

@@ -161,7 +161,7 @@ class Passes:
                         run(batch)
 
         @torch.no_grad()
-        def idle() -> None:
+        def idle(last: bool) -> None:
             batch = self.idle_batch()
             with self.attention(), attention_for(batch):
                 run(batch)
@@ -173,7 +173,7 @@ class Passes:
         work: Callable[[], T],
         *,
         undo: Callable[[], None] | None = None,
-        idle: Callable[[], None],
+        idle: Callable[[bool], None],
         without_gradient: bool = False,
     ) -> T:
         """Run forwards without a backward. Out of memory, undo and repeat them in smaller micro-batches: in this

@@ -102,6 +102,7 @@ class Processes:
         from rloom.training.sharded import ShardedProcesses
         from rloom.training.sharding_options import asks_to_shard, reshards, saves_parts
         from rloom.training.zero import ZeroProcesses, complete_config, settle_stage
+        from rloom.training.zero_engine import DeepSpeedProcess
 
         if zero:
             plugin = accelerator.state.deepspeed_plugin
@@ -314,15 +315,18 @@ class Processes:
         work: Callable[[], T],
         *,
         undo: Callable[[], None] | None = None,
-        idle: Callable[[], None],
+        idle: Callable[[bool], None],
         gradient: bool = True,
     ) -> T:
         """Do some work. Out of memory, undo and repeat it; where that is not possible, explain the error.
 
-        `idle` runs a micro-batch from which nothing is learnt, for processes that run in step.
+        `idle` runs a micro-batch from which nothing is learnt, for processes that run in step. It is told whether the
+        micro-batch is the last one.
         """
-        if self.can_repeat:
-            return budget.retrying(work, undo, gradient=gradient)
+        return budget.retrying(work, undo, gradient=gradient) if self.can_repeat else self.only_once(budget, work)
+
+    def only_once(self, budget: TokenBudget, work: Callable[[], T]) -> T:
+        """Do some work that cannot be repeated. Out of memory, explain the error."""
         try:
             return work()
         except torch.OutOfMemoryError as error:
@@ -402,23 +406,6 @@ class Processes:
                 f"the weights of process {', '.join(map(str, others))} are not those of process 0: they have trained "
                 "apart. Does a callback, a hook or an overridden method change weights in one process alone?"
             )
-
-
-class DeepSpeedProcess(Processes):
-    """One process under DeepSpeed (ZeRO-1, ZeRO-2), which keeps gradients and float32 weights in buffers of its own."""
-
-    external_optimizer = True
-    can_repeat = False
-    cannot_repeat = "under DeepSpeed"
-
-    def share_weights(self, model: nn.Module) -> None:
-        """Bring the model to the device. transformers leaves it on the host for DeepSpeed; it is run before that."""
-        model.to(self._device)
-
-    def backward(self, accelerator: Accelerator, model: nn.Module, loss: Tensor, *, last: bool) -> None:
-        """Run a micro-batch backward. DeepSpeed takes the optimizer's step itself after the last one."""
-        accelerator.sync_gradients = last
-        accelerator.backward(loss, scale_wrt_gas=False)
 
 
 ALONE = Processes()

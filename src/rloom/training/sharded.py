@@ -35,10 +35,11 @@ from rloom.models.optimizers import LOW_BITS
 from rloom.models.split_weights import kept_in_float32
 from rloom.printable import get_logger
 from rloom.training import sharded_checkpoint
-from rloom.training.attempts import CAN_BE_LEFT, Attempts
+from rloom.training.attempts import Attempts
 from rloom.training.budget import TokenBudget
 from rloom.training.placement import Placement, allocate, tie_as_main
 from rloom.training.processes import Processes, T, together
+from rloom.training.sharded_attempts import CAN_BE_LEFT, ShardedAttempts
 from rloom.training.whole_copy import (
     WholeCopy,
     cast,
@@ -239,7 +240,7 @@ class ShardedProcesses(Processes):
     def _watch_attempts(self) -> None:
         """Have a process that runs out of memory in one of the models join the others again."""
         models = [model for model in (self._model, self._frozen) if model is not None]
-        self._attempts = Attempts(models, self) if self.can_repeat else None
+        self._attempts = ShardedAttempts(models, self) if self.can_repeat else None
 
     def frozen_policy(self) -> nn.Module | None:
         """A sharded copy of the policy as it was given, which runs in step; None where the whole copy serves for it."""

@@ -8,7 +8,7 @@ begins. DeepSpeed keeps float32 weights of its own and takes the optimizer's ste
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -17,18 +17,18 @@ from accelerate import Accelerator
 from torch import Tensor, nn
 
 from rloom.config import RLOOConfig
-from rloom.training.processes import Processes
+from rloom.training.budget import TokenBudget
+from rloom.training.processes import Processes, T
 from rloom.training.sharded import ShardedProcesses
 from rloom.training.whole_copy import WholeCopy, cast, lacking_room, size_of
+from rloom.training.zero_attempts import ZeroAttempts
+from rloom.training.zero_engine import UnderDeepSpeed
 
 
-class ZeroProcesses(ShardedProcesses):
+class ZeroProcesses(UnderDeepSpeed, ShardedProcesses):
     """Processes under DeepSpeed. `stage`: 1, 2 or 3."""
 
-    external_optimizer = True
-    can_repeat = repeats_together = False
-    cannot_repeat = "under DeepSpeed"
-    is_sharded = False
+    is_sharded = repeats_together = False
 
     def __init__(self, *place: int, stage: int, **options: Any) -> None:
         super().__init__(*place, **options)
@@ -68,8 +68,20 @@ class ZeroProcesses(ShardedProcesses):
 
     @contextmanager
     def preparing(self, accelerator: Accelerator) -> Iterator[None]:
-        """Let accelerate hand the model to DeepSpeed."""
-        yield
+        """Let accelerate hand the model to DeepSpeed, and be ready for one of the processes to run out of memory."""
+        with super().preparing(accelerator):
+            yield
+        self.can_repeat = self.repeats_together = not self.any(not self.can_repeat)
+        self._attempts = ZeroAttempts(self._engine, self) if self.can_repeat else None
+
+    def retrying(self, budget: TokenBudget, work: Callable[[], T], **options: Any) -> T:
+        """Do some work in all processes. Where one runs out of memory, all undo and repeat it.
+
+        But for passes of a reference that runs layer by layer: that is FSDP2's, and its collectives are not counted.
+        """
+        if self._frozen is not None and not options.get("gradient", True):
+            return self.only_once(budget, work)
+        return super().retrying(budget, work, **options)
 
     @torch.no_grad()
     def gather_weights(self) -> None:
@@ -79,12 +91,6 @@ class ZeroProcesses(ShardedProcesses):
         parts = dict(self._model.named_parameters())
 
         self._copy.fill(parts, lambda name: self.whole(parts[name]))
-
-    def backward(self, accelerator: Accelerator, model: nn.Module, loss: Tensor, *, last: bool) -> None:
-        """Run a micro-batch backward. DeepSpeed takes the optimizer's step after the last one, with the mean of the
-        processes' gradients: the loss is scaled so that it is their sum."""
-        accelerator.sync_gradients = last
-        accelerator.backward(loss * self.count, scale_wrt_gas=False)
 
     def as_number(self, norm: Any) -> Any:
         """The norm, as DeepSpeed has computed it."""
