@@ -212,7 +212,7 @@ def test_what_only_json_writes_is_not_found(tmp_path):
 
 
 def test_a_search_without_a_c_library_finds_the_same(folder, monkeypatch):
-    monkeypatch.setattr("rloom.observe.page.text_search._search", None)
+    monkeypatch.setattr("rloom.observe.page.needle._search", None)
     run = LiveRun(folder)
     run.catch_up()
     search = TextSearch(folder / "_rollouts", run.snapshot()[0], "nice").start()
@@ -339,6 +339,7 @@ def test_two_tabs_search_for_two_texts(folder, slow_search, monkeypatch):
 def test_of_too_many_searches_the_oldest_is_given_up_and_begins_anew(folder, slow_search, monkeypatch):
     _, go = slow_search
     monkeypatch.setattr(live, "PATIENCE_SECONDS", 0.01)
+    monkeypatch.setattr(live, "SETTLE_ROWS", 0)
     run = LiveRun(folder)
     run.catch_up()
     assert answers.rows(run, Query(text="owned"))["searched"] < 1
