@@ -211,6 +211,8 @@ def test_a_resumed_run_has_no_filter_of_what_it_dropped(tmp_path, part_bytes, st
     again.resume(step)
     for number in range(step, 20):
         again.write(rows_of(texts_with("newer")[number * 10 : number * 10 + 10]), number + 1)
+        # Also while new rows do not yet fill a stretch.
+        assert sum(found_by_search(tmp_path, "newer")) == 10 * (number + 1 - step)
     assert covered(tmp_path) > 150
     assert not (tmp_path / FOLDER / ASIDE).exists()
     wanted = [row >= 10 * step for row in range(200)]

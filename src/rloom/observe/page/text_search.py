@@ -61,6 +61,7 @@ class TextSearch:
         self.matches[:before], self.seen[:before] = False if known is None else known, True
         self._needle, self._filter = Needle(text), filtered
         self._stop = False
+        self._newer: TextSearch | None = None
         self._end = threading.Event()
         self._lock, self._left, self._going = threading.Lock(), self._jobs(before), THREADS
         self._threads = [threading.Thread(target=self._run, daemon=True) for _ in range(THREADS)]
@@ -95,10 +96,14 @@ class TextSearch:
             thread.start()
         return self
 
-    def wait(self, seconds: float) -> bool:
-        """Wait for the end, or so long. Returns whether it is done."""
+    def wait(self, seconds: float | None) -> bool:
+        """Wait for the end, or so long (None: as long as it takes). Returns whether it is done."""
         self._end.wait(seconds)
         return self.done
+
+    def give_way(self, newer: TextSearch) -> None:
+        """Go on when another search has ended: it is of what was typed since."""
+        self._newer = newer
 
     def stop(self) -> None:
         """Give up."""
@@ -127,6 +132,8 @@ class TextSearch:
         try:
             while (job := self._next()) is not None:
                 rows, some = job
+                if self._newer is not None:
+                    self._newer.wait(None)
                 if some is None:
                     self._search_rows(reader.lines(self.records[rows]), rows)
                 else:

@@ -60,7 +60,7 @@
     catch (error) { if (mine === asked) list.replaceChildren(R.el("p", { class: "error" }, error.message)); return; }
     if (mine !== asked || !list.isConnected) return;
     // A long search goes on: its later rows are asked for until it is done. The server waits for it before it answers.
-    if (found.searched < 1) setTimeout(() => { if (mine === asked && list.isConnected) ask(true); }, 20);
+    if (found.searched < 1) setTimeout(() => { if (mine === asked && list.isConnected) ask(true); }, found.final ? 100 : 20);
     if (quietly && JSON.stringify(found.rows) === JSON.stringify(rows)) { tell(found, began); return; }
     const key = at >= 0 && rows[at] ? rows[at].id : null;
     rows = found.rows;
