@@ -945,7 +945,7 @@ MUTANTS = [
         "observe/text_filter.py",
         "    span = (np.uint64(2) <<",
         "    span = (np.uint64(1) <<",
-        "tests/unit/test_text_filter.py::test_a_text_that_is_not_there_costs_no_reading_of_lines",
+        "tests/unit/test_text_filter.py::test_the_rows_of_a_block_are_those_with_a_byte_in_it",
     ),
     Mutant(
         "observe/text_filter.py",

@@ -18,7 +18,17 @@ from rloom.observe.page.query import Query
 from rloom.observe.page.text_search import TextSearch
 from rloom.observe.row_index import read_index
 from rloom.observe.store import FOLDER, RunStore
-from rloom.observe.text_filter import BLOCKS, FILTER, HEADER, STRETCH, TextFilter, begins, looked_up, stretch_of
+from rloom.observe.text_filter import (
+    BLOCKS,
+    FILTER,
+    HEADER,
+    STRETCH,
+    TextFilter,
+    begins,
+    looked_up,
+    rows_in,
+    stretch_of,
+)
 
 PIECES = [
     "the ", "answer ", "is ", "nn", "n", "\\n", "\n", "\t", '"', "\\", "u00e9", "é", "日本", "\U0001f600",
@@ -117,6 +127,16 @@ def test_a_word_has_few_bits_for_a_text_that_is_not_there():
     assert int(begins(stretch["table"], looked_up(text[500:520] + text[100:120]))[0]).bit_count() <= 2
 
 
+def test_the_rows_of_a_block_are_those_with_a_byte_in_it():
+    draw = random.Random(0)
+    sizes = np.array([draw.choice([1, 5, 16, 17, 40]) for _ in range(40)], "<u4")
+    owners = np.repeat(np.arange(40), sizes)
+    stretch = stretch_of(0, 40, b"x" * len(owners))[0]
+    for block in range(BLOCKS):
+        expected = np.unique(owners[block << int(stretch["shift"]) : (block + 1) << int(stretch["shift"])])
+        assert rows_in(stretch, 1 << block, sizes).tolist() == expected.tolist()
+
+
 @pytest.mark.parametrize("seed", range(8))
 @pytest.mark.parametrize("memmem", [True, False])
 def test_a_search_finds_what_a_plain_scan_finds(tmp_path, monkeypatch, seed, memmem):
@@ -209,10 +229,10 @@ def test_a_resumed_run_has_no_filter_of_what_it_dropped(tmp_path, part_bytes, st
     assert covered(tmp_path) > 150
     again = RunStore(tmp_path, part_bytes=part_bytes)
     again.resume(step)
-    for number in range(step, 20):
-        again.write(rows_of(texts_with("newer")[number * 10 : number * 10 + 10]), number + 1)
+    for row in range(step * 10, 200, 5):
+        again.write(rows_of(texts_with("newer")[row : row + 5]), row // 10 + 1)
         # Also while new rows do not yet fill a stretch.
-        assert sum(found_by_search(tmp_path, "newer")) == 10 * (number + 1 - step)
+        assert sum(found_by_search(tmp_path, "newer")) == row + 5 - 10 * step
     assert covered(tmp_path) > 150
     assert not (tmp_path / FOLDER / ASIDE).exists()
     wanted = [row >= 10 * step for row in range(200)]
