@@ -973,7 +973,7 @@ MUTANTS = [
     ),
     Mutant(
         "observe/page/live.py",
-        "                    other.give_way(search)",
+        "                    older.give_way(search)",
         "                    pass",
         "tests/unit/test_page.py::test_what_was_typed_last_is_searched_first",
     ),

@@ -170,8 +170,8 @@ class LiveRun:
                 found = None if search is None else search.matches
                 filtered = TextFilter(self.reader.store, version, indexed)
                 search = TextSearch(self.reader.store, records, text, found, filtered).start()
-                for _, other in self._searches.values():
-                    other.give_way(search)
+                for _, older in self._searches.values():
+                    older.give_way(search)
             self._searches[text] = (version, search)
             for other in list(self._searches)[:-SEARCHES]:
                 self._searches.pop(other)[1].stop()
