@@ -4,6 +4,7 @@ python bench/page.py open                     2,000 updates × 256 completions: 
 python bench/page.py open --times 9           the same nine times over (10 GB, made in two minutes)
 python bench/page.py demo                     the share of a demo step that writing takes
 python bench/page.py write                    the host's seconds for writing 128 completions of 256 tokens
+python bench/page.py filter                   how many rows the filter of texts leaves over, in natural text
 
 Needs Chromium for `open` (apt-get install chromium). Times in the browser are from the press of a key, or the start of
 the navigation, to what it asked for being painted.
@@ -20,16 +21,18 @@ import sys
 import tempfile
 import time
 from pathlib import Path
-from statistics import median
+from statistics import mean, median
 
 import numpy as np
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
+from rloom.observe.page.needle import Needle
 from rloom.observe.row_index import NAMES, RECORDS, read_index, write_index
 from rloom.observe.row_json import packed_ids
 from rloom.observe.runs import packed
 from rloom.observe.store import FOLDER, METRICS, RunStore
+from rloom.observe.text_filter import FILTER, HEADER, STRETCH, TextFilter, checks_of, rows_in
 
 WORDS = [f"{a}{b}" for a in ("lo", "ren", "tas", "mi", "qu", "ver") for b in ("um", "ipsa", "do", "ne", "rex")]
 
@@ -90,6 +93,17 @@ def repeat_run(folder: Path, times: int) -> None:
         with (store / METRICS).open("ab") as file:
             file.write(later(logs, shift))
     write_index(store, names, np.concatenate(copies))
+    repeat_filter(store, len(records), times)
+
+
+def repeat_filter(store: Path, rows: int, times: int) -> None:
+    """The filter of a run that is repeated: the same texts at later places."""
+    made = np.fromfile(store / FILTER, STRETCH, offset=HEADER)
+    with (store / FILTER).open("ab") as file:
+        for _ in range(1, times):
+            made["first"] += rows
+            made["check"] = checks_of(made)
+            file.write(made.tobytes())
 
 
 def later(lines: bytes, shift: int) -> bytes:
@@ -99,7 +113,8 @@ def later(lines: bytes, shift: int) -> bytes:
 
 def size_of(folder: Path) -> str:
     sizes = {path.name: path.stat().st_size / 1e6 for path in (folder / FOLDER).iterdir()}
-    return f"{sum(sizes.values()):,.0f} MB, of which the index {sizes.get(RECORDS, 0):,.0f} MB"
+    own = f"the index {sizes.get(RECORDS, 0):,.0f} MB, the filter of texts {sizes.get(FILTER, 0):,.0f} MB"
+    return f"{sum(sizes.values()):,.0f} MB, of which {own}"
 
 
 # -- in the browser
@@ -129,16 +144,17 @@ ASK = """new Promise((done) => {{
   const form = document.getElementById('filters'), found = document.getElementById('found'), began = performance.now();
   form.reset = () => 0;
   for (const [name, value] of Object.entries({values})) form.elements[name].value = value;
-  let first = null;
+  let first = null, final = null;
   const watch = new MutationObserver(() => {{
     if (first === null) first = performance.now() - began;
+    if (final === null && found.dataset.final === 'true') final = performance.now() - began;
     if (found.dataset.searched === '1') {{
       watch.disconnect();
-      const end = () => done([first, performance.now() - began, Number(found.dataset.count)]);
+      const end = () => done([first, final, performance.now() - began, Number(found.dataset.count)]);
       requestAnimationFrame(() => requestAnimationFrame(end));
     }}
   }});
-  watch.observe(found, {{ attributes: true, attributeFilter: ['data-asked', 'data-searched'] }});
+  watch.observe(found, {{ attributes: true, attributeFilter: ['data-asked', 'data-final', 'data-searched'] }});
   form.dispatchEvent(new Event('change', {{ bubbles: true }}));
 }})"""
 FILTERS = {
@@ -153,6 +169,10 @@ FILTERS = {
     "all, by length": {"sort": "-num_tokens"},
     "text of 1 in 10,000": {"text": "needle", "sort": "-step"},
     "text of every one": {"text": WORDS[3], "sort": "-step"},
+    "text of every one, by reward": {"text": WORDS[4], "sort": "-reward"},
+    "text of every one, two letters": {"text": "qu", "sort": "-step"},
+    "text of 1 in 5, its parts everywhere": {"text": "tasne loum", "sort": "-step"},
+    "text of 1 in 100, its parts everywhere, by reward": {"text": "tasne loum tasne", "sort": "-reward"},
     "text of none, by reward": {"text": "no such text", "sort": "-reward"},
 }
 FIELDS = (
@@ -195,8 +215,9 @@ def opened(folder: Path, browser: object, label: str) -> None:
                 browser.run(ASK.format(values=json.dumps(dict.fromkeys(FIELDS, "") | {"sort": "-step"})))  # type: ignore[attr-defined]
             # A text that was just searched for is known: only the first search counts.
             counted = times[:1] if "text" in values else times
-            first, done = median(t[0] for t in counted), median(t[1] for t in counted)
-            print(f"  {name}: {times[0][2]:,} rows; first after {first:.0f} ms, all after {done:.0f} ms")
+            first, final, done = (median(t[i] for t in counted) for i in range(3))
+            said_of = f"first after {first:.0f} ms, final after {final:.0f} ms, all after {done:.0f} ms"
+            print(f"  {name}: {times[0][3]:,} rows; {said_of}")
             said.append(f"{name} {memory_of(process)}")
         print(f"  memory of the server, its own and with what it maps, MB: {'; '.join(said)}")
     finally:
@@ -215,11 +236,11 @@ def measure_opening(folder: Path, steps: int, completions: int, times: int) -> N
     print(f"{steps * times:,} updates × {completions} completions, {size_of(folder)}")
     with Browser() as browser:
         opened(folder, browser, "indexed")
-        for name in (RECORDS, NAMES):
-            (folder / FOLDER / name).rename(folder / FOLDER / f"{name}.kept")
+        for name in (RECORDS, NAMES, FILTER):
+            (folder / FOLDER / name).rename(folder / FOLDER / f"kept-{name}")
         opened(folder, browser, "an older store, without an index")
-        for name in (RECORDS, NAMES):
-            (folder / FOLDER / f"{name}.kept").rename(folder / FOLDER / name)
+        for name in (RECORDS, NAMES, FILTER):
+            (folder / FOLDER / f"kept-{name}").rename(folder / FOLDER / name)
 
 
 # -- while training
@@ -253,7 +274,41 @@ def measure_writing() -> None:
             store.log({f"rewards/{i}/mean": draw.random() for i in range(40)}, step)
             logs.append(time.perf_counter() - began)
         found = [f"{1e3 * median(several):.2f} ms" for several in (times, busy, logs)]
-        print(f"128 completions of 256 tokens: {found[0]} ({found[1]} of CPU); a log of 40 metrics {found[2]}")
+        # The filter of texts is made at about every second step: a median may lack it.
+        means = f"mean {1e3 * mean(sorted(busy)[:-10]):.2f} ms of CPU without the ten longest"
+        print(f"128 completions of 256 tokens: {found[0]} ({found[1]} of CPU; {means}); a log of 40 metrics {found[2]}")
+
+
+def measure_filter() -> None:
+    """What the filter leaves over in natural text, the project's own: the share of rows for parts of its texts."""
+    root = Path(__file__).parents[1]
+    pages = [p.read_text() for where in ("docs/*.md", "bench/*.md", "*.md", "src/**/*.py") for p in root.glob(where)]
+    whole = "\n".join(pages)
+    texts = [whole[start : start + 1000] for start in range(0, len(whole), 1000)]
+    random.Random(0).shuffle(texts)
+    with tempfile.TemporaryDirectory() as folder:
+        store = RunStore(folder)
+        store.write([{"group": 0, "completion": text} for text in texts], 1)
+        found = read_index(Path(folder) / FOLDER)
+        assert found is not None
+        names, records = found
+        draw = random.Random(1)
+        print(f"{len(texts)} rows of 1,000 characters of the project's pages and sources")
+        for length in (5, 6, 8, 12, 20, 40):
+            left, right, rows = 0, 0, 0
+            for _ in range(200):
+                start = draw.randrange(len(whole) - length)
+                text = whole[start : start + length]
+                right += sum(text in one for one in texts)
+                for stretch, word in TextFilter(store.folder, names.id, len(records)).candidates(encoded(text)):
+                    first, last = int(stretch["first"]), int(stretch["first"] + stretch["rows"])
+                    left += len(rows_in(stretch, word, records["text_size"][first:last]))
+                    rows += last - first
+            print(f"  texts of {length}: left {left / rows:.1%} of rows, {right / len(texts) / 200:.1%} hold it")
+
+
+def encoded(text: str) -> bytes:
+    return Needle(text).encoded
 
 
 def measure_demo(steps: int) -> None:
@@ -296,7 +351,7 @@ def timed(function, spent: dict[str, float], label: str):
 
 def main() -> None:
     parser = argparse.ArgumentParser()
-    parser.add_argument("what", choices=("open", "demo", "write"))
+    parser.add_argument("what", choices=("open", "demo", "write", "filter"))
     parser.add_argument("--steps", type=int, default=2000)
     parser.add_argument("--completions", type=int, default=256)
     parser.add_argument("--times", type=int, default=1, help="make the run longer by repeating it")
@@ -304,6 +359,8 @@ def main() -> None:
     options = parser.parse_args()
     if options.what == "write":
         measure_writing()
+    elif options.what == "filter":
+        measure_filter()
     elif options.what == "demo":
         measure_demo(min(options.steps, 100))
     elif options.folder:

@@ -913,8 +913,8 @@ MUTANTS = [
     # -- the search for a text
     Mutant(
         "observe/page/text_search.py",
-        "            first = max(first, known)",
-        "            pass",
+        "        yield from self._slices(known, end)",
+        "        yield from self._slices(0, end)",
         "tests/unit/test_page.py::test_of_a_run_that_goes_on_only_new_rows_are_searched",
     ),
     Mutant(
@@ -924,10 +924,64 @@ MUTANTS = [
         "tests/unit/test_page.py::test_a_search_does_not_go_on_in_rows_that_are_others",
     ),
     Mutant(
-        "observe/page/text_search.py",
-        """self.text in json.loads(b'"' + data[begin[row] : end[row]].tobytes() + b'"')""",
+        "observe/page/needle.py",
+        """self.text in json.loads(b'"' + text + b'"')""",
         "True",
         "tests/unit/test_page.py::test_what_only_json_writes_is_not_found",
+    ),
+    Mutant(
+        "observe/page/needle.py",
+        'sure = b"\\\\" not in before and not self._halves',
+        'sure = b"\\\\" not in before',
+        "tests/unit/test_text_filter.py::test_half_of_a_pair_is_not_found_in_a_whole_one",
+    ),
+    Mutant(
+        "observe/text_filter.py",
+        "    return until[:, -1] | across",
+        "    return until[:, -1]",
+        "tests/unit/test_text_filter.py::test_a_word_has_a_bit_wherever_a_text_begins[0]",
+    ),
+    Mutant(
+        "observe/text_filter.py",
+        "    span = (np.uint64(2) <<",
+        "    span = (np.uint64(1) <<",
+        "tests/unit/test_text_filter.py::test_the_rows_of_a_block_are_those_with_a_byte_in_it",
+    ),
+    Mutant(
+        "observe/text_filter.py",
+        ' & (found["check"] == checks_of(found))',
+        "",
+        "tests/unit/test_text_filter.py::test_a_damaged_filter_loses_nothing[zeros in a table]",
+    ),
+    Mutant(
+        "observe/text_filter.py",
+        "if header == header_of(index_id) else 0",
+        "if header else 0",
+        "tests/unit/test_text_filter.py::test_a_filter_that_an_older_version_left_beside_a_resumed_run_is_not_used",
+    ),
+    Mutant(
+        "observe/filter_writer.py",
+        'np.flatnonzero(found["first"] + found["rows"] > rows)',
+        'np.flatnonzero(found["first"] > 10**9)',
+        "tests/unit/test_text_filter.py::test_a_resumed_run_has_no_filter_of_what_it_dropped[7-2000]",
+    ),
+    Mutant(
+        "observe/store.py",
+        "            set_filter_aside(self.folder)",
+        "            pass",
+        "tests/unit/test_text_filter.py::test_a_resume_that_fails_leaves_no_filter",
+    ),
+    Mutant(
+        "observe/page/live.py",
+        "                    older.give_way(search)",
+        "                    pass",
+        "tests/unit/test_page.py::test_what_was_typed_last_is_searched_first",
+    ),
+    Mutant(
+        "observe/page/live.py",
+        "    return len(order) == len(possible) and bool(search.seen[order].all())",
+        "    return True",
+        "tests/unit/test_text_filter.py::test_rows_that_may_still_change_are_not_called_final",
     ),
     Mutant(
         "observe/page/query.py",

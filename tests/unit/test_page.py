@@ -24,7 +24,7 @@ from rich.console import Console
 from rloom.cli.main import main
 from rloom.errors import DataError
 from rloom.observe import read_store, row_table
-from rloom.observe.page import answers, live, query
+from rloom.observe.page import answers, live, query, text_search
 from rloom.observe.page.export import document, export, sampled_rows
 from rloom.observe.page.live import LiveRun
 from rloom.observe.page.query import Query
@@ -212,7 +212,7 @@ def test_what_only_json_writes_is_not_found(tmp_path):
 
 
 def test_a_search_without_a_c_library_finds_the_same(folder, monkeypatch):
-    monkeypatch.setattr("rloom.observe.page.text_search._search", None)
+    monkeypatch.setattr("rloom.observe.page.needle._search", None)
     run = LiveRun(folder)
     run.catch_up()
     search = TextSearch(folder / "_rollouts", run.snapshot()[0], "nice").start()
@@ -336,9 +336,35 @@ def test_two_tabs_search_for_two_texts(folder, slow_search, monkeypatch):
             assert (answer.result()["searched"], answer.result()["count"]) == (1.0, wanted)
 
 
+def test_what_was_typed_last_is_searched_first(folder, slow_search, monkeypatch):
+    """What was searched for before, such as its first letters, waits."""
+    began, go = slow_search
+    monkeypatch.setattr(live, "PATIENCE_SECONDS", 0.0)
+    monkeypatch.setattr(live, "SETTLE_ROWS", 0)
+    order, search_rows = [], TextSearch._search_rows
+    monkeypatch.setattr(
+        TextSearch, "_search_rows", lambda self, *given: (order.append(self.text), search_rows(self, *given))
+    )
+    run = LiveRun(folder)
+    run.catch_up()
+    for text in ("own", "owned"):
+        began.clear()
+        answers.rows(run, Query(text=text))
+        assert began.wait(20)
+    before = order.count("own")
+    go.set()
+    for text in ("own", "owned"):
+        assert run._searches[text][1].wait(20)
+    assert order.count("own") > before + 2
+    # Threads that were in the middle of some rows end these.
+    last = len(order) - 1 - order[::-1].index("owned")
+    assert order[:last].count("own") <= before + text_search.THREADS
+
+
 def test_of_too_many_searches_the_oldest_is_given_up_and_begins_anew(folder, slow_search, monkeypatch):
     _, go = slow_search
     monkeypatch.setattr(live, "PATIENCE_SECONDS", 0.01)
+    monkeypatch.setattr(live, "SETTLE_ROWS", 0)
     run = LiveRun(folder)
     run.catch_up()
     assert answers.rows(run, Query(text="owned"))["searched"] < 1

@@ -21,6 +21,7 @@ from typing import Any
 
 import numpy as np
 
+from rloom.observe.filter_writer import FilterWriter, remove_filter, texts_of
 from rloom.observe.lines import append_whole, first_step, lines_of, parsed, parts_of
 
 RECORDS, NAMES = "index.bin", "index.json"
@@ -267,25 +268,30 @@ def _replace(path: Path, data: bytes) -> None:
 
 
 def remove_index(folder: Path) -> None:
-    """Remove the index of a store."""
+    """Remove the index of a store, and the filter that goes with it."""
+    remove_filter(folder)
     for name in (NAMES, RECORDS):
         (folder / name).unlink(missing_ok=True)
 
 
 class IndexWriter:
-    """Appends records to a store's index, as the store's lines are appended."""
+    """Appends to a store's index, and to the filter of its texts, as the store's lines are appended."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self._builder: IndexBuilder | None = None
+        self._filter = FilterWriter(folder)
 
     def resume(self, step: int) -> None:
-        """Drop the records of steps after `step`, and add those that are missing. The lines have been cut already."""
+        """Drop the records of steps after `step`, and add those that are missing. The lines have been cut already, and
+        the filter was set aside before that."""
         names, kept = self._believed(step)
-        names.id = uuid.uuid4().hex
+        former, names.id = names.id, uuid.uuid4().hex
         builder = IndexBuilder(names)
-        kept = joined([kept, *tail_of(self.folder, builder, end_of(kept))], names)
-        write_index(self.folder, names, kept)
+        new = joined(tail_of(self.folder, builder, end_of(kept)), names)
+        write_index(self.folder, names, joined([kept, new], names))
+        self._filter.resume(names.id, former, len(kept))
+        self._filter.add(len(kept), texts_of(self.folder, new))
         self._builder = builder
 
     def _believed(self, step: int) -> tuple[IndexNames, np.ndarray]:
@@ -306,13 +312,16 @@ class IndexWriter:
         if self._builder is None:
             self._builder = IndexBuilder(IndexNames())
             write_index(self.folder, self._builder.names, np.zeros(0, self._builder.names.dtype()))
+            self._filter.begin(self._builder.names.id)
         names = self._builder.names
         before = (list(names.scores), len(names.modes), len(names.stop_reasons))
         starts = itertools.accumulate((len(line) + 1 for line in lines[:-1]), initial=offset)
         records = self._builder.records(rows, lines, part=part, offsets=starts)
         if before != (names.scores, len(names.modes), len(names.stop_reasons)):
             self._rename(before[0])
-        append_whole(self.folder / RECORDS, records.tobytes())
+        first = append_whole(self.folder / RECORDS, records.tobytes()) // records.itemsize
+        places = zip(lines, records["text_at"].tolist(), records["text_size"].tolist(), strict=True)
+        self._filter.add(first, [line[at : at + size] for line, at, size in places])
 
     def _rename(self, scores: list[str]) -> None:
         """Write the names anew. With another number of scores, records have another size, and are written anew too."""
@@ -324,3 +333,4 @@ class IndexWriter:
         old = np.fromfile(self.folder / RECORDS, IndexNames(scores=scores).dtype())
         names.id = uuid.uuid4().hex
         write_index(self.folder, names, widened(old, names))
+        self._filter.rename(names.id)

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from rloom.observe.filter_writer import make_filter
 from rloom.observe.lines import first_step, parts_of
 from rloom.observe.row_index import (
     IndexBuilder,
@@ -49,8 +50,8 @@ class RowTable:
         self.folder = folder
         self.names = IndexNames()
         self.records: np.ndarray = np.zeros(0, self.names.dtype())
-        # Both at once, for other threads.
-        self.view = (self.records, self.names)
+        # These at once, for other threads: records, names, and how many of the records are in the index on disk.
+        self.view = (self.records, self.names, 0)
         self.complete = False
         # The share of the lines' bytes that the records cover.
         self.share = 1.0
@@ -79,7 +80,7 @@ class RowTable:
         self.complete, self.share = missing == 0, 1.0 - missing / max(total, 1)
         new = [one.records for _, one in sorted(self._read.items()) if len(one.records)]
         self.records = joined([self._base, *new], self.names) if new else self._base
-        self.view = (self.records, self.names.copy())
+        self.view = (self.records, self.names.copy(), len(self._base))
 
     def read_all(self) -> None:
         """Refresh until the table is complete."""
@@ -90,10 +91,7 @@ class RowTable:
     def save(self) -> bool:
         """Write the index of a store that has none, where it is complete and no run writes to it. Returns whether it
         was written."""
-        parts = parts_of(self.folder)
-        if self._on_disk or not self.complete or not parts:
-            return False
-        if time.time() - max(part.stat().st_mtime for part in parts) < QUIET_SECONDS:
+        if self._on_disk or not self.complete or not self.is_quiet():
             return False
         try:
             write_index(self.folder, self.names, self.records)
@@ -101,6 +99,27 @@ class RowTable:
             # A folder that may only be read: the lines are read again the next time.
             return False
         return True
+
+    def save_filter(self) -> bool:
+        """Write the filter of texts for a store whose index has none, from its lines, where no run writes to it.
+        Returns whether it was written."""
+        records, names, indexed = self.view
+
+        def going_on() -> bool:
+            found = read_index(self.folder)
+            return self.is_quiet() and found is not None and found[0].id == names.id
+
+        if len(records) != indexed or not going_on():
+            return False
+        return make_filter(self.folder, names.id, records, going_on)
+
+    def is_quiet(self) -> bool:
+        """Whether there are lines, and none was written in the last minute."""
+        try:
+            written = max((part.stat().st_mtime for part in parts_of(self.folder)), default=None)
+        except OSError:
+            return False
+        return written is not None and time.time() - written >= QUIET_SECONDS
 
     def line_of(self, record: np.void) -> dict[str, Any]:
         """The stored row of a record."""

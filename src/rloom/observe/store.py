@@ -13,6 +13,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+from rloom.observe.filter_writer import set_filter_aside
 from rloom.observe.lines import append_whole, cut, drop_torn_line, first_step, lines_of, parts_of, warn_of_damage
 from rloom.observe.row_index import IndexWriter, remove_index
 from rloom.observe.row_json import TEXTS, as_json, finite, shortest, with_token_ids
@@ -71,6 +72,7 @@ class RunStore:
         """Resume a run after `step`. Rows of later steps are dropped, since they will be written again."""
         self._own, self._trained, self._checked, self._off = True, True, set(), False
         try:
+            set_filter_aside(self.folder)
             dropped = self._drop_after(step)
             self._step, self._groups = step, _groups_of(self.folder, step)
         except (OSError, ValueError) as error:

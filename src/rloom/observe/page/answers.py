@@ -98,14 +98,15 @@ def _finite(value: Any) -> float | None:
 def rows(run: LiveRun, query: Query) -> dict[str, Any]:
     """The rows that a query asks for: their number, and some of them, with the beginnings of their texts."""
     began = time.perf_counter()
-    records, names, places, searched = run.find(query)
-    shown = in_order(records, names, places, query.sort, query.offset, query.limit)
+    found = run.find(query)
+    shown = in_order(found.records, found.names, found.places, query.sort, query.offset, query.limit)
     return {
-        "count": len(places),
-        "of": len(records),
-        "searched": searched,
+        "count": len(found.places),
+        "of": len(found.records),
+        "searched": found.searched,
+        "final": found.final,
         "share": run.reader.table.share,
-        "rows": [_short(run, records[place]) for place in shown],
+        "rows": [_short(run, found.records[place]) for place in shown],
         "seconds": time.perf_counter() - began,
     }
 

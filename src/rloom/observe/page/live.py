@@ -5,28 +5,43 @@ from __future__ import annotations
 import json
 import threading
 import time
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from rloom.observe.page.query import Query, chosen
+from rloom.observe.page.query import Query, chosen, in_order
 from rloom.observe.page.text_search import TextSearch
 from rloom.observe.row_index import IndexNames
 from rloom.observe.runs import RunReader
 from rloom.observe.store import METRICS
+from rloom.observe.text_filter import TextFilter
 from rloom.printable import get_logger
 
 logger = get_logger(__name__)
 
 FRESH_SECONDS = 1.0
 """How long what was read is believed."""
-PATIENCE_SECONDS = 0.2
+PATIENCE_SECONDS = 0.1
 """How long an answer waits for a text search. Then it has the rows found so far, and says so."""
-
+SETTLE_SECONDS, SETTLE_ROWS = 0.1, 20_000
+"""How long, and in how many rows, it then looks for the rows of the page itself, so that these at least are final."""
 
 SEARCHES = 4
 """Texts whose searches are kept, and may go on at the same time: pages in several tabs ask for different ones."""
+
+
+@dataclass(slots=True)
+class Found:
+    """What a query has found: records, their names, the places of those it asks for, the share of all rows that was
+    searched for its text, and whether the rows that it shows stay the same when the rest is searched."""
+
+    records: np.ndarray
+    names: IndexNames
+    places: np.ndarray
+    searched: float = 1.0
+    final: bool = True
 
 
 class LiveRun:
@@ -79,6 +94,18 @@ class LiveRun:
             # Whoever waits for the lock gets it.
             time.sleep(0.01)
 
+    def prepare(self) -> None:
+        """Give a store what makes it quick to show, where an older version has written it: an index, and then a filter
+        of its texts. Both are made from the lines, while others are answered."""
+        self.catch_up(keep_trying=True)
+        try:
+            with self._table_lock:
+                self.reader.table.refresh()
+            self.reader.table.save_filter()
+        except (OSError, ValueError) as error:
+            # A folder that may only be read, or a run that is resumed just now.
+            logger.info("searches in %s read all lines: it got no filter of texts: %s", self.reader.store, error)
+
     def _read_on(self) -> bool:
         """Read some of the lines. Returns whether these were the last."""
         table = self.reader.table
@@ -112,22 +139,25 @@ class LiveRun:
     def snapshot(self) -> tuple[np.ndarray, IndexNames]:
         """The records and their names, as of now."""
         self.refresh()
-        return self.reader.table.view
+        return self.reader.table.view[:2]
 
-    def find(self, query: Query) -> tuple[np.ndarray, IndexNames, np.ndarray, float]:
-        """The records and their names, the places of those that a query asks for, and the share that was searched."""
-        records, names = self.snapshot()
-        wanted, searched = chosen(records, names, query), 1.0
-        if query.text:
-            search = self._search(records, query.text, names.id)
-            search.wait(PATIENCE_SECONDS)
-            searched = search.looked / len(records) if len(records) else 1.0
-            found = search.matches[: len(wanted)]
-            wanted[: len(found)] &= found
-            wanted[len(found) :] = False
-        return records, names, np.flatnonzero(wanted), searched
+    def find(self, query: Query) -> Found:
+        """The rows that a query asks for."""
+        self.refresh()
+        records, names, indexed = self.reader.table.view
+        wanted = chosen(records, names, query)
+        if not query.text:
+            return Found(records, names, np.flatnonzero(wanted))
+        search = self._search(records, query.text, names.id, indexed)
+        final = search.wait(PATIENCE_SECONDS) or _settled(search, records, names, wanted, query)
+        # Before the matches: those of rows that are counted as searched are there.
+        searched = search.looked / len(records) if len(records) else 1.0
+        found = search.matches[: len(wanted)]
+        wanted[: len(found)] &= found
+        wanted[len(found) :] = False
+        return Found(records, names, np.flatnonzero(wanted), searched, final or searched == 1.0)
 
-    def _search(self, records: np.ndarray, text: str, version: str) -> TextSearch:
+    def _search(self, records: np.ndarray, text: str, version: str, indexed: int) -> TextSearch:
         """The search for a text, which may be going on already. Of too many, the one that was asked for longest ago is
         given up, and says so to who still waits for it."""
         with self._lock:
@@ -138,11 +168,26 @@ class LiveRun:
             if search is None or (search.done and search.looked < len(records)):
                 # Where rows have come since, what was found before them stays.
                 found = None if search is None else search.matches
-                search = TextSearch(self.reader.store, records, text, known=found).start()
+                filtered = TextFilter(self.reader.store, version, indexed)
+                search = TextSearch(self.reader.store, records, text, found, filtered).start()
+                for _, older in self._searches.values():
+                    older.give_way(search)
             self._searches[text] = (version, search)
             for other in list(self._searches)[:-SEARCHES]:
                 self._searches.pop(other)[1].stop()
             return search
+
+
+def _settled(search: TextSearch, records: np.ndarray, names: IndexNames, wanted: np.ndarray, query: Query) -> bool:
+    """Search the rows of a query in its order, as far as its page goes. Returns whether that was done."""
+    if len(search.records) < len(records):
+        # Rows that came since are searched next.
+        return False
+    possible = np.flatnonzero(wanted & (search.matches | ~search.seen))
+    order = in_order(records, names, possible, query.sort, 0, SETTLE_ROWS)
+    if search.settle(order, query.offset + query.limit, SETTLE_SECONDS):
+        return True
+    return len(order) == len(possible) and bool(search.seen[order].all())
 
 
 def _entries_from(path: Path, start: int) -> list[dict[str, Any]] | None:

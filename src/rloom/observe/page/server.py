@@ -77,9 +77,9 @@ class PageServer(ThreadingHTTPServer):
         self.url = f"http://{shown}:{bound}/" + (f"?token={self.token}" if self.token else "")
 
     def begin(self) -> None:
-        """Read the lines of stores without an index, in the background."""
+        """Read the lines of stores without an index, or without a filter of texts, in the background."""
         for run in self.runs:
-            threading.Thread(target=run.catch_up, kwargs={"keep_trying": True}, daemon=True).start()
+            threading.Thread(target=run.prepare, daemon=True).start()
 
     def handle_error(self, request: Any, client_address: Any) -> None:
         """Say nothing of a browser that went away."""

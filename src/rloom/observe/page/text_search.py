@@ -1,45 +1,75 @@
-"""Finds a text in the completions of a large run: the lines are searched as they are on disk, the newest first.
+"""Finds a text in the completions of a large run, the newest first.
 
-A search goes on in threads of its own, so that the page has the first rows at once. It is exact, and distinguishes
-capitals. Most of its time is in C functions that other threads need not wait for, so that two cores search twice as
-fast as one.
+What the filter of texts excludes is not read; what it leaves over, and rows that have none, are searched as their lines
+are on disk. A search goes on in threads of its own, so that the page has the first rows at once. It is exact, and
+distinguishes capitals. Most of its time is in C functions that other threads need not wait for, so that two cores
+search twice as fast as one.
 """
 
 from __future__ import annotations
 
-import ctypes
-import json
 import os
 import threading
-from collections.abc import Callable, Iterator
-from io import FileIO
+import time
+from bisect import bisect_left
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
 
-BLOCK = 2**19
+from rloom.observe.page.needle import LineReader, Needle
+from rloom.observe.text_filter import TextFilter, rows_in
+
+BLOCK = 2**20
 """Bytes of lines that are read and searched at once. They stay in a core's cache between the two."""
 THREADS = min(4, os.cpu_count() or 1)
+FEW_BLOCKS = 12
+"""Blocks of a stretch, of 64, in which a text may be and whose rows are read one by one. With more, all lines of the
+stretch are read at once."""
+MANY_ROWS = 4096
+"""Rows that have to be read, after which a search does so, before it looks at more of the filter."""
+NONE = np.zeros(0, np.intp)
+AT_ONCE = 64
+"""Rows that are looked at before the clock is."""
 
 
 class TextSearch:
     """Searches the completions of the rows of a table for a text.
 
-    `matches` is True for rows found so far, `done` when all were looked at, `ended` also when it was stopped before.
-    `known` is what an earlier search has found in the first rows, which are not looked at again.
+    `matches` is True for rows found so far, `seen` for those that were looked at. `done` is True when these are all,
+    `ended` also when it was stopped before.
+
+    Args:
+        folder: of the store.
+        records: the table.
+        text: what to look for.
+        known: what an earlier search has found in the first rows, which are not looked at again.
+        filtered: the filter of the store's texts, if it has one.
     """
 
-    def __init__(self, folder: Path, records: np.ndarray, text: str, known: np.ndarray | None = None) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        records: np.ndarray,
+        text: str,
+        known: np.ndarray | None = None,
+        filtered: TextFilter | None = None,
+    ) -> None:
         self.folder, self.records, self.text = folder, records, text
-        self.matches = np.zeros(len(records), bool)
-        self.looked = 0 if known is None else len(known)
-        self.matches[: self.looked] = False if known is None else known
+        self.matches, self.seen = np.zeros(len(records), bool), np.zeros(len(records), bool)
+        before = 0 if known is None else len(known)
+        self.matches[:before], self.seen[:before] = False if known is None else known, True
+        self._needle, self._filter = Needle(text), filtered
         self._stop = False
+        self._newer: TextSearch | None = None
         self._end = threading.Event()
-        # As the lines have it: JSON, in ASCII.
-        self._encoded = json.dumps(text)[1:-1].encode()
-        self._lock, self._blocks, self._going = threading.Lock(), self._slices(self.looked), THREADS
+        self._lock, self._left, self._going = threading.Lock(), self._jobs(before), THREADS
         self._threads = [threading.Thread(target=self._run, daemon=True) for _ in range(THREADS)]
+
+    @property
+    def looked(self) -> int:
+        """How many rows were looked at."""
+        return int(np.count_nonzero(self.seen))
 
     @property
     def done(self) -> bool:
@@ -66,20 +96,49 @@ class TextSearch:
             thread.start()
         return self
 
-    def wait(self, seconds: float) -> bool:
-        """Wait for the end, or so long. Returns whether it is done."""
+    def wait(self, seconds: float | None) -> bool:
+        """Wait for the end, or so long (None: as long as it takes). Returns whether it is done."""
         self._end.wait(seconds)
         return self.done
+
+    def give_way(self, newer: TextSearch) -> None:
+        """Go on when another search has ended: it is of what was typed since."""
+        self._newer = newer
 
     def stop(self) -> None:
         """Give up."""
         self._stop = True
 
-    def _run(self) -> None:
-        reader = _Reader(self.folder)
+    def settle(self, order: np.ndarray, wanted: int, seconds: float) -> bool:
+        """Look at rows in an order, until so many of them hold the text, for so long at most. Returns whether there
+        are as many: then nothing that is found later stands before them."""
+        reader, end, found = LineReader(self.folder), time.monotonic() + seconds, 0
         try:
-            while (rows := self._next()) is not None:
-                self._search_rows(reader.read(self.records[rows]), rows)
+            for start in range(0, len(order), AT_ONCE):
+                rows = order[start : start + AT_ONCE]
+                self._look_at(rows[~self.seen[rows]], reader)
+                found += int(np.count_nonzero(self.matches[rows]))
+                if found >= wanted or time.monotonic() > end:
+                    break
+        except (OSError, ValueError):
+            # The run was resumed or moved meanwhile, as below.
+            return False
+        finally:
+            reader.close()
+        return found >= wanted
+
+    def _run(self) -> None:
+        reader = LineReader(self.folder)
+        try:
+            while (job := self._next()) is not None:
+                rows, some = job
+                if self._newer is not None:
+                    self._newer.wait(None)
+                if some is None:
+                    self._search_rows(reader.lines(self.records[rows]), rows)
+                else:
+                    self._look_at(some, reader)
+                self.seen[rows] = True
         except (OSError, ValueError):
             # The run was resumed or moved meanwhile: the page asks again, of the new table.
             self._stop = True
@@ -90,93 +149,57 @@ class TextSearch:
                 if not self._going:
                     self._end.set()
 
-    def _next(self) -> slice | None:
-        with self._lock:
-            return None if self._stop else next(self._blocks, None)
+    # -- which rows to look at
 
-    def _slices(self, known: int) -> Iterator[slice]:
-        """Neighbouring rows of one file, about a block of them at a time, the newest first."""
-        parts = self.records["part"]
-        # Rows are in the order of parts.
-        for number in np.unique(parts[known:])[::-1]:
-            first, last = (int(np.searchsorted(parts, number, side=side)) for side in ("left", "right"))
-            first = max(first, known)
-            offsets = self.records["offset"][first:last].astype(np.int64)
-            end = last
-            while end > first:
-                begin = first + int(np.searchsorted(offsets, offsets[end - 1 - first] - BLOCK, side="right"))
-                yield slice(begin, end)
-                end = begin
+    def _next(self) -> tuple[slice, np.ndarray | None] | None:
+        with self._lock:
+            return None if self._stop else next(self._left, None)
+
+    def _jobs(self, known: int) -> Iterator[tuple[slice, np.ndarray | None]]:
+        """Neighbouring rows, the newest first, and those of them that have to be looked at; None: all."""
+        end = len(self.records)
+        for stretch, word in self._filter.candidates(self._needle.encoded) if self._filter is not None else ():
+            first, last = int(stretch["first"]), int(stretch["first"] + stretch["rows"])
+            if last <= known:
+                break
+            if word.bit_count() > FEW_BLOCKS:
+                # As if it were not there.
+                if end - first > MANY_ROWS:
+                    yield from self._slices(max(first, known), end)
+                    end = max(first, known)
+                continue
+            yield from self._slices(last, end)
+            end = max(first, known)
+            some = first + rows_in(stretch, word, self.records["text_size"][first:last]) if word else NONE
+            if len(some):
+                yield slice(end, last), some[some >= known]
+            else:
+                self.seen[end:last] = True
+        yield from self._slices(known, end)
+
+    def _slices(self, first: int, last: int) -> Iterator[tuple[slice, None]]:
+        """Rows of one file, about a block of lines at a time, the newest first."""
+        while last > first:
+            number = int(self.records[last - 1]["part"])
+            # Rows are in the order of parts. Few are looked at: a table may be large, and on disk.
+            begin = bisect_left(range(last), number, lo=first, key=lambda place: int(self.records[place]["part"]))
+            offsets = self.records["offset"][begin:last].astype(np.int64)
+            while last > begin:
+                # Up to here a block of lines ends with the last of these rows.
+                start = begin + int(np.searchsorted(offsets, offsets[last - 1 - begin] - BLOCK, side="right"))
+                yield slice(start, last), None
+                last = start
+
+    # -- looking
 
     def _search_rows(self, data: np.ndarray, rows: slice) -> None:
         records = self.records[rows]
-        if _may_hold(data, self._encoded):
-            begin = records["offset"].astype(np.int64) - int(records["offset"][0]) + records["text_at"]
-            end = begin + records["text_size"]
-            # The first hit in each text, by one call for all of them.
-            whole = np.ndarray((1,), f"S{len(data)}", data)
-            hits = np.strings.find(whole, self._encoded, begin, end)
-            found = hits >= 0
-            for row in np.flatnonzero(found)[_in_escape(data, hits[found])]:
-                found[row] = self.text in json.loads(b'"' + data[begin[row] : end[row]].tobytes() + b'"')
-            self.matches[rows] = found
-        with self._lock:
-            self.looked += len(records)
+        begin = records["offset"].astype(np.int64) - int(records["offset"][0]) + records["text_at"]
+        self.matches[rows] = self._needle.in_rows(data, begin, begin + records["text_size"])
 
-
-class _Reader:
-    """Reads the lines of neighbouring rows. They are copied: touching a map of a file that a resumed run cuts meanwhile
-    would kill the process."""
-
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-        self._part = -1
-        self._file: FileIO | None = None
-        self._buffer = np.empty(0, np.uint8)
-
-    def read(self, records: np.ndarray) -> np.ndarray:
-        """The bytes of these rows' lines, until the next call."""
-        start = int(records["offset"][0])
-        size = int(records["offset"][-1]) + int(records["size"][-1]) - start
-        if len(self._buffer) < size:
-            self._buffer = np.empty(size + BLOCK, np.uint8)
-        data = self._buffer[:size]
-        file = self._open(int(records["part"][0]))
-        file.seek(start)
-        if file.readinto(data.data) != size:
-            raise ValueError(f"{file.name} was cut")
-        return data
-
-    def _open(self, part: int) -> FileIO:
-        if self._file is None or part != self._part:
-            self.close()
-            self._part, self._file = part, FileIO(self.folder / f"{part:09d}.jsonl")
-        return self._file
-
-    def close(self) -> None:
-        """Close the file."""
-        if self._file is not None:
-            self._file.close()
-
-
-def _memmem() -> Callable[..., int | None] | None:
-    """The C library's search, where it has one: twice as fast as NumPy's, if there is nothing to find."""
-    function = getattr(ctypes.CDLL(None), "memmem", None) if os.name == "posix" else None
-    if function is not None:
-        function.restype = ctypes.c_void_p
-        function.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_char_p, ctypes.c_size_t]
-    return function
-
-
-_search = _memmem()
-
-
-def _may_hold(data: np.ndarray, text: bytes) -> bool:
-    """Whether a text may be somewhere in a block: False only where it is not."""
-    return _search is None or _search(data.ctypes.data, len(data), text, len(text)) is not None
-
-
-def _in_escape(data: np.ndarray, hits: np.ndarray) -> np.ndarray:
-    """Whether hits may begin inside an escape, such as the n of \\n: then the row has to be decoded to know."""
-    before = np.maximum(hits[:, None] - np.arange(1, 6), 0)
-    return (data[before] == ord("\\")).any(1)
+    def _look_at(self, rows: np.ndarray, reader: LineReader) -> None:
+        records = self.records[rows]
+        columns = (records[name].tolist() for name in ("part", "offset", "text_at", "text_size"))
+        for row, part, offset, at, size in zip(rows.tolist(), *columns, strict=True):
+            self.matches[row] = self._needle.is_in(reader.bytes_at(part, offset + at, size))
+            self.seen[row] = True

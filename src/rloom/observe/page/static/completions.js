@@ -60,7 +60,7 @@
     catch (error) { if (mine === asked) list.replaceChildren(R.el("p", { class: "error" }, error.message)); return; }
     if (mine !== asked || !list.isConnected) return;
     // A long search goes on: its later rows are asked for until it is done. The server waits for it before it answers.
-    if (found.searched < 1) setTimeout(() => { if (mine === asked && list.isConnected) ask(true); }, 20);
+    if (found.searched < 1) setTimeout(() => { if (mine === asked && list.isConnected) ask(true); }, found.final ? 100 : 20);
     if (quietly && JSON.stringify(found.rows) === JSON.stringify(rows)) { tell(found, began); return; }
     const key = at >= 0 && rows[at] ? rows[at].id : null;
     rows = found.rows;
@@ -74,7 +74,7 @@
     const from = state().offset + 1, to = state().offset + rows.length;
     const parts = [`${R.number(found.count)} of ${R.number(found.of)} completions`];
     if (rows.length && found.count > rows.length) parts.push(`${from}–${to} shown`);
-    if (found.searched < 1) parts.push(`searching, ${Math.floor(100 * found.searched)}%`);
+    if (found.searched < 1) parts.push(`${found.final ? "counting on" : "searching"}, ${Math.floor(100 * found.searched)}%`);
     if (found.share < 1) parts.push(`older ones are being read, ${Math.floor(100 * found.share)}%`);
     if (!R.source.live) parts.push(`a sample of the run's ${R.number(info().rows)}`);
     const words = document.getElementById("found");
@@ -82,6 +82,7 @@
     words.dataset.count = found.count;
     words.dataset.milliseconds = (performance.now() - began).toFixed(1);
     words.dataset.asked = asked;
+    words.dataset.final = found.final;
     words.dataset.searched = found.searched;
     document.getElementById("before").disabled = state().offset === 0;
     document.getElementById("after").disabled = to >= found.count;

@@ -86,7 +86,7 @@ window.Rloom = window.Rloom || { views: {} };
       const all = this.data.runs[run].rows;
       const found = ordered(all.filter((row) => matches(row, query)), query.sort || "-step");
       const offset = Number(query.offset || 0), limit = Number(query.limit || 50);
-      return { count: found.length, of: all.length, searched: 1, share: 1, rows: found.slice(offset, offset + limit), seconds: 0 };
+      return { count: found.length, of: all.length, searched: 1, final: true, share: 1, rows: found.slice(offset, offset + limit), seconds: 0 };
     }
     async group(run, step, group, mode) {
       const same = (row) => row.step === step && row.group === group && row.mode === mode;
