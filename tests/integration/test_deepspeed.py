@@ -13,7 +13,8 @@ import pytest
 import torch
 
 from rloom.training.loop import UpdateLoop
-from rloom.training.processes import DeepSpeedProcess, Processes
+from rloom.training.processes import Processes
+from rloom.training.zero import DeepSpeedProcess
 from tests.conftest import make_model
 
 SCRIPT = """

@@ -76,6 +76,9 @@ class Processes:
     saves_parts = False
     """Whether each process writes its part of a checkpoint, instead of the main one all."""
 
+    own_files = False
+    """Whether DeepSpeed itself writes and reads the optimizer's state, a part for each process."""
+
     is_layered = False
     """Whether what needs no gradient runs on sharded weights, layer by layer, with all processes in step."""
 
@@ -101,7 +104,8 @@ class Processes:
         # Imported here: these are subclasses.
         from rloom.training.sharded import ShardedProcesses
         from rloom.training.sharding_options import asks_to_shard, reshards, saves_parts
-        from rloom.training.zero import ZeroProcesses, complete_config, settle_stage
+        from rloom.training.zero import DeepSpeedProcess, ZeroProcesses, complete_config, settle_stage
+        from rloom.training.zero_checkpoint import writes_itself
 
         if zero:
             plugin = accelerator.state.deepspeed_plugin
@@ -111,8 +115,14 @@ class Processes:
                     "the same, in less memory. To run ZeRO-1, leave grad_accum_dtype out"
                 )
             complete_config(plugin.deepspeed_config, args)
+        own_files = zero and writes_itself(accelerator.state.deepspeed_plugin.deepspeed_config)
+        if own_files and args.process_index == 0:
+            logger.warning(
+                "with offload_optimizer to NVMe, or in part, DeepSpeed writes the optimizer's state itself, a part for "
+                "each process: as many have to go on from a checkpoint"
+            )
         if args.world_size == 1:
-            return DeepSpeedProcess(device=args.device) if zero else cls()
+            return DeepSpeedProcess(device=args.device, own_files=own_files) if zero else cls()
         _heart()
         place, options = (
             (args.process_index, args.world_size),
@@ -127,7 +137,8 @@ class Processes:
             return cls(*place, **options)
         options |= {"half": half, "keep_copy": args.keep_whole_copy, "layered": not args.ds3_gather_for_generation}
         if zero:
-            return ZeroProcesses(*place, stage=accelerator.state.deepspeed_plugin.zero_stage, **options)
+            stage = accelerator.state.deepspeed_plugin.zero_stage
+            return ZeroProcesses(*place, stage=stage, own_files=own_files, **options)
         return ShardedProcesses(*place, reshard=reshards(args), saves_parts=saves_parts(args), **options)
 
     @property
@@ -362,6 +373,10 @@ class Processes:
         """Inside the block the optimizer's state is saved, or loaded, as a whole."""
         return nullcontext()
 
+    def schedule(self, state: dict[str, Any], *, loading: bool = False) -> dict[str, Any]:
+        """A schedule's state as it is saved, or (`loading`) as it is here."""
+        return state
+
     def save_weights(self, folder: Path) -> None:
         """Write this process' part of the weights to a checkpoint."""
         raise ConfigError(NO_PARTS)
@@ -389,23 +404,6 @@ class Processes:
                 f"the weights of process {', '.join(map(str, others))} are not those of process 0: they have trained "
                 "apart. Does a callback, a hook or an overridden method change weights in one process alone?"
             )
-
-
-class DeepSpeedProcess(Processes):
-    """One process under DeepSpeed (ZeRO-1, ZeRO-2), which keeps gradients and float32 weights in buffers of its own."""
-
-    external_optimizer = True
-    can_repeat = False
-    cannot_repeat = "under DeepSpeed"
-
-    def share_weights(self, model: nn.Module) -> None:
-        """Bring the model to the device. transformers leaves it on the host for DeepSpeed; it is run before that."""
-        model.to(self._device)
-
-    def backward(self, accelerator: Accelerator, model: nn.Module, loss: Tensor, *, last: bool) -> None:
-        """Run a micro-batch backward. DeepSpeed takes the optimizer's step itself after the last one."""
-        accelerator.sync_gradients = last
-        accelerator.backward(loss, scale_wrt_gas=False)
 
 
 ALONE = Processes()

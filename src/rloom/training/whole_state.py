@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from rloom.models.low_bits import split_float32
+from rloom.models.low_bits import join_float32, split_float32
 
 
 def saved_weights(
@@ -34,6 +34,19 @@ def as_loaded(value: Tensor, dtype: torch.dtype) -> Tensor:
     """A weight in the dtype in which it was loaded, rounded as its low bits are counted from."""
     is_half = value.dtype == torch.float32 and dtype == torch.bfloat16
     return split_float32(value)[0] if is_half else value.to(dtype)
+
+
+def with_low_bits(value: Tensor, low_bits: Tensor) -> Tensor:
+    """A float32 weight that was loaded from bfloat16, with the bits that those had dropped.
+
+    One that was loaded from float32 has them already, and stays as it is.
+
+    >>> value = torch.tensor([1.0 + 2**-8])
+    >>> weight, low_bits = split_float32(value)
+    >>> torch.equal(with_low_bits(weight.float(), low_bits), value), torch.equal(with_low_bits(value, low_bits), value)
+    (True, True)
+    """
+    return join_float32(split_float32(value)[0], low_bits)
 
 
 def numbers_of(state: dict[str, Any]) -> list[int]:

@@ -1,4 +1,4 @@
-"""Several processes under DeepSpeed: ZeRO-1 shards the optimizer's state, ZeRO-2 gradients too, ZeRO-3 all.
+"""Processes under DeepSpeed: ZeRO-1 shards the optimizer's state, ZeRO-2 gradients too, ZeRO-3 all.
 
 As under FSDP2 (`sharded.py`), processes run an update in step, and under ZeRO-3 a whole copy of the weights runs what
 needs no gradient. The model is loaded and checked as a whole in each process; DeepSpeed takes it apart when training
@@ -20,9 +20,27 @@ from rloom.models.low_bits import Piece, Value
 from rloom.training.processes import Processes
 from rloom.training.sharded import ShardedProcesses
 from rloom.training.whole_copy import WholeCopy, lacking_room, size_of
+from rloom.training.zero_checkpoint import WholeCheckpoints
 
 
-class ZeroProcesses(ShardedProcesses):
+class DeepSpeedProcess(WholeCheckpoints):
+    """One process under DeepSpeed (ZeRO-1, ZeRO-2), which keeps gradients and float32 weights in buffers of its own."""
+
+    external_optimizer = True
+    can_repeat = False
+    cannot_repeat = "under DeepSpeed"
+
+    def share_weights(self, model: nn.Module) -> None:
+        """Bring the model to the device. transformers leaves it on the host for DeepSpeed; it is run before that."""
+        model.to(self._device)
+
+    def backward(self, accelerator: Accelerator, model: nn.Module, loss: Tensor, *, last: bool) -> None:
+        """Run a micro-batch backward. DeepSpeed takes the optimizer's step itself after the last one."""
+        accelerator.sync_gradients = last
+        accelerator.backward(loss, scale_wrt_gas=False)
+
+
+class ZeroProcesses(WholeCheckpoints, ShardedProcesses):
     """Processes under DeepSpeed. `stage`: 1, 2 or 3."""
 
     external_optimizer = True
@@ -59,11 +77,7 @@ class ZeroProcesses(ShardedProcesses):
             weights = dict(model.named_parameters())
             self._copy.fill(weights, weights.__getitem__)
         self._model = model
-
-    @contextmanager
-    def preparing(self, accelerator: Accelerator) -> Iterator[None]:
-        """Let accelerate hand the model to DeepSpeed."""
-        yield
+        self.note_weights(model)
 
     @torch.no_grad()
     def gather_weights(self) -> None:
@@ -110,16 +124,6 @@ class ZeroProcesses(ShardedProcesses):
         """Compare whole weights; parts are in one process alone."""
         if self.stage < 3:
             Processes.check_same_weights(self, model)
-
-    @contextmanager
-    def whole_weights(self, model: nn.Module, *, loading: bool = False) -> Iterator[None]:
-        """DeepSpeed gathers weights itself when they are saved."""
-        yield
-
-    @contextmanager
-    def whole_optimizer(self, optimizer: Any, *, loading: bool = False) -> Iterator[None]:
-        """DeepSpeed saves and loads its own state, a part for each process."""
-        yield
 
 
 def settle_stage(plugin: Any) -> bool:
