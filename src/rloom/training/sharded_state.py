@@ -11,11 +11,11 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from rloom.models.low_bits import join_float32, split_float32
+from rloom.models.low_bits import split_float32
 from rloom.models.optimizers import LOW_BITS
 from rloom.training import sharded_checkpoint
 from rloom.training.processes import together
-from rloom.training.whole_state import methods_replaced, numbers_of, saved_weights
+from rloom.training.whole_state import methods_replaced, numbers_of, saved_weights, with_low_bits
 
 
 class ShardedState:
@@ -138,8 +138,8 @@ def _part_like(p: Any, value: Tensor) -> Tensor:
 
 @torch.no_grad()
 def _join_low_bits(p: Tensor, low_bits: Any) -> None:
-    """Give a float32 part, which was loaded from bfloat16 weights, the bits that those had dropped."""
+    """Give a float32 part that was loaded from bfloat16 weights the bits that those had dropped."""
     if isinstance(p, DTensor) and isinstance(low_bits, Tensor) and low_bits.dtype == torch.int16:
         bits = _part_like(p, low_bits)
         assert isinstance(bits, DTensor)
-        p.to_local().copy_(join_float32(p.to_local().bfloat16(), bits.to_local()))
+        p.to_local().copy_(with_low_bits(p.to_local(), bits.to_local()))
