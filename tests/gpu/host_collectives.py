@@ -14,7 +14,7 @@ import torch.distributed as dist
 import torch.distributed._functional_collectives as functional
 from torch.distributed.tensor import DTensor, Shard
 
-from rloom.training import sharded
+from rloom.training import sharded, sharded_state
 
 
 class Done:
@@ -81,4 +81,4 @@ for _name in ("broadcast", "all_reduce"):
     setattr(dist, _name, _in_place(getattr(dist, _name)))
 for _name in ("all_gather_tensor", "all_reduce", "reduce_scatter_tensor"):
     setattr(functional, _name, _functional(getattr(functional, _name)))
-sharded._whole = whole
+sharded.whole_of = sharded_state.whole_of = whole

@@ -73,6 +73,13 @@ KINDS: dict[str, dict[str, Any]] = {
     "lora on the head": {"beta": 0.1, "learning_rate": 1e-2},
     "saved lora": {"beta": 0.1, "max_steps": 4, "save_steps": 2, "learning_rate": 1e-2},
     "saved bfloat16": {"beta": 0.1, "max_steps": 4, "save_steps": 2},
+    "saved half": {"beta": 0.1, "bf16": True, "max_steps": 4, "save_steps": 2},
+    # a weight that processes cannot share evenly; the optimizer's state on the host; the end of a run is its middle
+    "saved odd": {"beta": 0.1, "max_steps": 4, "save_steps": 2, "weight_decay": 0.5},
+    "saved offloaded": {"beta": 0.1, "max_steps": 4, "save_steps": 2},
+    "saved best": {"beta": 0.1, "max_steps": 4, "save_steps": 2, "eval_strategy": "steps", "eval_steps": 2,
+                   "per_device_eval_batch_size": 4, "num_generations_eval": 2, "load_best_model_at_end": True,
+                   "metric_for_best_model": "eval_kl", "greater_is_better": False},
     "saved": {"beta": 0.1, "max_steps": 4, "save_steps": 2, "sync_ref_model": True, "ref_model_sync_steps": 2},
     "images": {"beta": 0.1, "engine": None, "max_completion_length": 4, "log_completions": True,
                "num_completions_to_print": 1},
@@ -259,6 +266,8 @@ def make_trainer(
     )
     if kind == "degenerate":  # a weight that no forward uses: it has no gradient, and does not decay
         model.register_parameter("spare", torch.nn.Parameter(torch.ones(2)))
+    if kind == "saved odd":
+        model.register_parameter("spare", torch.nn.Parameter(torch.arange(1.0, 4.0)))
     if kind == "images":
         (model, processing_class), rows = vision_models.make("qwen3-vl"), _with_images()
     if kind == "layered text of a vision model":
@@ -348,7 +357,9 @@ def _changes(kind: str) -> dict[str, Any]:
     return {"attention_dropout": 0.1} if kind == "dropout" else {}
 
 
-def run(output: Path, kind: str, *, resume: bool = False, save: bool = False, **changes: Any) -> dict[str, Any]:
+def run(
+    output: Path, kind: str, *, resume: bool = False, save: bool = False, save_all: bool = False, **changes: Any
+) -> dict[str, Any]:
     """One run, and what this process saw of it."""
     received, at_once = _count_received()
     trainer = make_trainer(output, kind, **changes)
@@ -363,9 +374,13 @@ def run(output: Path, kind: str, *, resume: bool = False, save: bool = False, **
         _kill_in_an_update(trainer)
     _look_after_updates(trainer, apart)
     memory = _look_at_the_copy(trainer) if trainer.args.keep_whole_copy is not None else []
+    if kind.startswith("saved") and "deepspeed" in changes and not resume:
+        _let_deepspeed_save_too(trainer)
     trainer.train(resume_from_checkpoint=resume or None)
-    if save:
+    if save or save_all:
         trainer.save_model(str(output / "last"))
+    if save_all:
+        trainer._save_optimizer_and_scheduler(str(output / "last"))
     trainer.processes.gather_weights()
     whole = trainer.processes.without_gradient(trainer.model)
     return {
@@ -482,6 +497,35 @@ def zero_config(stage: int) -> dict[str, Any]:
     }  # fmt: skip
 
 
+def run_saved_zero(output: Path, folder: Path, kind: str) -> dict[str, Any]:
+    """`zeroN KIND` saves what DeepSpeed itself would save as well, and `zeroN resumed KIND` goes on from the middle of
+    that run, `zeroN own KIND` with what DeepSpeed has saved. `zeroN KIND from RUN` goes on from the middle of another
+    run, and `zeroN again KIND from RUN` saves what it has loaded from it."""
+    stage, _, kind = kind.partition(" ")
+    how, what = kind.partition(" from ")[0].split("saved")
+    what, how, run_before = f"saved{what}", how.strip(), kind.partition(" from ")[2]
+    config, options = zero_config(int(stage.removeprefix("zero"))), {}
+    if what in ("saved half", "saved bfloat16"):
+        config["bf16"], options["bf16"] = {"enabled": True}, True
+    if what == "saved offloaded":
+        config["zero_optimization"]["offload_optimizer"] = {"device": "cpu"}
+        # DeepSpeed's own optimizer for the host would be compiled.
+        config["zero_force_ds_cpu_optimizer"] = False
+    before = Path(run_before) if run_before else output / f"{stage} {what}" if how else None
+    if before is not None and rank() == 0:
+        cut_off_after(before, folder, step=2)
+        if how == "own":  # as checkpoints were before rloom wrote them itself
+            (folder / "checkpoint-2" / "optimizer.pt").unlink()
+            (folder / "checkpoint-2" / "rloom_manifest.json").unlink()
+            shutil.copytree(before / "own-2", folder / "checkpoint-2", dirs_exist_ok=True)
+        (folder / "ready").touch()
+    while before is not None and not (folder / "ready").exists():  # processes do not know each other yet
+        time.sleep(0.05)
+    if how == "again":
+        options["max_steps"] = 2
+    return run(folder, what, resume=before is not None, save_all=how == "again", deepspeed=config, **options)
+
+
 def run_draw(output: Path, number: int) -> dict[str, Any]:
     """A run of the oracle's draws, in one process or in two that hold half of the weights each."""
     drawn = draws.draw_run(number)
@@ -547,6 +591,20 @@ def _look_after_updates(trainer: Any, fingerprints: list[str]) -> None:
 
     trainer.collector._generate = noting
     trainer.learner.passes.batcher.plan = planned
+
+
+def _let_deepspeed_save_too(trainer: Any) -> None:
+    """Beside each checkpoint lies what DeepSpeed itself saves at that moment."""
+    from transformers import TrainerCallback
+
+    class Save(TrainerCallback):
+        def on_save(self, args, state, control, **kwargs):
+            folder = Path(args.output_dir) / f"own-{state.global_step}"
+            trainer.model_wrapped.save_checkpoint(str(folder))
+            if rank() == 0:
+                torch.save(trainer.lr_scheduler.state_dict(), folder / "scheduler.pt")
+
+    trainer.add_callback(Save())
 
 
 def _ask_for_the_end(trainer: Any) -> None:
@@ -646,6 +704,8 @@ def main() -> None:
             way, how, what = kind.split(" ", 2)
             sharding = {"deepspeed": zero_config(3)} if way == "zero3" else {"fsdp": True}
             result = run(folder, what, **sharding, **COPIES[how])
+        elif kind.startswith("zero") and "saved" in kind:
+            result = run_saved_zero(Path(output), folder, kind)
         elif kind.startswith("zero"):
             name, _, kind = kind.partition(" ")
             if kind == "resumed":

@@ -1106,6 +1106,49 @@ MUTANTS = [
         'NUMBERS = (".safetensors", ".bin", ".pt", ".pth")',
         "tests/integration/test_sharded.py::test_a_part_that_is_missing_or_damaged_is_named",
     ),
+    # -- checkpoints under DeepSpeed
+    Mutant(
+        "training/zero_checkpoint.py",
+        "            state[number] = copy.deepcopy(others) | gathered",
+        "            state[number] = others | gathered",
+        "tests/unit/test_zero_checkpoint.py::test_a_plain_optimizer_goes_on_from_it",
+    ),
+    Mutant(
+        "training/zero_checkpoint.py",
+        "                state[number][LOW_BITS] = split_float32(self._on_main(_weight(p)))[1]",
+        "                pass",
+        "tests/unit/test_zero_checkpoint.py::test_what_was_saved_goes_on_to_the_same_bits",
+    ),
+    Mutant(
+        "training/zero_checkpoint.py",
+        "            safe_set_full_fp32_param(p, value.float())\n",
+        "            pass\n",
+        "tests/unit/test_zero_checkpoint.py::test_what_was_saved_goes_on_to_the_same_bits",
+    ),
+    Mutant(
+        "training/zero_checkpoint.py",
+        "    return torch.float32 if dtype == torch.float16 else dtype",
+        "    return dtype",
+        "tests/unit/test_zero_checkpoint.py::test_what_was_saved_goes_on_to_the_same_bits",
+    ),
+    Mutant(
+        "training/zero_checkpoint.py",
+        "            options = next(present) if count else group",
+        "            options = group",
+        "tests/unit/test_zero_checkpoint.py::test_the_schedules_rates_are_saved",
+    ),
+    Mutant(
+        "training/zero_checkpoint.py",
+        "    if found and found != count:",
+        "    if False:",
+        "tests/unit/test_zero_checkpoint.py::test_files_of_deepspeeds_are_for_as_many",
+    ),
+    Mutant(
+        "training/whole_state.py",
+        "    return join_float32(split_float32(value)[0], low_bits)",
+        "    return join_float32(value.bfloat16(), low_bits)",
+        "tests/unit/test_doctests.py::test_examples[rloom.training.whole_state]",
+    ),
     # -- the whole copy
     Mutant(
         "training/whole_copy.py",

@@ -18,6 +18,7 @@ from transformers import AutoModelForCausalLM
 from rloom.observe import read_store
 from tests.integration import processes_run
 from tests.integration.test_processes import assert_close, assert_same_log, results
+from tests.integration.test_resume import assert_same
 
 pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("deepspeed") is None, reason="DeepSpeed is not in the development set: make test-scale"
@@ -92,6 +93,7 @@ def test_resumed_is_as_never_stopped(two, stage):
     whole, resumed = results(two, f"{stage} dropout"), results(two, f"{stage} resumed")
     for one, other in zip(whole, resumed, strict=True):
         assert all(torch.equal(one["weights"][name], weight) for name, weight in other["weights"].items())
+    assert_same(two / f"{stage} dropout" / "checkpoint-6", two / f"{stage} resumed" / "checkpoint-6")
     assert read_store(two / f"{stage} dropout") == read_store(two / f"{stage} resumed")
     saved = AutoModelForCausalLM.from_pretrained(two / f"{stage} dropout" / "checkpoint-6")
     for name, p in saved.named_parameters():

@@ -76,6 +76,9 @@ class Processes:
     saves_parts = False
     """Whether each process writes its part of a checkpoint, instead of the main one all."""
 
+    own_files = False
+    """Whether DeepSpeed itself writes and reads the optimizer's state, a part for each process."""
+
     is_layered = False
     """Whether what needs no gradient runs on sharded weights, layer by layer, with all processes in step."""
 
@@ -102,6 +105,7 @@ class Processes:
         from rloom.training.sharded import ShardedProcesses
         from rloom.training.sharding_options import asks_to_shard, reshards, saves_parts
         from rloom.training.zero import ZeroProcesses, complete_config, settle_stage
+        from rloom.training.zero_checkpoint import writes_itself
         from rloom.training.zero_engine import DeepSpeedProcess
 
         if zero:
@@ -112,8 +116,14 @@ class Processes:
                     "the same, in less memory. To run ZeRO-1, leave grad_accum_dtype out"
                 )
             complete_config(plugin.deepspeed_config, args)
+        own_files = zero and writes_itself(accelerator.state.deepspeed_plugin.deepspeed_config)
+        if own_files and args.process_index == 0:
+            logger.warning(
+                "with offload_optimizer to NVMe, or in part, DeepSpeed writes the optimizer's state itself, a part for "
+                "each process: as many have to go on from a checkpoint"
+            )
         if args.world_size == 1:
-            return DeepSpeedProcess(device=args.device) if zero else cls()
+            return DeepSpeedProcess(device=args.device, own_files=own_files) if zero else cls()
         _heart()
         place, options = (
             (args.process_index, args.world_size),
@@ -133,7 +143,8 @@ class Processes:
             "offload_frozen": args.offload_reference,
         }
         if zero:
-            return ZeroProcesses(*place, stage=accelerator.state.deepspeed_plugin.zero_stage, **options)
+            stage = accelerator.state.deepspeed_plugin.zero_stage
+            return ZeroProcesses(*place, stage=stage, own_files=own_files, **options)
         return ShardedProcesses(*place, reshard=reshards(args), saves_parts=saves_parts(args), **options)
 
     @property
@@ -378,6 +389,10 @@ class Processes:
     def whole_optimizer(self, optimizer: Any, *, loading: bool = False) -> AbstractContextManager[None]:
         """Inside the block the optimizer's state is saved, or loaded, as a whole."""
         return nullcontext()
+
+    def schedule(self, state: dict[str, Any], *, loading: bool = False) -> dict[str, Any]:
+        """A schedule's state as it is saved, or (`loading`) as it is here."""
+        return state
 
     def save_weights(self, folder: Path) -> None:
         """Write this process' part of the weights to a checkpoint."""

@@ -29,7 +29,7 @@ from rloom.observe.completions import CompletionLog
 from rloom.observe.metrics import Metrics
 from rloom.observe.store import RunStore
 from rloom.printable import get_logger
-from rloom.training import checkpoint, sharded_checkpoint, weights
+from rloom.training import checkpoint, sharded_checkpoint, weights, zero_checkpoint
 from rloom.training.buffer import RolloutBuffer
 from rloom.training.credit import Credit, Shaper
 from rloom.training.finite import FiniteUpdates, check_finite
@@ -73,6 +73,7 @@ class CheckpointedTrainer(OutputTrainer):
     The parts below are set by the constructor of [`RLOOTrainer`].
     """
 
+    is_deepspeed_enabled: bool
     processes: Processes
     buffer: RolloutBuffer
     learner: Learner
@@ -178,6 +179,8 @@ class CheckpointedTrainer(OutputTrainer):
         sealed = (folder / checkpoint.MANIFEST_FILE).exists()
         if sealed and (wrong := checkpoint.damage(folder)) is not None:
             raise ValueError(f'{folder} {wrong}: name another, or "auto" for the newest that is whole')
+        count = self.processes.count if self.processes.external_optimizer else 0
+        zero_checkpoint.check_files(folder, count=count, by_deepspeed=self.processes.own_files)
 
     def _newest_checkpoint(self, *, must_be: bool) -> str | bool:
         """The path of the newest checkpoint that is whole; False where there is none."""
@@ -255,7 +258,7 @@ class CheckpointedTrainer(OutputTrainer):
             with sharded_checkpoint.without_weights(self.model):
                 super().save_model(output_dir, _internal_call)
             return
-        with self.processes.whole_weights(self.model):
+        with self._without_deepspeed(), self.processes.whole_weights(self.model):
             super().save_model(output_dir, _internal_call)
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
@@ -264,8 +267,25 @@ class CheckpointedTrainer(OutputTrainer):
             if self.processes.is_main:
                 torch.save(self.lr_scheduler.state_dict(), Path(output_dir) / SCHEDULER_NAME)
             return
-        with self.processes.whole_optimizer(self.optimizer):
+        if self.processes.own_files:
             super()._save_optimizer_and_scheduler(output_dir)
+            return
+        with self.processes.whole_optimizer(self.optimizer):
+            if not self.processes.external_optimizer:
+                super()._save_optimizer_and_scheduler(output_dir)
+            elif self.processes.is_main:
+                torch.save(self.optimizer.state_dict(), Path(output_dir) / OPTIMIZER_NAME)
+                schedule = self.processes.schedule(self.lr_scheduler.state_dict())
+                torch.save(schedule, Path(output_dir) / SCHEDULER_NAME)
+
+    @contextmanager
+    def _without_deepspeed(self) -> Iterator[None]:
+        """Inside the block the Trainer saves and loads as without DeepSpeed, which would do it in parts."""
+        told, self.is_deepspeed_enabled = self.is_deepspeed_enabled, False
+        try:
+            yield
+        finally:
+            self.is_deepspeed_enabled = told
 
     def _save_rng_state(self, output_dir: str) -> None:
         super()._save_rng_state(output_dir)
@@ -291,6 +311,17 @@ class CheckpointedTrainer(OutputTrainer):
 
     # -- loading
 
+    def _prepare_for_training(self, max_steps: int, train_dataloader: Any, resume_from_checkpoint: Any) -> Any:
+        """Load a whole checkpoint after DeepSpeed has taken the model. The Trainer knows its own files alone."""
+        folder, take = resume_from_checkpoint, super()._prepare_for_training
+        if folder is None or not self.processes.external_optimizer or zero_checkpoint.processes_in(folder):
+            return take(max_steps, train_dataloader, folder)
+        prepared = take(max_steps, train_dataloader, None)
+        self._load_from_checkpoint(folder, self.model)
+        self._load_optimizer_and_scheduler(folder)
+        self._load_scaler(folder)
+        return prepared
+
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
         target = self.model if model is None else model
         if self._load_parts(Path(resume_from_checkpoint), target):
@@ -308,7 +339,7 @@ class CheckpointedTrainer(OutputTrainer):
         if self.processes.is_sharded:
             self.processes.load_weights(folder)
         else:
-            with self._as_float32(loading=True):
+            with self._as_float32(loading=True), self.processes.whole_weights(target, loading=True):
                 target.load_state_dict(sharded_checkpoint.whole_weights(folder), strict=False)
         return True
 
@@ -320,12 +351,13 @@ class CheckpointedTrainer(OutputTrainer):
             if weights.are_renamed(best, self.model):
                 weights.load_renamed(best, self.model)
             else:
-                super()._load_best_model()
+                with self._without_deepspeed():
+                    super()._load_best_model()
 
     def _load_optimizer_and_scheduler(self, folder: str | None) -> None:
         if folder is not None and sharded_checkpoint.is_in_parts(folder):
             self._load_optimizer_in_parts(Path(folder))
-        elif folder is not None and self.processes.is_sharded:
+        elif folder is not None and self._takes_whole_optimizer(folder):
             self._load_whole_optimizer(Path(folder))
         else:
             super()._load_optimizer_and_scheduler(folder)
@@ -355,6 +387,11 @@ class CheckpointedTrainer(OutputTrainer):
                 )
         checkpoint.load_components(components, state)
 
+    def _takes_whole_optimizer(self, folder: str) -> bool:
+        """Whether the optimizer's state is whole in a checkpoint, and this process has to make something else of it."""
+        by_deepspeed = self.processes.external_optimizer and not zero_checkpoint.processes_in(folder)
+        return self.processes.is_sharded or by_deepspeed
+
     def _load_whole_optimizer(self, folder: Path) -> None:
         """Read the whole state from the disk as it is needed: transformers would read all of it to each GPU."""
         if not ((folder / OPTIMIZER_NAME).is_file() and (folder / SCHEDULER_NAME).is_file()):
@@ -362,15 +399,20 @@ class CheckpointedTrainer(OutputTrainer):
         state = torch.load(folder / OPTIMIZER_NAME, map_location="cpu", weights_only=True, mmap=True)
         with self.processes.whole_optimizer(self.optimizer, loading=True):
             self.optimizer.load_state_dict(state)
-        self.lr_scheduler.load_state_dict(torch.load(folder / SCHEDULER_NAME, weights_only=True))
+        self._load_schedule(folder)
+
+    def _load_schedule(self, folder: Path) -> None:
+        state = torch.load(folder / SCHEDULER_NAME, weights_only=True)
+        self.lr_scheduler.load_state_dict(self.processes.schedule(state, loading=True))
 
     def _load_optimizer_in_parts(self, folder: Path) -> None:
         """Load an optimizer's state that was saved in parts."""
         if self.processes.is_sharded:
             self.processes.load_optimizer(folder, self.optimizer.optimizer)
         else:
-            self.optimizer.load_state_dict(sharded_checkpoint.whole_optimizer(folder))
-        self.lr_scheduler.load_state_dict(torch.load(folder / SCHEDULER_NAME, weights_only=True))
+            with self.processes.whole_optimizer(self.optimizer, loading=True):
+                self.optimizer.load_state_dict(sharded_checkpoint.whole_optimizer(folder))
+        self._load_schedule(folder)
 
     def _note_other_processes(self, state: dict[str, Any] | None) -> None:
         """Warn if the number of processes has changed: rollouts and random states of the checkpoint are dropped."""

@@ -14,8 +14,8 @@ the whole model on its device, but for that copy. accelerate is not told: on a C
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -30,16 +30,15 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from rloom.errors import ConfigError
 from rloom.models.load import base_of, is_peft_model
-from rloom.models.low_bits import Piece, Value, join_float32, split_float32
-from rloom.models.optimizers import LOW_BITS
+from rloom.models.low_bits import Piece, Value
 from rloom.models.split_weights import kept_in_float32
 from rloom.printable import get_logger
-from rloom.training import sharded_checkpoint
 from rloom.training.attempts import Attempts
 from rloom.training.budget import TokenBudget
 from rloom.training.placement import Placement, allocate, tie_as_main
 from rloom.training.processes import Processes, T, together
 from rloom.training.sharded_attempts import CAN_BE_LEFT, ShardedAttempts
+from rloom.training.sharded_state import ShardedState, whole_of
 from rloom.training.whole_copy import (
     WholeCopy,
     cast,
@@ -89,6 +88,8 @@ class ShardedProcesses(Processes):
         self._stale: set[str] = set()
         # What all processes repeat together; None until the model is sharded, or where they cannot.
         self._attempts: Attempts | None = None
+        # What saves and loads; None until the model is sharded.
+        self._state: ShardedState | None = None
 
     # -- the whole copy
 
@@ -110,7 +111,7 @@ class ShardedProcesses(Processes):
         parts, trained = dict(self._model.named_parameters()), self._trained()
         self._stale |= set(parts) if self._copy.is_freed else trained
         with together():
-            self._copy.fill([name for name in parts if name in self._stale], lambda name: _whole(parts[name]))
+            self._copy.fill([name for name in parts if name in self._stale], lambda name: whole_of(parts[name]))
         buffers = dict(self._copy.module.named_buffers())
         for name, buffer in self._model.named_buffers():
             buffers[name].copy_(buffer)
@@ -176,6 +177,7 @@ class ShardedProcesses(Processes):
         if _has_experts(model) and hasattr(root, "set_reduce_scatter_unused_params"):
             root.set_reduce_scatter_unused_params(True)
         self._model = model
+        self._state = ShardedState(model, self._dtypes, group=self._group, main=self.is_main)
         if frozen is not None:
             self._frozen = self._shard_frozen(frozen, model)
         self._watch_attempts()
@@ -301,7 +303,7 @@ class ShardedProcesses(Processes):
 
     def as_number(self, norm: Any) -> Any:
         """The norm of the whole gradient."""
-        return _whole(norm)
+        return whole_of(norm)
 
     def check_same_weights(self, model: nn.Module) -> None:
         """Nothing to compare: each part is in one process alone."""
@@ -326,15 +328,22 @@ class ShardedProcesses(Processes):
         if not isinstance(p, DTensor):
             return part
         # Parts that lie in the host's memory are gathered on the device.
-        there = part.to(self._own_device)
-        return self._on_main(
-            DTensor.from_local(there, p.device_mesh, p.placements, run_check=False, shape=p.shape, stride=p.stride())
+        cut = DTensor.from_local(
+            part.to(self._own_device),
+            p.device_mesh,
+            p.placements,
+            run_check=False,
+            shape=p.shape,
+            stride=p.stride(),
         )
+        with together():
+            whole = whole_of(cut)
+        return whole.cpu() if self.is_main else whole.new_empty(0, device="cpu")
 
     def whole(self, p: Tensor) -> Tensor:
         """A weight as a whole. All processes must ask for it."""
         with together():
-            return _whole(p)
+            return whole_of(p)
 
     def values_of(self, optimizer: Any) -> Value:
         """Whole weights, each gathered once, however many pieces of it a process asks for."""
@@ -349,148 +358,43 @@ class ShardedProcesses(Processes):
 
     # -- saving and loading
 
-    @contextmanager
-    def whole_weights(self, model: nn.Module, *, loading: bool = False) -> Iterator[None]:
-        """Inside the block the model is saved, or loaded, as a whole: files say nothing of processes.
+    @property
+    def _saved(self) -> ShardedState:
+        """What saves and loads. The model must have been sharded."""
+        assert self._state is not None
+        return self._state
 
-        All processes must come here. What is saved is in the main process alone.
-        """
-        if "state_dict" in model.__dict__:
-            # Inside of another such block.
-            yield
-            return
-        there, own = model.state_dict(), model.load_state_dict
+    def whole_weights(self, model: nn.Module, *, loading: bool = False) -> AbstractContextManager[None]:
+        """Inside the block the model is saved, or loaded, as a whole."""
+        if loading:
+            self._note_loading()
+        return self._saved.whole_weights(model, loading=loading)
 
-        def load(whole: dict[str, Tensor], *args: Any, **kwargs: Any) -> Any:
-            self._stale = {name for name, _ in model.named_parameters()}
-            parts = {name: _part_like(there.get(name), value) for name, value in whole.items()}
-            return own(parts, *args, **kwargs)
-
-        state = there if loading else self._saved_weights(model, there)
-        with _methods_replaced(model, state_dict=lambda *args, **kwargs: state, load_state_dict=load):
-            yield
-
-    def _saved_weights(self, model: nn.Module, parts: dict[str, Any]) -> dict[str, Any]:
-        """Weights as they were loaded, in the main process. Tied weights share their memory, as in the model."""
-        places = {name: id(p) for name, p in model.named_parameters(remove_duplicate=False)}
-        known: dict[int, Tensor] = {}
-        saved: dict[str, Any] = {}
-        for name, part in parts.items():
-            place = places.get(name, id(part))
-            if place not in known:
-                known[place] = _as_loaded(self._on_main(part), self._dtypes[name])
-            saved[name] = known[place]
-        return saved
-
-    def _on_main(self, part: Tensor) -> Tensor:
-        """A value as a whole on the main process' host; nothing of it elsewhere. All processes must ask for it."""
-        if not isinstance(part, DTensor):
-            return part
-        with together():
-            whole = _whole(part).detach()
-        return whole.cpu() if self.is_main else whole.new_empty(0, device="cpu")
+    def whole_optimizer(self, optimizer: Any, *, loading: bool = False) -> AbstractContextManager[None]:
+        """Inside the block the optimizer's state is saved, or loaded, as a whole."""
+        return self._saved.whole_optimizer(optimizer, loading=loading)
 
     def save_weights(self, folder: Path) -> None:
         """Write this process' part of the weights to a checkpoint."""
-        assert self._model is not None
-        with together():
-            sharded_checkpoint.save_weights(folder, self._model, group=self._group, main=self.is_main)
+        self._saved.save_weights(folder)
 
     def save_optimizer(self, folder: Path, optimizer: Any) -> None:
         """Write this process' part of the optimizer's state to a checkpoint."""
-        assert self._model is not None
-        with together():
-            sharded_checkpoint.save_optimizer(
-                folder, self._model, optimizer, self._dtypes, group=self._group, main=self.is_main
-            )
+        self._saved.save_optimizer(folder, optimizer)
 
     def load_weights(self, folder: Path) -> None:
         """Read this process' part of weights that were saved in parts."""
-        assert self._model is not None
-        self._stale = {name for name, _ in self._model.named_parameters()}
-        with together():
-            sharded_checkpoint.load_weights(folder, self._model, self._group)
+        self._note_loading()
+        self._saved.load_weights(folder)
 
     def load_optimizer(self, folder: Path, optimizer: Any) -> None:
         """Read this process' part of an optimizer's state that was saved in parts."""
+        self._saved.load_optimizer(folder, optimizer)
+
+    def _note_loading(self) -> None:
+        """The copy has none of the weights that are loaded now."""
         assert self._model is not None
-        with together():
-            sharded_checkpoint.load_optimizer(folder, self._model, optimizer, self._group)
-
-    @contextmanager
-    def whole_optimizer(self, optimizer: Any, *, loading: bool = False) -> Iterator[None]:
-        """Inside the block the optimizer's state is saved, or loaded, as a whole, as one process' optimizer has it.
-
-        That has the bits that bfloat16 drops, where weights are saved in bfloat16.
-        """
-        params = [p for group in optimizer.param_groups for p in group["params"]]
-        state, own = optimizer.state_dict(), optimizer.load_state_dict
-        if not loading:
-            state["state"] = self._saved_state(state, params)
-
-        def load(whole: dict[str, Any]) -> Any:
-            for number, p in zip(_numbers(whole), params, strict=True):
-                values = whole["state"].get(number, {})
-                _join_low_bits(p, values.pop(LOW_BITS, None))
-                values |= {name: _part_like(p, value) for name, value in values.items() if _is_like(p, value)}
-            return own(whole)
-
-        with _methods_replaced(optimizer, state_dict=lambda: state, load_state_dict=load):
-            yield
-
-    def _saved_state(self, state: dict[str, Any], params: list[Tensor]) -> dict[int, dict[str, Any]]:
-        assert self._model is not None
-        dtypes = {id(p): self._dtypes[name] for name, p in self._model.named_parameters()}
-        saved = {}
-        for number, p in zip(_numbers(state), params, strict=True):
-            if (values := state["state"].get(number)) is None:
-                continue
-            saved[number] = {name: self._on_main(v) if isinstance(v, Tensor) else v for name, v in values.items()}
-            if dtypes[id(p)] == torch.bfloat16:
-                saved[number][LOW_BITS] = split_float32(self._on_main(p))[1]
-        return saved
-
-
-def _whole(value: Any) -> Any:
-    return value.full_tensor() if isinstance(value, DTensor) else value
-
-
-def _as_loaded(value: Tensor, dtype: torch.dtype) -> Tensor:
-    """A weight in the dtype in which it was loaded, rounded as its low bits are counted from."""
-    is_half = value.dtype == torch.float32 and dtype == torch.bfloat16
-    return split_float32(value)[0] if is_half else value.to(dtype)
-
-
-def _numbers(state: dict[str, Any]) -> list[int]:
-    """The numbers of an optimizer's weights in its saved state."""
-    return [number for group in state["param_groups"] for number in group["params"]]
-
-
-def _is_like(p: Tensor, value: Any) -> bool:
-    """Whether a value of an optimizer's state has an entry for each of a weight's."""
-    return isinstance(value, Tensor) and value.shape == p.shape
-
-
-def _part_like(p: Any, value: Tensor) -> Tensor:
-    """This process' part of a whole value, cut as the weight is. Only the part is moved to the device. peft loads the
-    model's own parts together with an adapter: they stay as they are."""
-    if not isinstance(p, DTensor) or isinstance(value, DTensor):
-        return value
-    parts = value.chunk(p.device_mesh.size(), 0)
-    rank = p.device_mesh.get_local_rank()
-    part = parts[rank] if rank < len(parts) else value[:0]
-    part = part.to(p.device, p.dtype if value.is_floating_point() else value.dtype, copy=True)
-    return DTensor.from_local(part, p.device_mesh, p.placements, run_check=False, shape=p.shape, stride=p.stride())
-
-
-@torch.no_grad()
-def _join_low_bits(p: Tensor, low_bits: Any) -> None:
-    """Give a float32 part, which was loaded from bfloat16 weights, the bits that those had dropped."""
-    if isinstance(p, DTensor) and isinstance(low_bits, Tensor) and low_bits.dtype == torch.int16:
-        part = p.to_local()
-        bits = _part_like(p, low_bits)
-        assert isinstance(bits, DTensor)
-        part.copy_(join_float32(part.bfloat16(), bits.to_local()))
+        self._stale = {name for name, _ in self._model.named_parameters()}
 
 
 def _widen(module: nn.Module) -> None:
@@ -527,15 +431,3 @@ def _half_of(model: nn.Module) -> torch.dtype | None:
 def _has_experts(model: nn.Module) -> bool:
     config = base_of(model).config.get_text_config()
     return any(getattr(config, name, None) for name in ("num_experts", "num_local_experts", "n_routed_experts"))
-
-
-@contextmanager
-def _methods_replaced(thing: Any, **methods: Callable[..., Any]) -> Iterator[None]:
-    """Let an object have these methods meanwhile."""
-    for name, method in methods.items():
-        setattr(thing, name, method)
-    try:
-        yield
-    finally:
-        for name in methods:
-            delattr(thing, name)

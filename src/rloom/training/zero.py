@@ -1,4 +1,4 @@
-"""Several processes under DeepSpeed: ZeRO-1 shards the optimizer's state, ZeRO-2 gradients too, ZeRO-3 all.
+"""Processes under DeepSpeed: ZeRO-1 shards the optimizer's state, ZeRO-2 gradients too, ZeRO-3 all.
 
 As under FSDP2 (`sharded.py`), processes run an update in step, and under ZeRO-3 a whole copy of the weights runs what
 needs no gradient. The model is loaded and checked as a whole in each process; DeepSpeed takes it apart when training
@@ -65,6 +65,7 @@ class ZeroProcesses(UnderDeepSpeed, ShardedProcesses):
                 cast(frozen.parameters(), half)
             self.place_frozen(frozen, self._own_device)
         self._model = model
+        self.note_weights(model)
 
     @contextmanager
     def preparing(self, accelerator: Accelerator) -> Iterator[None]:
@@ -113,16 +114,6 @@ class ZeroProcesses(UnderDeepSpeed, ShardedProcesses):
         """Compare whole weights; parts are in one process alone."""
         if self.stage < 3:
             Processes.check_same_weights(self, model)
-
-    @contextmanager
-    def whole_weights(self, model: nn.Module, *, loading: bool = False) -> Iterator[None]:
-        """DeepSpeed gathers weights itself when they are saved."""
-        yield
-
-    @contextmanager
-    def whole_optimizer(self, optimizer: Any, *, loading: bool = False) -> Iterator[None]:
-        """DeepSpeed saves and loads its own state, a part for each process."""
-        yield
 
 
 def settle_stage(plugin: Any) -> bool:

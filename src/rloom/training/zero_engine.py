@@ -10,11 +10,12 @@ from accelerate import Accelerator
 from torch import Tensor, nn
 
 from rloom.training.budget import TokenBudget
-from rloom.training.processes import Processes, T, together
+from rloom.training.processes import T, together
 from rloom.training.zero_attempts import can_be_left, drop_gradients
+from rloom.training.zero_checkpoint import WholeCheckpoints
 
 
-class UnderDeepSpeed(Processes):
+class UnderDeepSpeed(WholeCheckpoints):
     """Processes whose updates DeepSpeed makes."""
 
     external_optimizer = True
@@ -27,7 +28,8 @@ class UnderDeepSpeed(Processes):
     @contextmanager
     def preparing(self, accelerator: Accelerator) -> Iterator[None]:
         """Let accelerate hand the model to DeepSpeed."""
-        yield
+        with super().preparing(accelerator):
+            yield
         self._engine = accelerator.deepspeed_engine_wrapped.engine
         self.can_repeat = can_be_left(self._engine)
 

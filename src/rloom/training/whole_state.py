@@ -1,0 +1,66 @@
+"""Sharded state as one process has it: what saving and loading under FSDP2 and under DeepSpeed share."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from rloom.models.low_bits import join_float32, split_float32
+
+
+def saved_weights(
+    model: nn.Module, dtypes: dict[str, torch.dtype], on_main: Callable[[Tensor], Tensor]
+) -> dict[str, Any]:
+    """Weights as they were loaded, in the main process. Tied weights share their memory, as in the model.
+
+    `on_main` gathers a weight there.
+    """
+    parameters = dict(model.named_parameters(remove_duplicate=False))
+    known: dict[int, Tensor] = {}
+    saved: dict[str, Any] = {}
+    for name, part in model.state_dict().items():
+        value = parameters.get(name, part)
+        if id(value) not in known:
+            known[id(value)] = as_loaded(on_main(value), dtypes.get(name, value.dtype))
+        saved[name] = known[id(value)]
+    return saved
+
+
+def as_loaded(value: Tensor, dtype: torch.dtype) -> Tensor:
+    """A weight in the dtype in which it was loaded, rounded as its low bits are counted from."""
+    is_half = value.dtype == torch.float32 and dtype == torch.bfloat16
+    return split_float32(value)[0] if is_half else value.to(dtype)
+
+
+def with_low_bits(value: Tensor, low_bits: Tensor) -> Tensor:
+    """A float32 weight that was loaded from bfloat16, with the bits that those had dropped.
+
+    One that was loaded from float32 has them already, and stays as it is.
+
+    >>> value = torch.tensor([1.0 + 2**-8])
+    >>> weight, low_bits = split_float32(value)
+    >>> torch.equal(with_low_bits(weight.float(), low_bits), value), torch.equal(with_low_bits(value, low_bits), value)
+    (True, True)
+    """
+    return join_float32(split_float32(value)[0], low_bits)
+
+
+def numbers_of(state: dict[str, Any]) -> list[int]:
+    """The numbers of an optimizer's weights in its saved state."""
+    return [number for group in state["param_groups"] for number in group["params"]]
+
+
+@contextmanager
+def methods_replaced(thing: Any, **methods: Callable[..., Any]) -> Iterator[None]:
+    """Let an object have these methods meanwhile."""
+    for name, method in methods.items():
+        setattr(thing, name, method)
+    try:
+        yield
+    finally:
+        for name in methods:
+            delattr(thing, name)
