@@ -24,6 +24,12 @@ class Done:
         """Do nothing."""
 
 
+def _finish(tensor: torch.Tensor) -> None:
+    """Who waits may do so on another stream."""
+    if tensor.is_cuda:
+        torch.cuda.current_stream().synchronize()
+
+
 def _into_another(original: Callable[..., Any]) -> Callable[..., Done]:
     def staged(*args: Any, **kwargs: Any) -> Done:
         given = list(args)
@@ -35,6 +41,7 @@ def _into_another(original: Callable[..., Any]) -> Callable[..., Done]:
         here = torch.empty(output.shape, dtype=output.dtype)
         original(here, value.detach().cpu(), *given, **kwargs)
         output.copy_(here)
+        _finish(output)
         return Done()
 
     return staged
@@ -46,6 +53,7 @@ def _in_place(original: Callable[..., Any]) -> Callable[..., Done]:
         kwargs.pop("async_op", None)
         original(here, *args, **kwargs)
         tensor.detach().copy_(here)
+        _finish(tensor)
         return Done()
 
     return staged
