@@ -44,7 +44,9 @@ def main() -> None:
     if several:
         from tests.gpu import host_collectives
 
-        processes_run._whole = host_collectives.whole
+        # DeepSpeed gathers its own.
+        of_deepspeed = processes_run._whole
+        processes_run._whole = lambda p: of_deepspeed(p) if hasattr(p, "ds_id") else host_collectives.whole(p)
     for name in names:
         kind, options = (KINDS | DEEPSPEED)[name]
         shared: dict[str, Any] = {"fsdp": True, "ddp_backend": "gloo"}
