@@ -118,7 +118,7 @@ KINDS: dict[str, dict[str, Any]] = {
     # both names; the reference is another model by its name
     "by name": {"beta": 0.1, "model_init_kwargs": {"dtype": "float32"}},
     "layered by name": {"beta": 0.1, "max_steps": 2, "engine": "forked", "ds3_gather_for_generation": False},
-    "layered with another reference": {"beta": 0.1, "max_steps": 2, "engine": "forked",
+    "layered with another reference": {"beta": 0.1, "max_steps": 1, "engine": "forked",
                                        "ds3_gather_for_generation": False},
     "layered half": {"beta": 0.1, "bf16": True, "max_steps": 1, "engine": "forked", "max_completion_length": 64,
                      "ds3_gather_for_generation": False},

@@ -34,7 +34,7 @@ MORE = ["freed lora", "kept lora", "layered lora", "whole layered lora", "saved 
         "saved layered half", "resumed saved layered half", "layered replaced", "whole layered replaced",
         "layered old lora", "layered with another reference", "layered text of a vision model",
         "saved layered lora", "resumed saved layered lora"]  # fmt: skip
-DRAWS = [31, 44, 59, 90]
+DRAWS = [31, 44, 69, 90]
 """Of the oracle's. All 88 of the first 400 that two processes can share were run once."""
 
 
