@@ -264,5 +264,8 @@ def test_processes_that_move_their_rows_are_as_one(dtype, at_once, monkeypatch):
             assert found.keys() == expected.keys()
             for name, values in found.items():
                 assert torch.equal(values, Rows(rank, []).own_part(expected[name])), (rank, name)
+    # Processes ask for the same in the same order, or would wait for each other for ever.
+    asked = [[part.dtype for rank, part in parts if rank == one] for one in range(3)]
+    assert asked[0] == asked[1] == asked[2]
     # Backends of processes do not send numbers of 16 bits that are no floats.
     assert {part.dtype for _, part in parts} == {dtype} | ({torch.int32} if dtype == torch.bfloat16 else set())

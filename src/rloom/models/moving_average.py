@@ -138,9 +138,11 @@ class MovingAverage:
         return weights | {name + LOW_BITS: self._joined_bits(name) for name in self.low_bits}
 
     def _joined_bits(self, name: str) -> Tensor:
-        """The low bits of a whole weight. Not all backends of processes send numbers of 16 bits."""
-        bits, weight = self.low_bits[name], self.weights[name]
-        return bits if bits.shape == weight.shape else self._parts.joined(weight, bits.int()).short()
+        """The low bits of a whole weight. Not all backends of processes send numbers of 16 bits.
+
+        All processes ask for them, also one that has all rows of a weight with few.
+        """
+        return self._parts.joined(self.weights[name], self.low_bits[name].int()).short()
 
     @torch.no_grad()
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
