@@ -13,8 +13,7 @@ import torch
 from torch import nn
 
 from rloom.errors import ConfigError
-from rloom.models.low_bits import split_float32
-from rloom.models.optimizers import LOW_BITS
+from rloom.models.low_bits import LOW_BITS, split_float32
 from rloom.training.zero_checkpoint import ZeroState, check_files, processes_in
 
 
@@ -99,6 +98,17 @@ def test_what_was_saved_goes_on_to_the_same_bits(dtype):
         assert torch.equal(p.master, resumed.master)
         for name in ("exp_avg", "exp_avg_sq"):
             assert torch.equal(*(one._hp_mapping.fields[name] for one in (p, resumed)))
+
+
+def test_weights_without_a_state_keep_their_low_bits():
+    """Plain SGD has no state of its own."""
+    model, zero, state = taken(torch.bfloat16, torch.optim.SGD)
+    zero.step()
+    expected = [p.master.detach().clone() for p in model.parameters()]
+    assert any(split_float32(master)[1].any() for master in expected)
+    other = taken(torch.bfloat16, torch.optim.SGD)
+    load(*other, *saved(model, zero, state))
+    assert all(torch.equal(p.master, master) for p, master in zip(other[0].parameters(), expected, strict=True))
 
 
 def test_a_plain_optimizer_goes_on_from_it():

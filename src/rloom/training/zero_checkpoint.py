@@ -22,15 +22,15 @@ from torch.nn.functional import pad
 
 from rloom.errors import ConfigError
 from rloom.models.load import is_peft_model
-from rloom.models.low_bits import split_float32
-from rloom.models.optimizers import LOW_BITS
+from rloom.models.low_bits import LOW_BITS, with_low_bits
+from rloom.models.master_weights import MASTERS
 from rloom.printable import get_logger
 from rloom.training.processes import Processes, together
-from rloom.training.whole_state import methods_replaced, numbers_of, saved_weights, with_low_bits
+from rloom.training.whole_state import and_low_bits, methods_replaced, numbers_of, saved_weights
 
 logger = get_logger(__name__)
 
-MASTERS, LOSS_SCALER = "masters", "loss_scaler"
+LOSS_SCALER = "loss_scaler"
 PER_GROUP = ("base_lrs", "_last_lr", "lr_lambdas", "min_lrs")
 """Fields of a schedule that have an entry for each of the optimizer's groups."""
 
@@ -186,12 +186,14 @@ class ZeroState:
         names, others = _fields_of(zero)
         _link(zero, self._params)
         state: dict[int, Fields] = {}
-        for number, p in enumerate(self._params if names or others else ()):
+        for number, p in enumerate(self._params):
             gathered = {name: self._on_main(safe_get_full_optimizer_state(p, name)) for name in names}
             # A copy for each weight: the file would have one for all, which all of them would count up.
-            state[number] = copy.deepcopy(others) | gathered
+            values = copy.deepcopy(others) | gathered
             if id(p) in self._halves:
-                state[number][LOW_BITS] = split_float32(self._on_main(_weight(p)))[1]
+                values = and_low_bits(values, self._on_main(_weight(p)))
+            if values:
+                state[number] = values
         saved = {"state": state, "param_groups": self._saved_groups(zero)}
         if getattr(zero, "dynamic_loss_scale", False):
             saved[LOSS_SCALER] = {k: v for k, v in vars(zero.loss_scaler).items() if isinstance(v, int | float)}
