@@ -111,6 +111,18 @@ def test_weights_without_a_state_keep_their_low_bits():
     assert all(torch.equal(p.master, master) for p, master in zip(other[0].parameters(), expected, strict=True))
 
 
+def test_masters_may_be_bfloat16(monkeypatch):
+    """As DeepSpeed has them with `bf16_master_weights_and_grads`; then there are no low bits."""
+    model, zero, state = taken(torch.bfloat16)
+    zero.step()
+    monkeypatch.setattr(sys.modules["deepspeed.utils"], "safe_get_full_fp32_param", lambda p: p.detach().clone())
+    weights, whole = saved(model, zero, state)
+    for number, p in enumerate(model.parameters()):
+        assert whole["state"][number][LOW_BITS].shape == p.shape
+        assert not whole["state"][number][LOW_BITS].any()
+    assert all(torch.equal(p, weights[name]) for name, p in model.named_parameters())
+
+
 def test_a_plain_optimizer_goes_on_from_it():
     """Of a plain one that was in all groups and steps; each weight counts its own steps."""
     model, zero, state = taken()

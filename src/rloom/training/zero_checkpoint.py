@@ -287,13 +287,16 @@ def _shape(p: Tensor) -> torch.Size:
 
 
 def _weight(p: Tensor) -> Tensor:
-    """A whole weight: its float32 master, or what is not trained, as it is. A number of -0 may become 0."""
+    """A whole weight: its float32 master, or what is not trained, as it is. A number of -0 may become 0.
+
+    DeepSpeed can be told to have masters in bfloat16; here they are float32 as well.
+    """
     import deepspeed
     from deepspeed.utils import safe_get_full_fp32_param
 
     master = safe_get_full_fp32_param(p)
     if master is not None:
-        return master
+        return master.float()
     with deepspeed.zero.GatheredParameters([p]):
         return p.detach().clone()
 
