@@ -10,11 +10,14 @@ from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
+from peft import LoraConfig, get_peft_model, get_peft_model_state_dict
 from torch import nn
 
 from rloom.errors import ConfigError
 from rloom.models.low_bits import LOW_BITS, split_float32
+from rloom.training import zero_checkpoint
 from rloom.training.zero_checkpoint import ZeroState, check_files, processes_in
+from tests.conftest import make_model
 
 
 class Place:
@@ -121,6 +124,22 @@ def test_masters_may_be_bfloat16(monkeypatch):
         assert whole["state"][number][LOW_BITS].shape == p.shape
         assert not whole["state"][number][LOW_BITS].any()
     assert all(torch.equal(p, weights[name]) for name, p in model.named_parameters())
+
+
+def test_frozen_embeddings_are_saved_with_an_adapter(monkeypatch):
+    """peft saves those that have an adapter. Other frozen parts are not gathered."""
+    model = get_peft_model(make_model(), LoraConfig(r=2, target_modules=["lm_head", "q_proj"]))
+    state = ZeroState(model, main=True)
+    for number, p in enumerate(model.parameters()):
+        p.ds_id = number
+    gathered = []
+    monkeypatch.setattr(zero_checkpoint, "_weight", lambda p: gathered.append(p) or p.detach())
+    with state.whole_weights(model):
+        saved = get_peft_model_state_dict(model)
+    base = {name: value for name, value in saved.items() if "base_layer" in name}
+    assert list(base) == ["base_model.model.lm_head.base_layer.weight"]
+    assert torch.equal(*base.values(), model.get_output_embeddings().base_layer.weight)
+    assert len(gathered) == len(saved) + 1  # the input's embeddings
 
 
 def test_a_plain_optimizer_goes_on_from_it():

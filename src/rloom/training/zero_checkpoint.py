@@ -136,11 +136,13 @@ class ZeroState:
             yield
 
     def _gatherer(self, model: nn.Module) -> Callable[[Tensor], Tensor]:
-        """What gathers a weight to the main process' host. Frozen parts beside an adapter are not saved."""
+        """What gathers a weight to the main process' host. Frozen parts beside an adapter are not saved, but for
+        embeddings: peft saves those that have an adapter, or have been resized."""
         adapter = is_peft_model(model)
+        embeddings = _embeddings(model) if adapter else set()
 
         def gather(p: Tensor) -> Tensor:
-            left_out = adapter and _is_part(p) and not p.requires_grad
+            left_out = adapter and _is_part(p) and not p.requires_grad and id(p) not in embeddings
             return p.new_empty(0) if left_out else self._on_main(_weight(p))
 
         return gather
@@ -276,6 +278,12 @@ def without_empty_groups(state: Fields, kept: list[bool]) -> Fields:
 def _saved_dtype(dtype: torch.dtype) -> torch.dtype:
     """float16 weights are saved as float32. Nobody keeps the bits that they drop, as for bfloat16 ones."""
     return torch.float32 if dtype == torch.float16 else dtype
+
+
+def _embeddings(model: Any) -> set[int]:
+    """The ids of a language model's embeddings and of its head."""
+    layers = (model.get_input_embeddings(), model.get_output_embeddings())
+    return {id(p) for layer in layers if layer is not None for p in layer.parameters()}
 
 
 def _is_part(p: Tensor) -> bool:
