@@ -1144,10 +1144,34 @@ MUTANTS = [
         "tests/unit/test_zero_checkpoint.py::test_files_of_deepspeeds_are_for_as_many",
     ),
     Mutant(
-        "training/whole_state.py",
+        "models/low_bits.py",
         "    return join_float32(split_float32(value)[0], low_bits)",
         "    return join_float32(value.bfloat16(), low_bits)",
-        "tests/unit/test_doctests.py::test_examples[rloom.training.whole_state]",
+        "tests/unit/test_doctests.py::test_examples[rloom.models.low_bits]",
+    ),
+    Mutant(
+        "training/whole_state.py",
+        "if values or low_bits.any() else values",
+        "if values else values",
+        "tests/unit/test_sharded_state.py::test_weights_without_a_state_keep_their_low_bits",
+    ),
+    Mutant(
+        "training/zero_checkpoint.py",
+        "        return master.float()",
+        "        return master",
+        "tests/unit/test_zero_checkpoint.py::test_masters_may_be_bfloat16",
+    ),
+    Mutant(
+        "training/zero_checkpoint.py",
+        " and id(p) not in embeddings",
+        "",
+        "tests/unit/test_zero_checkpoint.py::test_frozen_embeddings_are_saved_with_an_adapter",
+    ),
+    Mutant(
+        "models/moving_average.py",
+        "                store_float32(saved.float(), own, low_bits)",
+        "                own.copy_(saved)",
+        "tests/unit/test_moving_average.py::test_a_checkpoint_in_another_dtype_goes_on_to_the_same_bits",
     ),
     # -- the whole copy
     Mutant(
