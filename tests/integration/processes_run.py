@@ -468,18 +468,18 @@ def _tensor_bytes() -> int:
     return sum(storages.values())
 
 
-def corners(output: Path) -> dict[str, Any]:
+def corners(output: Path, **changes: Any) -> dict[str, Any]:
     """Data that comes in streams, fewer batches than processes, several sets to evaluate on, predictions."""
     from datasets import Dataset
 
     stream = Dataset.from_list(ROWS).to_iterable_dataset()
-    trainer = make_trainer(output, "corners", rows=stream)
+    trainer = make_trainer(output, "corners", rows=stream, **changes)
     found = [trainer.evaluate(ROWS[:1]), trainer.evaluate({"a": ROWS[:5], "b": ROWS[5:]}), trainer.evaluate(stream)]
     trainer.train()
     predicted = trainer.predict(ROWS[:5]).metrics
     return {
         "world": trainer.accelerator.num_processes,
-        "weights": {name: p.detach().clone() for name, p in trainer.model.named_parameters()},
+        "weights": {name: _whole(p).detach().clone() for name, p in trainer.model.named_parameters()},
         "history": [{k: v for k, v in entry.items() if "time" not in k and "per_second" not in k}
                     for entry in [*found, predicted]],
         "table": trainer.completion_log.table(step=3),
@@ -660,6 +660,9 @@ def main() -> None:
             heartbeat.SILENT_SECONDS = 2.0
         if kind == "corners":
             result = corners(folder)
+        elif kind.endswith(" corners"):
+            config = {"deepspeed": zero_config(int(kind[4]))} if kind.startswith("zero") else {"fsdp": True}
+            result = corners(folder, **config, ds3_gather_for_generation="layered" not in kind)
         elif kind in ("resumed", "sharded resumed"):  # the middle of an earlier run goes on in a folder of its own
             sharded = kind.startswith("sharded")
             if rank() == 0:

@@ -1096,8 +1096,8 @@ MUTANTS = [
     # -- checkpoints in parts
     Mutant(
         "training/sharded_checkpoint.py",
-        '        state[name][LOW_BITS] = split_float32(weights[f"model.{name}"])[1]',
-        "        pass",
+        '        if values := and_low_bits(state.get(name, {}), weights[f"model.{name}"]):',
+        "        if values := state.get(name, {}):",
         "tests/integration/test_sharded.py::test_parts_as_a_whole_are_what_a_whole_checkpoint_has",
     ),
     Mutant(
@@ -1109,13 +1109,13 @@ MUTANTS = [
     # -- checkpoints under DeepSpeed
     Mutant(
         "training/zero_checkpoint.py",
-        "            state[number] = copy.deepcopy(others) | gathered",
-        "            state[number] = others | gathered",
+        "            values = copy.deepcopy(others) | gathered",
+        "            values = others | gathered",
         "tests/unit/test_zero_checkpoint.py::test_a_plain_optimizer_goes_on_from_it",
     ),
     Mutant(
         "training/zero_checkpoint.py",
-        "                state[number][LOW_BITS] = split_float32(self._on_main(_weight(p)))[1]",
+        "                values = and_low_bits(values, self._on_main(_weight(p)))",
         "                pass",
         "tests/unit/test_zero_checkpoint.py::test_what_was_saved_goes_on_to_the_same_bits",
     ),
@@ -1144,10 +1144,34 @@ MUTANTS = [
         "tests/unit/test_zero_checkpoint.py::test_files_of_deepspeeds_are_for_as_many",
     ),
     Mutant(
-        "training/whole_state.py",
+        "models/low_bits.py",
         "    return join_float32(split_float32(value)[0], low_bits)",
         "    return join_float32(value.bfloat16(), low_bits)",
-        "tests/unit/test_doctests.py::test_examples[rloom.training.whole_state]",
+        "tests/unit/test_doctests.py::test_examples[rloom.models.low_bits]",
+    ),
+    Mutant(
+        "training/whole_state.py",
+        "if values or low_bits.any() else values",
+        "if values else values",
+        "tests/unit/test_sharded_state.py::test_weights_without_a_state_keep_their_low_bits",
+    ),
+    Mutant(
+        "training/zero_checkpoint.py",
+        "        return master.float()",
+        "        return master",
+        "tests/unit/test_zero_checkpoint.py::test_masters_may_be_bfloat16",
+    ),
+    Mutant(
+        "training/zero_checkpoint.py",
+        " and id(p) not in embeddings",
+        "",
+        "tests/unit/test_zero_checkpoint.py::test_frozen_embeddings_are_saved_with_an_adapter",
+    ),
+    Mutant(
+        "models/moving_average.py",
+        "                store_float32(saved.float(), own, low_bits)",
+        "                own.copy_(saved)",
+        "tests/unit/test_moving_average.py::test_a_checkpoint_in_another_dtype_goes_on_to_the_same_bits",
     ),
     # -- the whole copy
     Mutant(

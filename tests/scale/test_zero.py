@@ -19,6 +19,7 @@ from rloom.observe import read_store
 from tests.integration import processes_run
 from tests.integration.test_processes import assert_close, assert_same_log, results
 from tests.integration.test_resume import assert_same
+from tests.scale.test_zero_checkpoints import launch
 
 pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("deepspeed") is None, reason="DeepSpeed is not in the development set: make test-scale"
@@ -85,6 +86,17 @@ def test_weights_that_no_forward_uses_decay(two, stage, tmp_path):
     assert torch.equal(one["weights"].pop("spare"), torch.ones(2))
     assert (found["weights"].pop("spare") < 1).all()
     assert_close(one, found, allowed=1e-5)
+
+
+def test_evaluations_before_training_and_predictions_are_as_one(tmp_path):
+    """Before training DeepSpeed has not taken the model, and only ZeRO-3 would for an evaluation."""
+    kinds = ["zero1 corners", "zero2 corners", "zero3 corners", "zero3 layered corners"]
+    launch(tmp_path, *kinds, processes=2)
+    one = processes_run.corners(tmp_path / "one")
+    for kind in kinds:
+        for found in results(tmp_path, kind):
+            assert_close(one, found, allowed=1e-5)
+            assert_same_log(one, found)
 
 
 @pytest.mark.parametrize("stage", STAGES)

@@ -12,7 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from rloom.training.whole_state import with_low_bits
+from rloom.models.low_bits import with_low_bits
 from tests.integration import processes_run, test_processes
 from tests.integration.test_processes import assert_close, results
 from tests.integration.test_resume import assert_equal, assert_same

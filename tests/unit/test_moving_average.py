@@ -157,6 +157,17 @@ def test_a_checkpoint_without_the_bits_begins_them_at_zero():
     assert all(torch.equal(value(state, name), weight.double()) for name, weight in older.items())
 
 
+@pytest.mark.parametrize("dtypes", [(torch.bfloat16, torch.float32), (torch.float32, torch.bfloat16)])
+def test_a_checkpoint_in_another_dtype_goes_on_to_the_same_bits(dtypes):
+    """As where processes that hold parts in bfloat16 go on from one that has float32 weights, and the other way."""
+    start = torch.linspace(-1, 1, 12).bfloat16()
+    averages = [moving_average.MovingAverage({"w": start.to(dtype, copy=True)}, moves=True) for dtype in dtypes]
+    averages[0].move([start.float() * 1.01], ALPHA, lambda theirs, piece: theirs[piece])
+    averages[1].load_state_dict(averages[0].state_dict())
+    assert torch.equal(averages[1].value("w"), averages[0].value("w"))
+    assert not torch.equal(averages[0].value("w"), start.float())
+
+
 def bfloat16_adapters():
     """As QLoRA has them, and a bfloat16 copy of the head."""
     lora = LoraConfig(r=4, target_modules=["q_proj", "v_proj"], modules_to_save=["lm_head"], init_lora_weights=False)
@@ -264,5 +275,8 @@ def test_processes_that_move_their_rows_are_as_one(dtype, at_once, monkeypatch):
             assert found.keys() == expected.keys()
             for name, values in found.items():
                 assert torch.equal(values, Rows(rank, []).own_part(expected[name])), (rank, name)
+    # Processes ask for the same in the same order, or would wait for each other for ever.
+    asked = [[part.dtype for rank, part in parts if rank == one] for one in range(3)]
+    assert asked[0] == asked[1] == asked[2]
     # Backends of processes do not send numbers of 16 bits that are no floats.
     assert {part.dtype for _, part in parts} == {dtype} | ({torch.int32} if dtype == torch.bfloat16 else set())

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from rloom.models.low_bits import split_float32
-from rloom.training.sharded_state import _join_low_bits
+from rloom.models.master_weights import MasterWeights
+from rloom.training.sharded_state import ShardedState, _join_low_bits
 
 
 @pytest.fixture
@@ -29,3 +33,58 @@ def test_low_bits_belong_to_the_weight_that_they_were_counted_from(mesh, saved_i
     part = distribute_tensor(loaded, mesh, [Shard(0)])
     _join_low_bits(part, low_bits)
     assert torch.equal(part.to_local(), value)
+
+
+def as_one():
+    """A model of one process, and plain SGD, which has no state of its own, on float32 copies."""
+    torch.manual_seed(0)
+    model = nn.Linear(3, 2).bfloat16()
+    return model, MasterWeights([{"params": list(model.parameters())}], make=torch.optim.SGD, lr=1e-3)
+
+
+def in_parts(mesh):
+    """The same in parts, which are float32, and what saves and loads it."""
+    model, _ = as_one()
+    dtypes = {name: p.dtype for name, p in model.named_parameters()}
+    for name, p in list(model.named_parameters()):
+        setattr(model, name, nn.Parameter(distribute_tensor(p.detach().float(), mesh, [Shard(0)])))
+    return model, torch.optim.SGD(model.parameters(), lr=1e-3), ShardedState(model, dtypes, group=None, main=True)
+
+
+def stepped(model, optimizer) -> list:
+    for p in model.parameters():
+        p.grad = torch.full_like(p, 0.1, dtype=torch.float32)
+    optimizer.step()
+    return list(model.parameters())
+
+
+def test_weights_without_a_state_keep_their_low_bits(mesh):
+    """However many processes go on."""
+    model, optimizer, state = in_parts(mesh)
+    expected = [p.to_local().detach().clone() for p in stepped(model, optimizer)]
+    with state.whole_weights(model), state.whole_optimizer(optimizer):
+        weights, whole = dict(model.state_dict()), copy.deepcopy(optimizer.state_dict())
+    assert {value.dtype for value in weights.values()} == {torch.bfloat16}
+    other, theirs, loads = in_parts(mesh)
+    one, alone = as_one()
+    one.load_state_dict(weights)
+    alone.load_state_dict(copy.deepcopy(whole))
+    with loads.whole_weights(other, loading=True), loads.whole_optimizer(theirs, loading=True):
+        other.load_state_dict(weights)
+        theirs.load_state_dict(whole)
+    for value, part, p in zip(expected, other.parameters(), one.parameters(), strict=True):
+        assert split_float32(value)[1].any()
+        assert torch.equal(part.to_local(), value)
+        assert torch.equal(alone.masters[p], value)
+    assert not any(alone.state_dict()["state"].values())
+
+
+def test_copies_of_one_process_are_taken_over(mesh):
+    one, alone = as_one()
+    stepped(one, alone)
+    other, theirs, loads = in_parts(mesh)
+    with loads.whole_weights(other, loading=True), loads.whole_optimizer(theirs, loading=True):
+        other.load_state_dict(one.state_dict())
+        theirs.load_state_dict(alone.state_dict())
+    for part, master in zip(other.parameters(), alone.masters.values(), strict=True):
+        assert torch.equal(part.to_local(), master)

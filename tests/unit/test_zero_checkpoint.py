@@ -10,12 +10,14 @@ from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
+from peft import LoraConfig, get_peft_model, get_peft_model_state_dict
 from torch import nn
 
 from rloom.errors import ConfigError
-from rloom.models.low_bits import split_float32
-from rloom.models.optimizers import LOW_BITS
+from rloom.models.low_bits import LOW_BITS, split_float32
+from rloom.training import zero_checkpoint
 from rloom.training.zero_checkpoint import ZeroState, check_files, processes_in
+from tests.conftest import make_model
 
 
 class Place:
@@ -99,6 +101,45 @@ def test_what_was_saved_goes_on_to_the_same_bits(dtype):
         assert torch.equal(p.master, resumed.master)
         for name in ("exp_avg", "exp_avg_sq"):
             assert torch.equal(*(one._hp_mapping.fields[name] for one in (p, resumed)))
+
+
+def test_weights_without_a_state_keep_their_low_bits():
+    """Plain SGD has no state of its own."""
+    model, zero, state = taken(torch.bfloat16, torch.optim.SGD)
+    zero.step()
+    expected = [p.master.detach().clone() for p in model.parameters()]
+    assert any(split_float32(master)[1].any() for master in expected)
+    other = taken(torch.bfloat16, torch.optim.SGD)
+    load(*other, *saved(model, zero, state))
+    assert all(torch.equal(p.master, master) for p, master in zip(other[0].parameters(), expected, strict=True))
+
+
+def test_masters_may_be_bfloat16(monkeypatch):
+    """As DeepSpeed has them with `bf16_master_weights_and_grads`; then there are no low bits."""
+    model, zero, state = taken(torch.bfloat16)
+    zero.step()
+    monkeypatch.setattr(sys.modules["deepspeed.utils"], "safe_get_full_fp32_param", lambda p: p.detach().clone())
+    weights, whole = saved(model, zero, state)
+    for number, p in enumerate(model.parameters()):
+        assert whole["state"][number][LOW_BITS].shape == p.shape
+        assert not whole["state"][number][LOW_BITS].any()
+    assert all(torch.equal(p, weights[name]) for name, p in model.named_parameters())
+
+
+def test_frozen_embeddings_are_saved_with_an_adapter(monkeypatch):
+    """peft saves those that have an adapter. Other frozen parts are not gathered."""
+    model = get_peft_model(make_model(), LoraConfig(r=2, target_modules=["lm_head", "q_proj"]))
+    state = ZeroState(model, main=True)
+    for number, p in enumerate(model.parameters()):
+        p.ds_id = number
+    gathered = []
+    monkeypatch.setattr(zero_checkpoint, "_weight", lambda p: gathered.append(p) or p.detach())
+    with state.whole_weights(model):
+        saved = get_peft_model_state_dict(model)
+    base = {name: value for name, value in saved.items() if "base_layer" in name}
+    assert list(base) == ["base_model.model.lm_head.base_layer.weight"]
+    assert torch.equal(*base.values(), model.get_output_embeddings().base_layer.weight)
+    assert len(gathered) == len(saved) + 1  # the input's embeddings
 
 
 def test_a_plain_optimizer_goes_on_from_it():

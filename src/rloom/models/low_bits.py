@@ -17,6 +17,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+LOW_BITS = "rest"
+"""The low bits' name in an optimizer's state, and so in checkpoints."""
+
 LowBits = MutableMapping[Tensor, Tensor]
 """The low bits of weights, int16, by weight."""
 
@@ -45,6 +48,19 @@ def split_float32(value: Tensor) -> tuple[Tensor, Tensor]:
     bits = value.view(torch.int32)
     upper = (bits + 0x8000) >> 16
     return upper.short().view(torch.bfloat16), (bits - (upper << 16)).short()
+
+
+def with_low_bits(value: Tensor, low_bits: Tensor) -> Tensor:
+    """A float32 weight that was loaded from bfloat16, with the bits that those had dropped.
+
+    One that was loaded from float32 has them already, and stays as it is.
+
+    >>> value = torch.tensor([1.0 + 2**-8])
+    >>> weight, low_bits = split_float32(value)
+    >>> torch.equal(with_low_bits(weight.float(), low_bits), value), torch.equal(with_low_bits(value, low_bits), value)
+    (True, True)
+    """
+    return join_float32(split_float32(value)[0], low_bits)
 
 
 def store_float32(value: Tensor, weight: Tensor, low_bits: Tensor | None) -> None:

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from rloom.models.low_bits import (
+    LOW_BITS,
     LowBits,
     Piece,
     accumulate_in_float32,
@@ -18,7 +19,11 @@ from rloom.models.low_bits import (
     low_bits_of,
     split_float32,
     store_float32,
+    with_low_bits,
 )
+
+MASTERS = "masters"
+"""The copies' name in the optimizer's state, and so in checkpoints."""
 
 
 class MasterWeights(Optimizer):
@@ -120,13 +125,28 @@ class MasterWeights(Optimizer):
 
     def state_dict(self) -> dict[str, Any]:
         """The inner optimizer's, and the copies."""
-        return {**self.inner.state_dict(), "masters": [master.detach() for master in self.masters.values()]}
+        return {**self.inner.state_dict(), MASTERS: [master.detach() for master in self.masters.values()]}
+
+    def _with_saved_bits(self, state: dict[str, Any]) -> list[Tensor]:
+        """What the weights stand for with the low bits that lie in a saved state."""
+        numbers = [number for group in state["param_groups"] for number in group["params"]]
+        params = [p for group in self.param_groups for p in group["params"]]
+        bits = {id(p): state["state"].get(n, {}).get(LOW_BITS) for p, n in zip(params, numbers, strict=True)}
+        found = []
+        for p, master in self.masters.items():
+            value, low_bits = self.value(p, ...), bits[id(master)]
+            is_saved = isinstance(low_bits, Tensor) and low_bits.dtype == torch.int16
+            found.append(with_low_bits(value, low_bits.to(value.device)) if is_saved else value)
+        return found
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Both, to the same bits. An optimizer that ran on float32 weights saved no copies: they are the weights."""
+        """Both, to the same bits. An optimizer that ran on float32 weights saved no copies: they are the weights, with
+        the low bits that processes save for sharded ones."""
         state = dict(state_dict)
-        saved = state.pop("masters", None) or [self.value(p, ...) for p in self.masters]
+        saved = state.pop(MASTERS, None) or self._with_saved_bits(state)
+        known = state["state"].items()
+        state["state"] = {number: {k: v for k, v in of.items() if k != LOW_BITS} for number, of in known}
         for master, value in zip(self.masters.values(), saved, strict=True):
             master.copy_(value)
         self._hand_back()

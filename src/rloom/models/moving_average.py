@@ -138,19 +138,28 @@ class MovingAverage:
         return weights | {name + LOW_BITS: self._joined_bits(name) for name in self.low_bits}
 
     def _joined_bits(self, name: str) -> Tensor:
-        """The low bits of a whole weight. Not all backends of processes send numbers of 16 bits."""
-        bits, weight = self.low_bits[name], self.weights[name]
-        return bits if bits.shape == weight.shape else self._parts.joined(weight, bits.int()).short()
+        """The low bits of a whole weight. Not all backends of processes send numbers of 16 bits.
+
+        All processes ask for them, also one that has all rows of a weight with few.
+        """
+        return self._parts.joined(self.weights[name], self.low_bits[name].int()).short()
 
     @torch.no_grad()
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        """Copy the weights in, and their low bits; those that nobody saved are zero."""
+        """Copy the weights in, and their low bits; those that nobody saved are zero.
+
+        They may have been saved in another dtype, as by another number of processes: float32 has the low bits itself.
+        """
         for name in self.weights:
-            rows = self._in_whole(name, ...)
-            self._own(name).copy_(state[name][rows])
-            if self.moves and (low_bits := self._low_bits(name)) is not None:
-                saved = state.get(name + LOW_BITS)
-                low_bits.copy_(torch.zeros_like(low_bits) if saved is None else saved[rows])
+            rows, own = self._in_whole(name, ...), self._own(name)
+            saved, bits = state[name][rows], state.get(name + LOW_BITS)
+            if bits is not None and saved.dtype == torch.bfloat16:
+                saved = join_float32(saved, bits[rows])
+            low_bits = self._low_bits(name) if self.moves else None
+            if low_bits is None:
+                own.copy_(saved)
+            else:
+                store_float32(saved.float(), own, low_bits)
 
 
 def _mix(mine: Tensor, low_bits: Tensor, theirs: Tensor, alpha: float) -> None:

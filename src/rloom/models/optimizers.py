@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from rloom.models.low_bits import (
+    LOW_BITS,
     LowBits,
     Piece,
     Value,
@@ -38,9 +39,6 @@ logger = get_logger(__name__)
 
 ELEMENTS_AT_A_TIME = 1 << 26
 """float32 words joined at once: a quarter of a gigabyte."""
-
-LOW_BITS = "rest"
-"""The low bits' name in the optimizer's state, and so in checkpoints."""
 
 
 class SplitAdamW(Optimizer):
@@ -130,7 +128,8 @@ class SplitAdamW(Optimizer):
 
     def _state(self, p: Tensor) -> dict[str, Tensor]:
         state = self.state[p]
-        if not state:
+        # A checkpoint of an optimizer that keeps nothing, as plain SGD, may have low bits alone.
+        if "step" not in state:
             state["step"] = torch.zeros((), dtype=torch.float32, device=_step_device(p))
             state["exp_avg"] = torch.zeros_like(p, dtype=torch.float32)
             state["exp_avg_sq"] = torch.zeros_like(p, dtype=torch.float32)

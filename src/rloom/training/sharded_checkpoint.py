@@ -24,7 +24,7 @@ from transformers import PreTrainedModel
 from rloom.errors import DiskError
 from rloom.models.load import base_of, is_peft_model
 from rloom.models.low_bits import split_float32
-from rloom.models.optimizers import LOW_BITS
+from rloom.training.whole_state import and_low_bits
 
 WEIGHTS, OPTIMIZER = "pytorch_model_fsdp_0", "optimizer_0"
 LAYOUT_FILE = "rloom_layout.pt"
@@ -158,10 +158,12 @@ def whole_optimizer(folder: Path) -> dict[str, Any]:
     for key, value in _read_all(folder / OPTIMIZER).items():
         name, field = _split_key(key)
         state.setdefault(name, {})[field] = value
-    halves = [name for name in state if layout["dtypes"].get(name) == "bfloat16"]
+    trained = [name for names in layout["order"] for name in names]
+    halves = [name for name in trained if layout["dtypes"].get(name) == "bfloat16"]
     weights = _read_all(folder / WEIGHTS, [f"model.{name}" for name in halves])
     for name in halves:
-        state[name][LOW_BITS] = split_float32(weights[f"model.{name}"])[1]
+        if values := and_low_bits(state.get(name, {}), weights[f"model.{name}"]):
+            state[name] = values
     return _numbered(state, layout)
 
 

@@ -11,11 +11,11 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from rloom.models.low_bits import split_float32
-from rloom.models.optimizers import LOW_BITS
+from rloom.models.low_bits import LOW_BITS, with_low_bits
+from rloom.models.master_weights import MASTERS
 from rloom.training import sharded_checkpoint
 from rloom.training.processes import together
-from rloom.training.whole_state import methods_replaced, numbers_of, saved_weights, with_low_bits
+from rloom.training.whole_state import and_low_bits, methods_replaced, numbers_of, saved_weights
 
 
 class ShardedState:
@@ -69,24 +69,31 @@ class ShardedState:
             state["state"] = self._saved_state(state, params)
 
         def load(whole: dict[str, Any]) -> Any:
+            dtypes, masters = self._dtypes_of_params(), iter(whole.pop(MASTERS, None) or ())
             for number, p in zip(numbers_of(whole), params, strict=True):
                 values = whole["state"].get(number, {})
                 _join_low_bits(p, values.pop(LOW_BITS, None))
+                if dtypes[id(p)] == torch.bfloat16:
+                    _set_master(p, next(masters, None))
                 values |= {name: _part_like(p, value) for name, value in values.items() if _is_like(p, value)}
             return own(whole)
 
         with methods_replaced(optimizer, state_dict=lambda: state, load_state_dict=load):
             yield
 
+    def _dtypes_of_params(self) -> dict[int, torch.dtype]:
+        return {id(p): self._dtypes[name] for name, p in self._model.named_parameters()}
+
     def _saved_state(self, state: dict[str, Any], params: list[Tensor]) -> dict[int, dict[str, Any]]:
-        dtypes = {id(p): self._dtypes[name] for name, p in self._model.named_parameters()}
-        saved = {}
+        dtypes = self._dtypes_of_params()
+        saved: dict[int, dict[str, Any]] = {}
         for number, p in zip(numbers_of(state), params, strict=True):
-            if (values := state["state"].get(number)) is None:
-                continue
-            saved[number] = {name: self._on_main(v) if isinstance(v, Tensor) else v for name, v in values.items()}
+            values = state["state"].get(number, {})
+            values = {name: self._on_main(v) if isinstance(v, Tensor) else v for name, v in values.items()}
             if dtypes[id(p)] == torch.bfloat16:
-                saved[number][LOW_BITS] = split_float32(self._on_main(p))[1]
+                values = and_low_bits(values, self._on_main(p))
+            if values:
+                saved[number] = values
         return saved
 
     # -- in parts
@@ -134,6 +141,15 @@ def _part_like(p: Any, value: Tensor) -> Tensor:
     part = parts[rank] if rank < len(parts) else value[:0]
     part = part.to(p.device, p.dtype if value.is_floating_point() else value.dtype, copy=True)
     return DTensor.from_local(part, p.device_mesh, p.placements, run_check=False, shape=p.shape, stride=p.stride())
+
+
+@torch.no_grad()
+def _set_master(p: Tensor, master: Tensor | None) -> None:
+    """Give a part the float32 copy that an optimizer of one process has kept of a bfloat16 weight."""
+    if isinstance(p, DTensor) and master is not None:
+        part = _part_like(p, master)
+        assert isinstance(part, DTensor)
+        p.to_local().copy_(part.to_local())
 
 
 @torch.no_grad()

@@ -8,7 +8,7 @@ from __future__ import annotations
 import functools
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -378,7 +378,8 @@ class RLOOTrainer(UpdateLoop):
         # Processes may have different numbers of batches, so transformers must not gather their losses.
         if not self.processes.alone:
             self.gather_function = as_is
-        output = super().evaluation_loop(*args, **kwargs)
+        with self._without_deepspeed() if self._has_whole_model() else nullcontext():
+            output = super().evaluation_loop(*args, **kwargs)
         batches, self._batches = self._batches, []
         if not self.processes.alone:
             output, batches = self._join_evaluation(output, batches)
@@ -387,6 +388,12 @@ class RLOOTrainer(UpdateLoop):
             for end, number in (("", value.value), ("_low", value.low), ("_high", value.high)):
                 self.metrics.set("eval", f"{name}{end}", number)
         return output
+
+    def _has_whole_model(self) -> bool:
+        """Whether DeepSpeed has not taken the model yet, and would leave it whole: there is no training, and
+        transformers hands models over to evaluate them by ZeRO-3 alone."""
+        stage = getattr(getattr(self.accelerator.state, "deepspeed_plugin", None), "zero_stage", 3)
+        return self.deepspeed is None and stage < 3
 
     def _estimates(self, batches: list[tuple[Page, Measured]]) -> dict[str, Estimate]:
         """The metrics of an evaluation, with the win rate."""

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from rloom.models.low_bits import join_float32, split_float32
+from rloom.models.low_bits import LOW_BITS, split_float32
 
 
 def saved_weights(
@@ -36,17 +36,16 @@ def as_loaded(value: Tensor, dtype: torch.dtype) -> Tensor:
     return split_float32(value)[0] if is_half else value.to(dtype)
 
 
-def with_low_bits(value: Tensor, low_bits: Tensor) -> Tensor:
-    """A float32 weight that was loaded from bfloat16, with the bits that those had dropped.
+def and_low_bits(values: dict[str, Any], weight: Tensor) -> dict[str, Any]:
+    """An optimizer's state of a weight that is saved in bfloat16, with the bits which that drops.
 
-    One that was loaded from float32 has them already, and stays as it is.
+    An optimizer may have no state at all: plain SGD has none, and an optimizer that has made no update.
 
-    >>> value = torch.tensor([1.0 + 2**-8])
-    >>> weight, low_bits = split_float32(value)
-    >>> torch.equal(with_low_bits(weight.float(), low_bits), value), torch.equal(with_low_bits(value, low_bits), value)
-    (True, True)
+    >>> and_low_bits({}, torch.tensor([1.0])), and_low_bits({}, torch.tensor([1.0 + 2**-20]))
+    ({}, {'rest': tensor([8], dtype=torch.int16)})
     """
-    return join_float32(split_float32(value)[0], low_bits)
+    low_bits = split_float32(weight)[1]
+    return {**values, LOW_BITS: low_bits} if values or low_bits.any() else values
 
 
 def numbers_of(state: dict[str, Any]) -> list[int]:

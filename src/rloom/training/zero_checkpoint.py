@@ -22,15 +22,15 @@ from torch.nn.functional import pad
 
 from rloom.errors import ConfigError
 from rloom.models.load import is_peft_model
-from rloom.models.low_bits import split_float32
-from rloom.models.optimizers import LOW_BITS
+from rloom.models.low_bits import LOW_BITS, with_low_bits
+from rloom.models.master_weights import MASTERS
 from rloom.printable import get_logger
 from rloom.training.processes import Processes, together
-from rloom.training.whole_state import methods_replaced, numbers_of, saved_weights, with_low_bits
+from rloom.training.whole_state import and_low_bits, methods_replaced, numbers_of, saved_weights
 
 logger = get_logger(__name__)
 
-MASTERS, LOSS_SCALER = "masters", "loss_scaler"
+LOSS_SCALER = "loss_scaler"
 PER_GROUP = ("base_lrs", "_last_lr", "lr_lambdas", "min_lrs")
 """Fields of a schedule that have an entry for each of the optimizer's groups."""
 
@@ -136,11 +136,13 @@ class ZeroState:
             yield
 
     def _gatherer(self, model: nn.Module) -> Callable[[Tensor], Tensor]:
-        """What gathers a weight to the main process' host. Frozen parts beside an adapter are not saved."""
+        """What gathers a weight to the main process' host. Frozen parts beside an adapter are not saved, but for
+        embeddings: peft saves those that have an adapter, or have been resized."""
         adapter = is_peft_model(model)
+        embeddings = _embeddings(model) if adapter else set()
 
         def gather(p: Tensor) -> Tensor:
-            left_out = adapter and _is_part(p) and not p.requires_grad
+            left_out = adapter and _is_part(p) and not p.requires_grad and id(p) not in embeddings
             return p.new_empty(0) if left_out else self._on_main(_weight(p))
 
         return gather
@@ -186,12 +188,14 @@ class ZeroState:
         names, others = _fields_of(zero)
         _link(zero, self._params)
         state: dict[int, Fields] = {}
-        for number, p in enumerate(self._params if names or others else ()):
+        for number, p in enumerate(self._params):
             gathered = {name: self._on_main(safe_get_full_optimizer_state(p, name)) for name in names}
             # A copy for each weight: the file would have one for all, which all of them would count up.
-            state[number] = copy.deepcopy(others) | gathered
+            values = copy.deepcopy(others) | gathered
             if id(p) in self._halves:
-                state[number][LOW_BITS] = split_float32(self._on_main(_weight(p)))[1]
+                values = and_low_bits(values, self._on_main(_weight(p)))
+            if values:
+                state[number] = values
         saved = {"state": state, "param_groups": self._saved_groups(zero)}
         if getattr(zero, "dynamic_loss_scale", False):
             saved[LOSS_SCALER] = {k: v for k, v in vars(zero.loss_scaler).items() if isinstance(v, int | float)}
@@ -276,6 +280,12 @@ def _saved_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float32 if dtype == torch.float16 else dtype
 
 
+def _embeddings(model: Any) -> set[int]:
+    """The ids of a language model's embeddings and of its head."""
+    layers = (model.get_input_embeddings(), model.get_output_embeddings())
+    return {id(p) for layer in layers if layer is not None for p in layer.parameters()}
+
+
 def _is_part(p: Tensor) -> bool:
     return hasattr(p, "ds_id")
 
@@ -285,13 +295,16 @@ def _shape(p: Tensor) -> torch.Size:
 
 
 def _weight(p: Tensor) -> Tensor:
-    """A whole weight: its float32 master, or what is not trained, as it is. A number of -0 may become 0."""
+    """A whole weight: its float32 master, or what is not trained, as it is. A number of -0 may become 0.
+
+    DeepSpeed can be told to have masters in bfloat16; here they are float32 as well.
+    """
     import deepspeed
     from deepspeed.utils import safe_get_full_fp32_param
 
     master = safe_get_full_fp32_param(p)
     if master is not None:
-        return master
+        return master.float()
     with deepspeed.zero.GatheredParameters([p]):
         return p.detach().clone()
 
