@@ -95,7 +95,10 @@ def test_recipe_that_is_not_there(capsys):
         ([*NEEDED, "--rloo_k", "4", "--num_generations", "2"], "give one of them, not both"),
     ],
 )
-def test_wrong_usage(arguments, message, capsys):
+def test_wrong_usage(arguments, message, capsys, tmp_path, monkeypatch):
+    # Data that is not there would be named first.
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "d.jsonl").write_text('{"prompt": "1 + 1 ="}\n')
     assert message in refused(arguments, capsys)
 
 
