@@ -90,9 +90,10 @@ def found_by_search(folder, text: str) -> list[bool]:
 
 
 def check(folder, texts: list[str], draw: random.Random, count: int = 40) -> None:
-    """Searches for parts of the texts, and for others, find what a plain scan finds."""
+    """Searches for parts of the texts, of how JSON writes them, and for others, find what a plain scan finds."""
     for _ in range(count):
         one = draw.choice(texts) or "x"
+        one = draw.choice([one, one, json.dumps(one)[1:-1]])
         start = draw.randrange(len(one))
         text = draw.choice([one[start : start + draw.choice([1, 2, 3, 4, 6, 12, 60, 400])], drawn(draw)[:9] or "none"])
         assert found_by_search(folder, text) == [text in other for other in texts], text
@@ -137,13 +138,17 @@ def test_the_rows_of_a_block_are_those_with_a_byte_in_it():
         assert rows_in(stretch, 1 << block, sizes).tolist() == expected.tolist()
 
 
-@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize("seed", range(16))
 @pytest.mark.parametrize("memmem", [True, False])
 def test_a_search_finds_what_a_plain_scan_finds(tmp_path, monkeypatch, seed, memmem):
     if not memmem:
         monkeypatch.setattr(needle, "_search", None)
     draw = random.Random(seed)
     monkeypatch.setattr(text_search, "FEW_BLOCKS", draw.choice([0, 8, 64]))
+    monkeypatch.setattr(text_search, "SEVERAL", draw.choice([1, 3, 1000]))
+    monkeypatch.setattr(text_search, "BLOCK", draw.choice([1, 3000, 10**6]))
+    monkeypatch.setattr(needle, "FEW", draw.choice([1, 3, 1000]))
+    monkeypatch.setattr(needle, "OPEN_FILES", draw.choice([1, 4]))
     write(tmp_path, [drawn(draw) for _ in range(200)], part_bytes=draw.choice([1, 20_000, 10**7]))
     texts = plain_texts(tmp_path)
     assert 100 < covered(tmp_path) < 200
@@ -163,6 +168,28 @@ def test_rows_without_a_text_are_no_match_and_do_not_shift_others(tmp_path):
     store.write(rows_of(texts), 1)
     assert covered(tmp_path) > 100
     assert found_by_search(tmp_path, "needle") == [isinstance(text, str) and "needle" in text for text in texts]
+
+
+@pytest.mark.parametrize(
+    "text", ["u00e9", "00e9", "0e9", "e9", "9", "é", "n", "t", '"', "\\", "/", "u", "b", "\n", "f x"]
+)
+def test_what_begins_within_an_escape_is_no_match(tmp_path, text):
+    """Where other rows hold the same letters plainly, at the borders of blocks too."""
+    texts = [
+        "a é x",
+        "a \n x",
+        'a \t" x',
+        "C:\\new",
+        "\x08",
+        "\x0c x",
+        "\\u00e9",
+        "u00e9 9 / n",
+        "\u2028f x",
+        "é" * 99,
+        "\\",
+    ]
+    write(tmp_path, texts * 20)
+    assert found_by_search(tmp_path, text) == [text in one for one in texts * 20]
 
 
 def test_half_of_a_pair_is_not_found_in_a_whole_one(tmp_path):
@@ -393,6 +420,44 @@ def test_the_rows_of_a_page_are_final_before_all_are_counted(tmp_path, held, mon
     assert early["count"] < late["count"]
     assert early["rows"] == late["rows"]
     assert len(late["rows"]) == 5
+
+
+def test_a_page_that_only_counts_reads_no_rows(tmp_path, held, monkeypatch):
+    write(tmp_path, texts_with("every"))
+    run = opened(tmp_path)
+    early = answers.rows(run, Query(text="every", limit=5))
+    assert early["final"]
+    monkeypatch.setattr(run.reader.table, "line_of", None)
+    monkeypatch.setattr(TextSearch, "settle", None)
+    monkeypatch.setattr(live, "COUNT_SECONDS", 0.0)
+    counted = answers.rows(run, Query(text="every", limit=0))
+    assert (counted["rows"], counted["final"]) == ([], False)
+    assert counted["searched"] == early["searched"] < 1
+    held.set()
+    monkeypatch.setattr(live, "COUNT_SECONDS", 20.0)
+    counted = answers.rows(run, Query(text="every", limit=0))
+    assert (counted["rows"], counted["count"], counted["final"], counted["searched"]) == ([], 200, True, 1.0)
+
+
+def test_rows_that_are_rare_by_what_is_known_are_left_to_the_search(tmp_path, held, monkeypatch):
+    """Looking for them one by one would only put off its end."""
+    write(tmp_path, [f"{'needle' if i == 7 else 'nothing'} {i}" for i in range(300)])
+    monkeypatch.setattr(live, "SETTLE_ROWS", 50)
+    run = opened(tmp_path)
+    answers.rows(run, Query(text="needle", limit=5))
+    monkeypatch.setattr(TextSearch, "settle", None)
+    assert not answers.rows(run, Query(text="needle", limit=5))["final"]
+
+
+def test_a_search_waits_while_the_rows_of_a_page_are_looked_for(tmp_path):
+    write(tmp_path, texts_with("every"))
+    found = read_index(tmp_path / FOLDER)
+    search = TextSearch(tmp_path / FOLDER, found[1], "every")
+    with search.held():
+        search.start()
+        assert not search.wait(0.2)
+        assert search.looked == 0
+    assert search.wait(20)
 
 
 def test_rows_that_may_still_change_are_not_called_final(tmp_path, held, monkeypatch):

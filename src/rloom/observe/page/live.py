@@ -25,6 +25,8 @@ FRESH_SECONDS = 1.0
 """How long what was read is believed."""
 PATIENCE_SECONDS = 0.1
 """How long an answer waits for a text search. Then it has the rows found so far, and says so."""
+COUNT_SECONDS = 0.25
+"""The same for an answer without rows, which is asked for when these are final, and only their number grows."""
 SETTLE_SECONDS, SETTLE_ROWS = 0.1, 20_000
 """How long, and in how many rows, it then looks for the rows of the page itself, so that these at least are final."""
 
@@ -149,7 +151,10 @@ class LiveRun:
         if not query.text:
             return Found(records, names, np.flatnonzero(wanted))
         search = self._search(records, query.text, names.id, indexed)
-        final = search.wait(PATIENCE_SECONDS) or _settled(search, records, names, wanted, query)
+        if query.limit:
+            final = search.wait(PATIENCE_SECONDS) or _settled(search, records, names, wanted, query)
+        else:
+            final = search.wait(COUNT_SECONDS)
         # Before the matches: those of rows that are counted as searched are there.
         searched = search.looked / len(records) if len(records) else 1.0
         found = search.matches[: len(wanted)]
@@ -183,11 +188,17 @@ def _settled(search: TextSearch, records: np.ndarray, names: IndexNames, wanted:
     if len(search.records) < len(records):
         # Rows that came since are searched next.
         return False
-    possible = np.flatnonzero(wanted & (search.matches | ~search.seen))
-    order = in_order(records, names, possible, query.sort, 0, SETTLE_ROWS)
-    if search.settle(order, query.offset + query.limit, SETTLE_SECONDS):
-        return True
-    return len(order) == len(possible) and bool(search.seen[order].all())
+    with search.held():
+        possible = np.flatnonzero(wanted & (search.matches | ~search.seen))
+        end, (looked, found) = query.offset + query.limit, (wanted & search.seen, wanted & search.matches)
+        share = (1 + np.count_nonzero(found)) / (1 + np.count_nonzero(looked))
+        if len(possible) > SETTLE_ROWS and share * SETTLE_ROWS < end:
+            # By what is known so far, these rows hold too few: the search itself is sooner at its end.
+            return False
+        order = in_order(records, names, possible, query.sort, 0, SETTLE_ROWS)
+        if search.settle(order, end, SETTLE_SECONDS):
+            return True
+        return len(order) == len(possible) and bool(search.seen[order].all())
 
 
 def _entries_from(path: Path, start: int) -> list[dict[str, Any]] | None:

@@ -147,7 +147,8 @@ class TextSearch:
                 rows, some = job
                 if self._newer is not None:
                     self._newer.wait(None)
-                self._free.wait()
+                if not self._free.is_set():
+                    self._free.wait()
                 if some is None:
                     self._search_rows(reader.lines(self.records[rows]), rows)
                 else:
@@ -184,9 +185,9 @@ class TextSearch:
                 continue
             yield from self._slices(last, end)
             end = max(first, known)
-            some = first + rows_in(stretch, word, self.records["text_size"][first:last]) if word else NONE
-            if len(some := some[some >= known]):
-                yield slice(end, last), some
+            some = rows_in(stretch, word, self.records["text_size"][first:last]) if word else NONE
+            if len(some) and len(some := some[some >= known - first]):
+                yield slice(end, last), first + some
             else:
                 self.seen[end:last] = True
         yield from self._slices(known, end)
@@ -211,9 +212,8 @@ class TextSearch:
 
     def _search_some(self, reader: LineReader, some: np.ndarray) -> None:
         """Look at some of neighbouring rows: if they lie close together, by one reading of all between them."""
-        records = self.records[some]
-        spread = int(records["offset"][-1]) - int(records["offset"][0])
-        if len(some) < SEVERAL or records["part"][0] != records["part"][-1] or spread > len(some) * GAP:
+        records = self.records[some] if len(some) >= SEVERAL else None
+        if records is None or not _close(records):
             self._look_at(some, reader)
             return
         begin, end = _places(records)
@@ -228,6 +228,12 @@ class TextSearch:
             for part, offset, at, size in zip(*columns, strict=True)
         ]
         self.seen[rows] = True
+
+
+def _close(records: np.ndarray) -> bool:
+    """Whether the lines of rows, and what is between them, are quicker to read at once."""
+    spread = int(records["offset"][-1]) - int(records["offset"][0])
+    return bool(records["part"][0] == records["part"][-1]) and spread <= len(records) * GAP
 
 
 def _places(records: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
