@@ -152,8 +152,14 @@ def _text_place(row: dict[str, Any], line: str) -> tuple[int, int]:
     text = row.get("completion")
     if not isinstance(text, str):
         return 0, 0
-    key, encoded = '"completion": ', encode_basestring_ascii(text)
+    key = '"completion": '
     found = line.find(key)
+    # Most texts have no other letters to escape, and this takes a fifth of the time. One that has some is not in the
+    # line as it is here, since JSON has none of them plainly.
+    encoded = '"' + text.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n") + '"'
+    if found >= 0 and line.startswith(encoded, found + len(key)):
+        return found + len(key) + 1, len(encoded) - 2
+    encoded = encode_basestring_ascii(text)
     # The same key may stand in a prompt's messages.
     while found >= 0 and not line.startswith(encoded, found + len(key)):
         found = line.find(key, found + 1)
