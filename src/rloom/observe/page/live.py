@@ -30,6 +30,8 @@ COUNT_SECONDS = 0.25
 SETTLE_SECONDS, SETTLE_ROWS = 0.1, 20_000
 """How long, and in how many rows, it then looks for the rows of the page itself, so that these at least are final."""
 
+AGAIN_SECONDS = 20.0
+"""How long to wait before a store that a run writes to is looked at again."""
 SEARCHES = 4
 """Texts whose searches are kept, and may go on at the same time: pages in several tabs ask for different ones."""
 
@@ -96,17 +98,36 @@ class LiveRun:
             # Whoever waits for the lock gets it.
             time.sleep(0.01)
 
-    def prepare(self) -> None:
+    def prepare(self) -> bool:
         """Give a store what makes it quick to show, where an older version has written it: an index, and then a filter
-        of its texts. Both are made from the lines, while others are answered."""
+        of its texts. Both are made from the lines, while others are answered. Returns False where a run may still be
+        writing there, so that this has to be done later."""
+        table = self.reader.table
         self.catch_up(keep_trying=True)
         try:
             with self._table_lock:
-                self.reader.table.refresh()
-            self.reader.table.save_filter()
+                table.refresh()
+            if not table.lacks_filter():
+                return True
+            quiet = table.is_quiet()
+            table.save_filter()
+            return quiet
         except (OSError, ValueError) as error:
             # A folder that may only be read, or a run that is resumed just now.
-            logger.info("searches in %s read all lines: it got no filter of texts: %s", self.reader.store, error)
+            logger.warning("searches in %s read all lines: it got no filter of texts: %s", self.reader.store, error)
+            return True
+
+    def keep_preparing(self) -> None:
+        """Prepare the store as soon as no run writes there, and say so if that is not now."""
+        if self.prepare():
+            return
+        logger.warning(
+            "a run writes to %s, much of which has no filter of texts, as an older version leaves it: searches read "
+            "all lines until nothing was written for a minute",
+            self.reader.store,
+        )
+        while not self.prepare():
+            time.sleep(AGAIN_SECONDS)
 
     def _read_on(self) -> bool:
         """Read some of the lines. Returns whether these were the last."""
