@@ -936,6 +936,24 @@ MUTANTS = [
         "tests/unit/test_text_filter.py::test_half_of_a_pair_is_not_found_in_a_whole_one",
     ),
     Mutant(
+        "observe/page/needle.py",
+        "ESCAPE if first in HEXADECIMAL else",
+        "0 if first in HEXADECIMAL else",
+        "tests/unit/test_text_filter.py::test_what_begins_within_an_escape_is_no_match[00e9]",
+    ),
+    Mutant(
+        "observe/page/needle.py",
+        "else int(first in ESCAPED)",
+        "else 0",
+        "tests/unit/test_text_filter.py::test_what_begins_within_an_escape_is_no_match[n]",
+    ),
+    Mutant(
+        "observe/page/live.py",
+        "        if query.limit:\n",
+        "        if True:\n",
+        "tests/unit/test_text_filter.py::test_a_page_that_only_counts_reads_no_rows",
+    ),
+    Mutant(
         "observe/text_filter.py",
         "    return until[:, -1] | across",
         "    return until[:, -1]",

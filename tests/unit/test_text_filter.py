@@ -10,13 +10,13 @@ import threading
 import numpy as np
 import pytest
 
-from rloom.observe import read_store, row_table, text_filter
-from rloom.observe.filter_writer import ASIDE, remove_filter
+from rloom.observe import filter_writer, read_store, row_table, text_filter
+from rloom.observe.filter_writer import ASIDE, make_filter, remove_filter
 from rloom.observe.page import answers, live, needle, text_search
 from rloom.observe.page.live import LiveRun
 from rloom.observe.page.query import Query
 from rloom.observe.page.text_search import TextSearch
-from rloom.observe.row_index import read_index
+from rloom.observe.row_index import read_index, remove_index
 from rloom.observe.store import FOLDER, RunStore
 from rloom.observe.text_filter import (
     BLOCKS,
@@ -90,9 +90,10 @@ def found_by_search(folder, text: str) -> list[bool]:
 
 
 def check(folder, texts: list[str], draw: random.Random, count: int = 40) -> None:
-    """Searches for parts of the texts, and for others, find what a plain scan finds."""
+    """Searches for parts of the texts, of how JSON writes them, and for others, find what a plain scan finds."""
     for _ in range(count):
         one = draw.choice(texts) or "x"
+        one = draw.choice([one, one, json.dumps(one)[1:-1]])
         start = draw.randrange(len(one))
         text = draw.choice([one[start : start + draw.choice([1, 2, 3, 4, 6, 12, 60, 400])], drawn(draw)[:9] or "none"])
         assert found_by_search(folder, text) == [text in other for other in texts], text
@@ -137,13 +138,17 @@ def test_the_rows_of_a_block_are_those_with_a_byte_in_it():
         assert rows_in(stretch, 1 << block, sizes).tolist() == expected.tolist()
 
 
-@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize("seed", range(16))
 @pytest.mark.parametrize("memmem", [True, False])
 def test_a_search_finds_what_a_plain_scan_finds(tmp_path, monkeypatch, seed, memmem):
     if not memmem:
         monkeypatch.setattr(needle, "_search", None)
     draw = random.Random(seed)
     monkeypatch.setattr(text_search, "FEW_BLOCKS", draw.choice([0, 8, 64]))
+    monkeypatch.setattr(text_search, "SEVERAL", draw.choice([1, 3, 1000]))
+    monkeypatch.setattr(text_search, "BLOCK", draw.choice([1, 3000, 10**6]))
+    monkeypatch.setattr(needle, "FEW", draw.choice([1, 3, 1000]))
+    monkeypatch.setattr(needle, "OPEN_FILES", draw.choice([1, 4]))
     write(tmp_path, [drawn(draw) for _ in range(200)], part_bytes=draw.choice([1, 20_000, 10**7]))
     texts = plain_texts(tmp_path)
     assert 100 < covered(tmp_path) < 200
@@ -163,6 +168,28 @@ def test_rows_without_a_text_are_no_match_and_do_not_shift_others(tmp_path):
     store.write(rows_of(texts), 1)
     assert covered(tmp_path) > 100
     assert found_by_search(tmp_path, "needle") == [isinstance(text, str) and "needle" in text for text in texts]
+
+
+@pytest.mark.parametrize(
+    "text", ["u00e9", "00e9", "0e9", "e9", "9", "é", "n", "t", '"', "\\", "/", "u", "b", "\n", "f x"]
+)
+def test_what_begins_within_an_escape_is_no_match(tmp_path, text):
+    """Where other rows hold the same letters plainly, at the borders of blocks too."""
+    texts = [
+        "a é x",
+        "a \n x",
+        'a \t" x',
+        "C:\\new",
+        "\x08",
+        "\x0c x",
+        "\\u00e9",
+        "u00e9 9 / n",
+        "\u2028f x",
+        "é" * 99,
+        "\\",
+    ]
+    write(tmp_path, texts * 20)
+    assert found_by_search(tmp_path, text) == [text in one for one in texts * 20]
 
 
 def test_half_of_a_pair_is_not_found_in_a_whole_one(tmp_path):
@@ -321,11 +348,11 @@ def test_an_older_store_gets_a_filter_when_nobody_writes_there(tmp_path, monkeyp
     write(tmp_path, texts_with("older"))
     whole = covered(tmp_path)
     remove_filter(tmp_path / FOLDER)
-    LiveRun(tmp_path).prepare()
+    assert not LiveRun(tmp_path).prepare()
     assert not (tmp_path / FOLDER / FILTER).exists(), "a run may be writing there"
     monkeypatch.setattr(row_table, "QUIET_SECONDS", -1.0)
     run = LiveRun(tmp_path)
-    run.prepare()
+    assert run.prepare()
     assert covered(tmp_path) == whole
     assert answers.rows(run, Query(text="0017 some"))["count"] == 1
     # One that is there already is not made again, and one of which much is missing is.
@@ -335,6 +362,110 @@ def test_an_older_store_gets_a_filter_when_nobody_writes_there(tmp_path, monkeyp
     os.truncate(tmp_path / FOLDER / FILTER, HEADER)
     LiveRun(tmp_path).prepare()
     assert covered(tmp_path) == whole
+
+
+@pytest.mark.parametrize("index", [True, False])
+def test_a_store_that_an_older_version_writes_to_gets_a_filter_later_and_says_so(tmp_path, monkeypatch, caplog, index):
+    write(tmp_path, texts_with("older"))
+    whole = covered(tmp_path)
+    remove_filter(tmp_path / FOLDER) if index else remove_index(tmp_path / FOLDER)
+    waits = []
+
+    def wait(seconds):
+        if seconds == live.AGAIN_SECONDS:
+            waits.append(seconds)
+            monkeypatch.setattr(row_table, "QUIET_SECONDS", -1.0)
+
+    monkeypatch.setattr(live.time, "sleep", wait)
+    with caplog.at_level("INFO", logger="rloom"):
+        LiveRun(tmp_path).keep_preparing()
+    assert len(waits) == 1
+    assert [record.message for record in caplog.records if "searches read all lines" in record.message]
+    assert covered(tmp_path) == whole
+
+
+def test_a_run_of_this_version_that_is_going_on_needs_nothing(tmp_path, monkeypatch, caplog):
+    write(tmp_path, texts_with("newer"))
+    monkeypatch.setattr(live, "AGAIN_SECONDS", None)
+    with caplog.at_level("INFO", logger="rloom"):
+        LiveRun(tmp_path).keep_preparing()
+    assert not caplog.records
+
+
+def test_two_readers_make_the_filter_at_the_same_time(tmp_path, monkeypatch):
+    """One begins while the other is in the middle, and both come to their ends."""
+    write(tmp_path, texts_with("older"))
+    whole, (names, records) = (tmp_path / FOLDER / FILTER).read_bytes(), read_index(tmp_path / FOLDER)
+    remove_filter(tmp_path / FOLDER)
+    monkeypatch.setattr(filter_writer, "ROWS", 50)
+    asked = []
+
+    def other() -> bool:
+        asked.append(0)
+        if len(asked) == 2:
+            assert make_filter(tmp_path / FOLDER, names.id, records)
+        return True
+
+    assert make_filter(tmp_path / FOLDER, names.id, records, other)
+    assert (tmp_path / FOLDER / FILTER).read_bytes() == whole
+    assert [path.name for path in (tmp_path / FOLDER).glob(f"{FILTER}*")] == [FILTER]
+
+
+def test_what_a_killed_reader_has_left_of_a_filter_is_removed(tmp_path):
+    write(tmp_path, texts_with("older"))
+    names, records = read_index(tmp_path / FOLDER)
+    left, fresh = (tmp_path / FOLDER / f"{filter_writer.MADE}-{name}" for name in ("left", "fresh"))
+    for path in (left, fresh):
+        path.write_bytes(b"")
+    os.utime(left, (0, 0))
+    make_filter(tmp_path / FOLDER, names.id, records)
+    assert (left.exists(), fresh.exists()) == (False, True)
+
+
+@pytest.mark.parametrize("failing", ["append_whole", "_write"])
+def test_a_disk_that_is_full_for_the_filter_costs_neither_rows_nor_the_index(tmp_path, monkeypatch, caplog, failing):
+    real = getattr(filter_writer, failing)
+    full = [failing == "_write"]
+
+    def fails(path, *given):
+        if full[0]:
+            path.with_name(path.name + ".new").write_bytes(b"half")
+            raise OSError(28, "No space left on device")
+        return real(path, *given)
+
+    store = RunStore(tmp_path)
+    monkeypatch.setattr(filter_writer, failing, fails)
+    for step in range(1, 21):
+        full[0] = full[0] or step > 10
+        store.write(rows_of(texts_with("first")[step * 10 - 10 : step * 10]), step)
+    assert len(read_index(tmp_path / FOLDER)[1]) == 200
+    assert len([record for record in caplog.records if "No space" in record.message]) == 1
+    assert found_by_search(tmp_path, "first") == [True] * 200
+    # A resumed run goes on with both.
+    full[0] = False
+    again = RunStore(tmp_path)
+    again.resume(20)
+    again.write(rows_of(texts_with("later")), 21)
+    assert covered(tmp_path) > 250
+    assert found_by_search(tmp_path, "later") == [False] * 200 + [True] * 200
+
+
+def test_half_a_copy_of_a_filter_does_not_stay_on_a_full_disk(tmp_path, monkeypatch):
+    write(tmp_path, texts_with("first"))
+    monkeypatch.setattr(filter_writer, "header_of", lambda name: (_ for _ in ()).throw(OSError("full")))
+    with pytest.raises(OSError, match="full"):
+        filter_writer.FilterWriter(tmp_path / FOLDER).rename("0" * 32)
+    assert [path.name for path in (tmp_path / FOLDER).glob(f"{FILTER}*")] == [FILTER]
+
+
+def test_a_filter_that_is_longer_than_the_index_loses_nothing(tmp_path):
+    """A crash of the machine can cost records whose part of the filter is there."""
+    write(tmp_path, texts_with("first"))
+    size = read_index(tmp_path / FOLDER)[1].itemsize
+    os.truncate(tmp_path / FOLDER / "index.bin", 90 * size + 3)
+    run = opened(tmp_path)
+    for text, count in (("first", 200), ("0150 some", 1), ("0020 some", 1), ("nowhere", 0)):
+        assert answers.rows(run, Query(text=text))["count"] == count
 
 
 def test_a_store_without_an_index_gets_both(tmp_path, monkeypatch):
@@ -393,6 +524,44 @@ def test_the_rows_of_a_page_are_final_before_all_are_counted(tmp_path, held, mon
     assert early["count"] < late["count"]
     assert early["rows"] == late["rows"]
     assert len(late["rows"]) == 5
+
+
+def test_a_page_that_only_counts_reads_no_rows(tmp_path, held, monkeypatch):
+    write(tmp_path, texts_with("every"))
+    run = opened(tmp_path)
+    early = answers.rows(run, Query(text="every", limit=5))
+    assert early["final"]
+    monkeypatch.setattr(run.reader.table, "line_of", None)
+    monkeypatch.setattr(TextSearch, "settle", None)
+    monkeypatch.setattr(live, "COUNT_SECONDS", 0.0)
+    counted = answers.rows(run, Query(text="every", limit=0))
+    assert (counted["rows"], counted["final"]) == ([], False)
+    assert counted["searched"] == early["searched"] < 1
+    held.set()
+    monkeypatch.setattr(live, "COUNT_SECONDS", 20.0)
+    counted = answers.rows(run, Query(text="every", limit=0))
+    assert (counted["rows"], counted["count"], counted["final"], counted["searched"]) == ([], 200, True, 1.0)
+
+
+def test_rows_that_are_rare_by_what_is_known_are_left_to_the_search(tmp_path, held, monkeypatch):
+    """Looking for them one by one would only put off its end."""
+    write(tmp_path, [f"{'needle' if i == 7 else 'nothing'} {i}" for i in range(300)])
+    monkeypatch.setattr(live, "SETTLE_ROWS", 50)
+    run = opened(tmp_path)
+    answers.rows(run, Query(text="needle", limit=5))
+    monkeypatch.setattr(TextSearch, "settle", None)
+    assert not answers.rows(run, Query(text="needle", limit=5))["final"]
+
+
+def test_a_search_waits_while_the_rows_of_a_page_are_looked_for(tmp_path):
+    write(tmp_path, texts_with("every"))
+    found = read_index(tmp_path / FOLDER)
+    search = TextSearch(tmp_path / FOLDER, found[1], "every")
+    with search.held():
+        search.start()
+        assert not search.wait(0.2)
+        assert search.looked == 0
+    assert search.wait(20)
 
 
 def test_rows_that_may_still_change_are_not_called_final(tmp_path, held, monkeypatch):

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import sys
 from argparse import Namespace
 
 from rloom.cli.parser import Parser, UsageError, count
 
 SUMMARY = "look at runs: curves, completions, tokens, time, options"
+SWITCH_SECONDS = 0.0005
+"""How long a thread of the server keeps Python's lock while others wait for it; a tenth of what is usual."""
 
 
 def add_arguments(parser: Parser) -> None:
@@ -56,6 +59,8 @@ def _serve(options: Namespace) -> None:
         server = PageServer(options.runs, options.host, options.port)
     except OverflowError:
         raise UsageError(f"--port is from 0 to 65535, not {options.port}") from None
+    # A text search takes the lock back thousands of times, and would wait as often for whoever is being answered.
+    sys.setswitchinterval(SWITCH_SECONDS)
     server.begin()
     print(f"The page is at {server.url} (Ctrl-C ends it)", flush=True)
     if options.open:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import time
+import uuid
 from collections.abc import Callable, Sequence
 from io import FileIO
 from pathlib import Path
@@ -29,6 +31,8 @@ ROWS = 4096
 """Rows whose texts are read at once."""
 FEW = 16
 """Stretches of text that may lack a filter in a store that gets no new one: they are quick to read."""
+ABANDONED_SECONDS = 3600.0
+"""Nobody works on a file that was not written to for so long."""
 
 
 class FilterWriter:
@@ -94,15 +98,20 @@ def _bytes_of(path: Path, index_id: str, rows: int) -> int:
 def _write(path: Path, index_id: str, source: Path | None = None, size: int = 0) -> None:
     """Write a whole file: a header, and what follows another file's. A reader sees the old one, or the new one."""
     new = path.with_name(path.name + ".new")
-    with new.open("wb") as file:
-        file.write(header_of(index_id))
-        if source is not None and size > 0:
-            with source.open("rb") as old:
-                old.seek(HEADER)
-                while size > 0 and (data := old.read(min(size, COPIED))):
-                    file.write(data)
-                    size -= len(data)
-    os.replace(new, path)
+    try:
+        with new.open("wb") as file:
+            file.write(header_of(index_id))
+            if source is not None and size > 0:
+                with source.open("rb") as old:
+                    old.seek(HEADER)
+                    while size > 0 and (data := old.read(min(size, COPIED))):
+                        file.write(data)
+                        size -= len(data)
+        os.replace(new, path)
+    except OSError:
+        # On a full disk, half a copy would take the room that lines need.
+        new.unlink(missing_ok=True)
+        raise
 
 
 def set_filter_aside(folder: Path) -> None:
@@ -141,14 +150,22 @@ def texts_of(folder: Path, records: np.ndarray) -> list[str]:
     return found
 
 
-def make_filter(folder: Path, index_id: str, records: np.ndarray, going_on: Callable[[], bool] = lambda: True) -> bool:
-    """Write the filter of a store that no run writes to, from its lines, if much of it has none. Returns whether it was
-    written. `going_on` is asked in between."""
-    filtered = TextFilter(folder, index_id, len(records))
+def lacks_filter(folder: Path, index_id: str, records: np.ndarray, indexed: int) -> bool:
+    """Whether much of the texts of these records, of which so many are in the index, has no filter."""
+    filtered = TextFilter(folder, index_id, indexed)
     covered = sum(int(found["size"][chosen].sum()) for found, chosen in filtered.stretches())
-    if int(records["text_size"].sum(dtype=np.int64)) - covered < FEW * WIDTH * BLOCKS:
-        return False
-    writer = FilterWriter(folder, MADE)
+    return int(records["text_size"].sum(dtype=np.int64)) - covered >= FEW * WIDTH * BLOCKS
+
+
+def make_filter(folder: Path, index_id: str, records: np.ndarray, going_on: Callable[[], bool] = lambda: True) -> bool:
+    """Write the filter of a store that no run writes to, from its lines. Returns whether it was written. `going_on` is
+    asked in between."""
+    # Another reader may make the same at the same time: each has a file of its own. What a killed one has left is not
+    # of use to anybody.
+    for left in folder.glob(f"{MADE}*"):
+        if time.time() - left.stat().st_mtime > ABANDONED_SECONDS:
+            left.unlink(missing_ok=True)
+    writer = FilterWriter(folder, f"{MADE}-{uuid.uuid4().hex[:8]}")
     try:
         writer.begin(index_id)
         for first in range(0, len(records), ROWS):

@@ -13,7 +13,7 @@ import json
 import os
 import uuid
 from bisect import bisect_left, bisect_right
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, field
 from json.encoder import encode_basestring_ascii
 from pathlib import Path
@@ -23,6 +23,9 @@ import numpy as np
 
 from rloom.observe.filter_writer import FilterWriter, remove_filter, texts_of
 from rloom.observe.lines import append_whole, first_step, lines_of, parsed, parts_of
+from rloom.printable import get_logger
+
+logger = get_logger(__name__)
 
 RECORDS, NAMES = "index.bin", "index.json"
 VERSION = 1
@@ -152,8 +155,14 @@ def _text_place(row: dict[str, Any], line: str) -> tuple[int, int]:
     text = row.get("completion")
     if not isinstance(text, str):
         return 0, 0
-    key, encoded = '"completion": ', encode_basestring_ascii(text)
+    key = '"completion": '
     found = line.find(key)
+    # Most texts have no other letters to escape, and this takes a fifth of the time. One that has some is not in the
+    # line as it is here, since JSON has none of them plainly.
+    encoded = '"' + text.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n") + '"'
+    if found >= 0 and line.startswith(encoded, found + len(key)):
+        return found + len(key) + 1, len(encoded) - 2
+    encoded = encode_basestring_ascii(text)
     # The same key may stand in a prompt's messages.
     while found >= 0 and not line.startswith(encoded, found + len(key)):
         found = line.find(key, found + 1)
@@ -280,7 +289,8 @@ class IndexWriter:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self._builder: IndexBuilder | None = None
-        self._filter = FilterWriter(folder)
+        # None after a problem: searches then read the lines.
+        self._filter: FilterWriter | None = FilterWriter(folder)
 
     def resume(self, step: int) -> None:
         """Drop the records of steps after `step`, and add those that are missing. The lines have been cut already, and
@@ -290,9 +300,9 @@ class IndexWriter:
         builder = IndexBuilder(names)
         new = joined(tail_of(self.folder, builder, end_of(kept)), names)
         write_index(self.folder, names, joined([kept, new], names))
-        self._filter.resume(names.id, former, len(kept))
-        self._filter.add(len(kept), texts_of(self.folder, new))
         self._builder = builder
+        self._tell_filter(lambda filtered: filtered.resume(names.id, former, len(kept)))
+        self._tell_filter(lambda filtered: filtered.add(len(kept), texts_of(self.folder, new)))
 
     def _believed(self, step: int) -> tuple[IndexNames, np.ndarray]:
         """The records up to `step` whose lines are sure to be there. A crash of the machine can cost lines and leave
@@ -310,9 +320,10 @@ class IndexWriter:
     def add(self, rows: Sequence[dict[str, Any]], lines: Sequence[str], *, part: int, offset: int) -> None:
         """Append the records of rows whose lines have just been appended to a file."""
         if self._builder is None:
-            self._builder = IndexBuilder(IndexNames())
-            write_index(self.folder, self._builder.names, np.zeros(0, self._builder.names.dtype()))
-            self._filter.begin(self._builder.names.id)
+            names = IndexNames()
+            write_index(self.folder, names, np.zeros(0, names.dtype()))
+            self._builder = IndexBuilder(names)
+            self._tell_filter(lambda filtered: filtered.begin(names.id))
         names = self._builder.names
         before = (list(names.scores), len(names.modes), len(names.stop_reasons))
         starts = itertools.accumulate((len(line) + 1 for line in lines[:-1]), initial=offset)
@@ -321,7 +332,20 @@ class IndexWriter:
             self._rename(before[0])
         first = append_whole(self.folder / RECORDS, records.tobytes()) // records.itemsize
         places = zip(lines, records["text_at"].tolist(), records["text_size"].tolist(), strict=True)
-        self._filter.add(first, [line[at : at + size] for line, at, size in places])
+        texts = [line[at : at + size] for line, at, size in places]
+        self._tell_filter(lambda filtered: filtered.add(first, texts))
+
+    def _tell_filter(self, what: Callable[[FilterWriter], None]) -> None:
+        """The filter only makes searches quicker: a problem with it, such as a full disk, is not the index' end."""
+        if self._filter is None:
+            return
+        try:
+            what(self._filter)
+        except (OSError, ValueError) as error:
+            self._filter = None
+            logger.warning(
+                "the filter of texts in %s is not continued, and searches read lines: %s", self.folder, error
+            )
 
     def _rename(self, scores: list[str]) -> None:
         """Write the names anew. With another number of scores, records have another size, and are written anew too."""
@@ -333,4 +357,4 @@ class IndexWriter:
         old = np.fromfile(self.folder / RECORDS, IndexNames(scores=scores).dtype())
         names.id = uuid.uuid4().hex
         write_index(self.folder, names, widened(old, names))
-        self._filter.rename(names.id)
+        self._tell_filter(lambda filtered: filtered.rename(names.id))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import json
 import math
+import struct
 from typing import Any
 
 import numpy as np
@@ -20,7 +21,8 @@ def packed_ids(token_ids: list[int]) -> str:
     >>> packed_ids([5, 2])
     'BQAAAAIAAAA='
     """
-    return base64.b64encode(np.asarray(token_ids, "<i4").tobytes()).decode()
+    # Of a list, this takes half of NumPy's time.
+    return base64.b64encode(struct.pack(f"<{len(token_ids)}i", *token_ids)).decode()
 
 
 def with_token_ids(row: dict[str, Any]) -> dict[str, Any]:

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from rloom.observe.filter_writer import make_filter
+from rloom.observe.filter_writer import lacks_filter, make_filter
 from rloom.observe.lines import first_step, parts_of
 from rloom.observe.row_index import (
     IndexBuilder,
@@ -99,6 +99,11 @@ class RowTable:
             # A folder that may only be read: the lines are read again the next time.
             return False
         return True
+
+    def lacks_filter(self) -> bool:
+        """Whether searches have to read much of the texts, since no filter of texts has it."""
+        records, names, indexed = self.view
+        return lacks_filter(self.folder, names.id, records, indexed)
 
     def save_filter(self) -> bool:
         """Write the filter of texts for a store whose index has none, from its lines, where no run writes to it.

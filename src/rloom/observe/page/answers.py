@@ -112,8 +112,8 @@ def rows(run: LiveRun, query: Query) -> dict[str, Any]:
 
 
 def _short(run: LiveRun, record: np.void) -> dict[str, Any]:
-    row = full_row(run, record)
-    row.pop("tokens", None)
+    # As it is on disk: its tokens, and their values, would be decoded for nothing.
+    row = run.reader.table.line_of(record) | _found_by(record)
     for name in ("prompt", "completion"):
         row[name] = as_text(row.get(name))[:SNIPPET]
     return {name: row.get(name) for name in (*SHOWN, "prompt", "completion")}
@@ -129,7 +129,11 @@ UNSHOWN = ("token_ids", "mask")
 
 def full_row(run: LiveRun, record: np.void) -> dict[str, Any]:
     """A stored row, whole, with what it is found by."""
-    return run.reader.row(record) | {
+    return run.reader.row(record) | _found_by(record)
+
+
+def _found_by(record: np.void) -> dict[str, Any]:
+    return {
         "id": f"{int(record['part'])}-{int(record['offset'])}",
         "prompt_id": f"{int(record['prompt']):016x}",
         "has_tokens": bool(record["has_tokens"]),

@@ -25,9 +25,13 @@ FRESH_SECONDS = 1.0
 """How long what was read is believed."""
 PATIENCE_SECONDS = 0.1
 """How long an answer waits for a text search. Then it has the rows found so far, and says so."""
+COUNT_SECONDS = 0.25
+"""The same for an answer without rows, which is asked for when these are final, and only their number grows."""
 SETTLE_SECONDS, SETTLE_ROWS = 0.1, 20_000
 """How long, and in how many rows, it then looks for the rows of the page itself, so that these at least are final."""
 
+AGAIN_SECONDS = 20.0
+"""How long to wait before a store that a run writes to is looked at again."""
 SEARCHES = 4
 """Texts whose searches are kept, and may go on at the same time: pages in several tabs ask for different ones."""
 
@@ -94,17 +98,36 @@ class LiveRun:
             # Whoever waits for the lock gets it.
             time.sleep(0.01)
 
-    def prepare(self) -> None:
+    def prepare(self) -> bool:
         """Give a store what makes it quick to show, where an older version has written it: an index, and then a filter
-        of its texts. Both are made from the lines, while others are answered."""
+        of its texts. Both are made from the lines, while others are answered. Returns False where a run may still be
+        writing there, so that this has to be done later."""
+        table = self.reader.table
         self.catch_up(keep_trying=True)
         try:
             with self._table_lock:
-                self.reader.table.refresh()
-            self.reader.table.save_filter()
+                table.refresh()
+            if not table.lacks_filter():
+                return True
+            quiet = table.is_quiet()
+            table.save_filter()
+            return quiet
         except (OSError, ValueError) as error:
             # A folder that may only be read, or a run that is resumed just now.
-            logger.info("searches in %s read all lines: it got no filter of texts: %s", self.reader.store, error)
+            logger.warning("searches in %s read all lines: it got no filter of texts: %s", self.reader.store, error)
+            return True
+
+    def keep_preparing(self) -> None:
+        """Prepare the store as soon as no run writes there, and say so if that is not now."""
+        if self.prepare():
+            return
+        logger.warning(
+            "a run writes to %s, much of which has no filter of texts, as an older version leaves it: searches read "
+            "all lines until nothing was written for a minute",
+            self.reader.store,
+        )
+        while not self.prepare():
+            time.sleep(AGAIN_SECONDS)
 
     def _read_on(self) -> bool:
         """Read some of the lines. Returns whether these were the last."""
@@ -149,7 +172,10 @@ class LiveRun:
         if not query.text:
             return Found(records, names, np.flatnonzero(wanted))
         search = self._search(records, query.text, names.id, indexed)
-        final = search.wait(PATIENCE_SECONDS) or _settled(search, records, names, wanted, query)
+        if query.limit:
+            final = search.wait(PATIENCE_SECONDS) or _settled(search, records, names, wanted, query)
+        else:
+            final = search.wait(COUNT_SECONDS)
         # Before the matches: those of rows that are counted as searched are there.
         searched = search.looked / len(records) if len(records) else 1.0
         found = search.matches[: len(wanted)]
@@ -183,11 +209,17 @@ def _settled(search: TextSearch, records: np.ndarray, names: IndexNames, wanted:
     if len(search.records) < len(records):
         # Rows that came since are searched next.
         return False
-    possible = np.flatnonzero(wanted & (search.matches | ~search.seen))
-    order = in_order(records, names, possible, query.sort, 0, SETTLE_ROWS)
-    if search.settle(order, query.offset + query.limit, SETTLE_SECONDS):
-        return True
-    return len(order) == len(possible) and bool(search.seen[order].all())
+    with search.held():
+        possible = np.flatnonzero(wanted & (search.matches | ~search.seen))
+        end, (looked, found) = query.offset + query.limit, (wanted & search.seen, wanted & search.matches)
+        share = (1 + np.count_nonzero(found)) / (1 + np.count_nonzero(looked))
+        if len(possible) > SETTLE_ROWS and share * SETTLE_ROWS < end:
+            # By what is known so far, these rows hold too few: the search itself is sooner at its end.
+            return False
+        order = in_order(records, names, possible, query.sort, 0, SETTLE_ROWS)
+        if search.settle(order, end, SETTLE_SECONDS):
+            return True
+        return len(order) == len(possible) and bool(search.seen[order].all())
 
 
 def _entries_from(path: Path, start: int) -> list[dict[str, Any]] | None:

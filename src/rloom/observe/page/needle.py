@@ -5,17 +5,22 @@ from __future__ import annotations
 import ctypes
 import json
 import os
+from bisect import bisect_right
 from collections.abc import Callable
 from io import FileIO
 from pathlib import Path
 
 import numpy as np
 
-FEW = 16
+FEW = 8
 """Rows from one hit to the next, on average, with which a search goes from hit to hit. With fewer, it goes row by
 row."""
 ESCAPE = 5
 """How far from its backslash an escape of JSON may end: \\u00e9."""
+HEXADECIMAL, ESCAPED = b"0123456789abcdefABCDEF", b'"\\/bfnrtu'
+"""What may stand in an escape: at its end, and after its backslash."""
+OPEN_FILES = 100
+"""Files that a reader holds open: rows in the order of their rewards are in any of them. 100 are 6.4 GB."""
 
 
 class Needle:
@@ -25,13 +30,16 @@ class Needle:
     def __init__(self, text: str) -> None:
         self.text = text
         self.encoded = json.dumps(text)[1:-1].encode()
+        # How far before a hit a backslash makes it unsure, by what the text begins with.
+        first = self.encoded[:1]
+        self._reach = ESCAPE if first in HEXADECIMAL else int(first in ESCAPED)
         # Half of a pair may be found in a whole one.
         self._halves = any("\ud800" <= letter <= "\udfff" for letter in text)
 
     def is_in(self, text: bytes) -> bool:
         """Whether a completion, as its line has it, holds the text."""
         hit = text.find(self.encoded)
-        return hit >= 0 and self._is_at(text[max(hit - ESCAPE, 0) : hit], text)
+        return hit >= 0 and self._is_at(text[max(hit - self._reach, 0) : hit], text)
 
     def _is_at(self, before: bytes, text: bytes) -> bool:
         """Whether the text is in a completion, by the bytes before the first place that looks like it."""
@@ -39,39 +47,48 @@ class Needle:
         return sure or self.text in json.loads(b'"' + text + b'"')
 
     def in_rows(self, data: np.ndarray, begin: np.ndarray, end: np.ndarray) -> np.ndarray:
-        """Which of the completions hold the text, by where they begin and end in a block of lines."""
+        """Which of the completions hold the text, by where they begin and end in a block of lines. They are most of
+        what is in it."""
         found = np.zeros(len(begin), bool)
-        left = self._hop(data, begin, end, found)
+        left = 0 if _search is None else self._hop(data, begin.tolist(), end.tolist(), found)
         if left < len(begin):
-            found[left:] = self._row_by_row(data, begin[left:], end[left:])
+            found[left:] = self.row_by_row(data, begin[left:], end[left:])
         return found
 
-    def _hop(self, data: np.ndarray, begin: np.ndarray, end: np.ndarray, found: np.ndarray) -> int:
+    def _hop(self, data: np.ndarray, begin: list[int], end: list[int], found: np.ndarray) -> int:
         """Go from hit to hit, and note whose they are. Returns the first row that is left, where there are many."""
-        row = at = hops = 0
-        while _search is not None and hops <= 2 + row // FEW:
+        assert _search is not None
+        start, size, text = data.ctypes.data, len(data), self.encoded
+        hops, row, rows, at = 0, 0, len(begin), begin[0]
+        while row < rows and hops <= 2 + row // FEW:
             hops += 1
-            hit = _find(data, self.encoded, at)
+            place = _search(start + at, size - at, text, len(text))
+            if place is None:
+                return rows
+            hit = place - start
             # The first row that ends after it: the hit may be in what stands before its completion.
-            row = len(begin) if hit < 0 else int(np.searchsorted(end, hit, side="right"))
-            if row == len(begin):
-                break
-            if hit >= begin[row] and hit + len(self.encoded) <= end[row]:
-                found[row] = self._is_there(data, hit, int(begin[row]), int(end[row]))
-                at, row = int(end[row]), row + 1
-            else:
-                at = max(hit + 1, int(begin[row]))
+            row = bisect_right(end, hit, row)
+            if row < rows and begin[row] <= hit:
+                if hit + len(text) <= end[row]:
+                    found[row] = self._is_there(data, hit, begin[row], end[row])
+                # There is no later one in this row: the first was sure, or its text was decoded.
+                row += 1
+            at = begin[row] if row < rows else size
         return row
 
     def _is_there(self, data: np.ndarray, hit: int, begin: int, end: int) -> bool:
-        return self._is_at(data[max(hit - ESCAPE, 0) : hit].tobytes(), data[begin:end].tobytes())
+        if not self._reach and not self._halves:
+            return True
+        return self._is_at(data[max(hit - self._reach, 0) : hit].tobytes(), data[begin:end].tobytes())
 
-    def _row_by_row(self, data: np.ndarray, begin: np.ndarray, end: np.ndarray) -> np.ndarray:
-        # The first hit in each text, by one call for all of them.
+    def row_by_row(self, data: np.ndarray, begin: np.ndarray, end: np.ndarray) -> np.ndarray:
+        """The same, where the completions are few, or most of them hold the text: each is read to its first hit."""
         whole = np.ndarray((1,), f"S{len(data)}", data)
         hits = np.strings.find(whole, self.encoded, begin, end)
         found = hits >= 0
-        before = np.maximum(hits[found][:, None] - np.arange(1, ESCAPE + 1), 0)
+        if not self._reach and not self._halves:
+            return found
+        before = np.maximum(hits[found][:, None] - np.arange(1, self._reach + 1), 0)
         unsure = (data[before] == ord("\\")).any(1) | self._halves
         for row in np.flatnonzero(found)[unsure]:
             found[row] = self._is_there(data, int(hits[row]), int(begin[row]), int(end[row]))
@@ -90,25 +107,17 @@ def _memmem() -> Callable[..., int | None] | None:
 _search = _memmem()
 
 
-def _find(data: np.ndarray, text: bytes, at: int) -> int:
-    """Where a text is in a block, from a place on; -1 where it is not."""
-    assert _search is not None
-    hit = _search(data.ctypes.data + at, len(data) - at, text, len(text))
-    return -1 if hit is None else hit - data.ctypes.data
-
-
 class LineReader:
     """Reads lines of a store. They are copied: touching a map of a file that a resumed run cuts meanwhile would kill
     the process."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self._part = -1
-        self._file: FileIO | None = None
+        self._files: dict[int, FileIO] = {}
         self._buffer = np.empty(0, np.uint8)
 
     def lines(self, records: np.ndarray) -> np.ndarray:
-        """The bytes of the lines of neighbouring rows of one file, until the next call."""
+        """The bytes of the lines from the first to the last of some rows of one file, until the next call."""
         start = int(records["offset"][0])
         size = int(records["offset"][-1]) + int(records["size"][-1]) - start
         if len(self._buffer) < size:
@@ -130,13 +139,15 @@ class LineReader:
         return data
 
     def _open(self, part: int) -> FileIO:
-        if self._file is None or part != self._part:
-            self.close()
-            self._part, self._file = part, FileIO(self.folder / f"{part:09d}.jsonl")
-        return self._file
+        file = self._files.get(part)
+        if file is None:
+            if len(self._files) >= OPEN_FILES:
+                self.close()
+            file = self._files[part] = FileIO(self.folder / f"{part:09d}.jsonl")
+        return file
 
     def close(self) -> None:
-        """Close the file."""
-        if self._file is not None:
-            self._file.close()
-            self._file = None
+        """Close the files."""
+        for file in self._files.values():
+            file.close()
+        self._files = {}

@@ -79,7 +79,7 @@ class PageServer(ThreadingHTTPServer):
     def begin(self) -> None:
         """Read the lines of stores without an index, or without a filter of texts, in the background."""
         for run in self.runs:
-            threading.Thread(target=run.prepare, daemon=True).start()
+            threading.Thread(target=run.keep_preparing, daemon=True).start()
 
     def handle_error(self, request: Any, client_address: Any) -> None:
         """Say nothing of a browser that went away."""

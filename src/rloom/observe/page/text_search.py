@@ -13,6 +13,7 @@ import threading
 import time
 from bisect import bisect_left
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
@@ -23,9 +24,10 @@ from rloom.observe.text_filter import TextFilter, rows_in
 BLOCK = 2**20
 """Bytes of lines that are read and searched at once. They stay in a core's cache between the two."""
 THREADS = min(4, os.cpu_count() or 1)
-FEW_BLOCKS = 12
-"""Blocks of a stretch, of 64, in which a text may be and whose rows are read one by one. With more, all lines of the
-stretch are read at once."""
+FEW_BLOCKS = 16
+"""Blocks of a stretch, of 64, in which a text may be and whose rows alone are searched. With more, all are."""
+SEVERAL, GAP = 8, 2**14
+"""Rows whose lines are read at once, together with what is between them, and how much that may be for each."""
 MANY_ROWS = 4096
 """Rows that have to be read, after which a search does so, before it looks at more of the filter."""
 NONE = np.zeros(0, np.intp)
@@ -55,14 +57,16 @@ class TextSearch:
         known: np.ndarray | None = None,
         filtered: TextFilter | None = None,
     ) -> None:
-        self.folder, self.records, self.text = folder, records, text
+        # A plain array: each look into a map of a file makes an object that knows the file.
+        self.folder, self.records, self.text = folder, records.view(np.ndarray), text
         self.matches, self.seen = np.zeros(len(records), bool), np.zeros(len(records), bool)
         before = 0 if known is None else len(known)
         self.matches[:before], self.seen[:before] = False if known is None else known, True
         self._needle, self._filter = Needle(text), filtered
         self._stop = False
         self._newer: TextSearch | None = None
-        self._end = threading.Event()
+        self._end, self._free = threading.Event(), threading.Event()
+        self._free.set()
         self._lock, self._left, self._going = threading.Lock(), self._jobs(before), THREADS
         self._threads = [threading.Thread(target=self._run, daemon=True) for _ in range(THREADS)]
 
@@ -109,6 +113,15 @@ class TextSearch:
         """Give up."""
         self._stop = True
 
+    @contextmanager
+    def held(self) -> Iterator[None]:
+        """Keep the search from going on: what a page waits for takes several times as long beside it."""
+        self._free.clear()
+        try:
+            yield
+        finally:
+            self._free.set()
+
     def settle(self, order: np.ndarray, wanted: int, seconds: float) -> bool:
         """Look at rows in an order, until so many of them hold the text, for so long at most. Returns whether there
         are as many: then nothing that is found later stands before them."""
@@ -134,10 +147,12 @@ class TextSearch:
                 rows, some = job
                 if self._newer is not None:
                     self._newer.wait(None)
+                if not self._free.is_set():
+                    self._free.wait()
                 if some is None:
                     self._search_rows(reader.lines(self.records[rows]), rows)
                 else:
-                    self._look_at(some, reader)
+                    self._search_some(reader, some)
                 self.seen[rows] = True
         except (OSError, ValueError):
             # The run was resumed or moved meanwhile: the page asks again, of the new table.
@@ -170,9 +185,9 @@ class TextSearch:
                 continue
             yield from self._slices(last, end)
             end = max(first, known)
-            some = first + rows_in(stretch, word, self.records["text_size"][first:last]) if word else NONE
-            if len(some):
-                yield slice(end, last), some[some >= known]
+            some = rows_in(stretch, word, self.records["text_size"][first:last]) if word else NONE
+            if len(some) and len(some := some[some >= known - first]):
+                yield slice(end, last), first + some
             else:
                 self.seen[end:last] = True
         yield from self._slices(known, end)
@@ -193,13 +208,35 @@ class TextSearch:
     # -- looking
 
     def _search_rows(self, data: np.ndarray, rows: slice) -> None:
-        records = self.records[rows]
-        begin = records["offset"].astype(np.int64) - int(records["offset"][0]) + records["text_at"]
-        self.matches[rows] = self._needle.in_rows(data, begin, begin + records["text_size"])
+        self.matches[rows] = self._needle.in_rows(data, *_places(self.records[rows]))
+
+    def _search_some(self, reader: LineReader, some: np.ndarray) -> None:
+        """Look at some of neighbouring rows: if they lie close together, by one reading of all between them."""
+        records = self.records[some] if len(some) >= SEVERAL else None
+        if records is None or not _close(records):
+            self._look_at(some, reader)
+            return
+        begin, end = _places(records)
+        self.matches[some] = self._needle.row_by_row(reader.lines(records), begin, end)
 
     def _look_at(self, rows: np.ndarray, reader: LineReader) -> None:
+        """Look at rows one by one, wherever they are."""
         records = self.records[rows]
         columns = (records[name].tolist() for name in ("part", "offset", "text_at", "text_size"))
-        for row, part, offset, at, size in zip(rows.tolist(), *columns, strict=True):
-            self.matches[row] = self._needle.is_in(reader.bytes_at(part, offset + at, size))
-            self.seen[row] = True
+        self.matches[rows] = [
+            self._needle.is_in(reader.bytes_at(part, offset + at, size))
+            for part, offset, at, size in zip(*columns, strict=True)
+        ]
+        self.seen[rows] = True
+
+
+def _close(records: np.ndarray) -> bool:
+    """Whether the lines of rows, and what is between them, are quicker to read at once."""
+    spread = int(records["offset"][-1]) - int(records["offset"][0])
+    return bool(records["part"][0] == records["part"][-1]) and spread <= len(records) * GAP
+
+
+def _places(records: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Where the texts of rows of one file begin and end, counted from the first one's line."""
+    begin = records["offset"].astype(np.int64) - int(records["offset"][0]) + records["text_at"]
+    return begin, begin + records["text_size"]

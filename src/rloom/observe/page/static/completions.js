@@ -59,8 +59,9 @@
     try { found = await R.source.rows(info().run, { ...state().query, offset: state().offset, limit: PAGE }); }
     catch (error) { if (mine === asked) list.replaceChildren(R.el("p", { class: "error" }, error.message)); return; }
     if (mine !== asked || !list.isConnected) return;
-    // A long search goes on: its later rows are asked for until it is done. The server waits for it before it answers.
-    if (found.searched < 1) setTimeout(() => { if (mine === asked && list.isConnected) ask(true); }, found.final ? 100 : 20);
+    // A long search goes on: its later rows, or their number, are asked for until it is done. The server waits for it
+    // before it answers.
+    if (found.searched < 1) { if (found.final) count(mine, began); else setTimeout(() => { if (mine === asked && list.isConnected) ask(true); }, 20); }
     if (quietly && JSON.stringify(found.rows) === JSON.stringify(rows)) { tell(found, began); return; }
     const key = at >= 0 && rows[at] ? rows[at].id : null;
     rows = found.rows;
@@ -68,6 +69,16 @@
     at = Math.max(-1, rows.findIndex((row) => row.id === key));
     mark();
     tell(found, began);
+  }
+
+  // The rows are final: reading and sending them again would only keep the search from going on.
+  async function count(mine, began) {
+    let found;
+    try { found = await R.source.rows(info().run, { ...state().query, limit: 0 }); }
+    catch { if (mine === asked && list.isConnected) ask(true); return; }
+    if (mine !== asked || !list.isConnected) return;
+    tell({ ...found, final: true }, began);
+    if (found.searched < 1) setTimeout(() => { if (mine === asked && list.isConnected) count(mine, began); }, 20);
   }
 
   function tell(found, began) {
