@@ -948,6 +948,12 @@ MUTANTS = [
         "tests/unit/test_text_filter.py::test_what_begins_within_an_escape_is_no_match[n]",
     ),
     Mutant(
+        "observe/page/needle.py",
+        "LOCKED, SHORT = 512,",
+        "LOCKED, SHORT = 0,",
+        "tests/unit/test_text_filter.py::test_long_texts_are_searched_without_pythons_lock[20000-True]",
+    ),
+    Mutant(
         "observe/page/live.py",
         "        if query.limit:\n",
         "        if True:\n",

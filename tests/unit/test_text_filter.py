@@ -220,6 +220,18 @@ def test_a_text_that_is_not_there_costs_no_reading_of_lines(tmp_path, monkeypatc
     assert len(read) <= left + 3
 
 
+@pytest.mark.parametrize(("letters", "free"), [(20_000, True), (10, False)])
+def test_long_texts_are_searched_without_pythons_lock(monkeypatch, letters, free):
+    """NumPy lets go of it in a call for more than 500 elements, however long they are."""
+    calls, find = [], np.strings.find
+    monkeypatch.setattr(np.strings, "find", lambda *given: (calls.append(len(given[2])), find(*given))[1])
+    data = np.frombuffer(b"".join(b"x" * letters + b"needle"[: 3 + row] for row in range(5)), np.uint8)
+    end = np.cumsum([letters + 3 + min(row, 3) for row in range(5)])
+    begin = np.concatenate([[0], end[:-1]])
+    assert needle.Needle("needle").row_by_row(data, begin, end).tolist() == [False, False, False, True, True]
+    assert (calls[0] > 500) == free
+
+
 # -- what may happen to a store
 
 

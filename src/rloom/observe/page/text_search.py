@@ -21,8 +21,8 @@ import numpy as np
 from rloom.observe.page.needle import LineReader, Needle
 from rloom.observe.text_filter import TextFilter, rows_in
 
-BLOCK = 2**20
-"""Bytes of lines that are read and searched at once. They stay in a core's cache between the two."""
+BLOCK = 2**22
+"""Bytes of lines that are read and searched at once. They stay in the processor's cache between the two."""
 THREADS = min(4, os.cpu_count() or 1)
 FEW_BLOCKS = 16
 """Blocks of a stretch, of 64, in which a text may be and whose rows alone are searched. With more, all are."""
