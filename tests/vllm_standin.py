@@ -189,7 +189,7 @@ class Service:
     def init_weight_transfer_engine(self, content):
         info = content["init_info"]
         place = info["master_address"], info["master_port"], info["rank_offset"], info["world_size"]
-        self.group = GlooGroup(*place, seconds=10.0)
+        self.group = GlooGroup(*place, seconds=10.0).join()
 
     def start_weight_update(self, _):
         return {}

@@ -36,7 +36,7 @@ class VllmTopic(Topic):
     vllm_server_port: int = option(8000, "Port of the vLLM server.")
     vllm_server_timeout: float = option(240.0, "Seconds to wait for the vLLM server.")
     vllm_group_port: int = option(
-        51216, "Port of the trainer at which vLLM servers that take weights by NCCL or gloo meet it."
+        51216, "Port of the trainer at which vLLM servers that take weights by NCCL or gloo meet it; 0: any free one."
     )
     vllm_weights_dir: str | None = option(
         None, "Folder that trainer and vLLM server both see, for weights on their way. Unset: in `output_dir`."
@@ -82,7 +82,7 @@ class VllmTopic(Topic):
             )
         self.require("vllm_gpu_memory_utilization", 0 < self.vllm_gpu_memory_utilization <= 1, "in (0, 1]")
         self.require("vllm_server_timeout", self.vllm_server_timeout > 0, "above 0")
-        self.require("vllm_group_port", 0 < self.vllm_group_port < 65536, "in (0, 65536)")
+        self.require("vllm_group_port", 0 <= self.vllm_group_port < 65536, "in [0, 65536)")
         servers = self.vllm_servers()
         if len(set(servers)) < len(servers):
             raise ConfigError(f"vllm_server_base_url={self.vllm_server_base_url!r} names a server twice")

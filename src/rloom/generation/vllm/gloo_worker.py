@@ -48,7 +48,7 @@ class GlooTransferEngine(WeightTransferEngine[GlooInitInfo, GlooUpdateInfo]):
         """Meet the trainer. A trainer that was started again meets it anew."""
         own = self.parallel_config
         rank = init_info.rank_offset + own.data_parallel_index * own.world_size + own.rank
-        self._group = GlooGroup(init_info.master_address, init_info.master_port, rank, init_info.world_size)
+        self._group = GlooGroup(init_info.master_address, init_info.master_port, rank, init_info.world_size).join()
 
     def start_weight_update(self) -> None:
         """Forget what an update that was never finished has left."""

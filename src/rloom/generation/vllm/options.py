@@ -35,7 +35,7 @@ class VllmOptions:
     # behind servers
     servers: tuple[str, ...] = ("http://127.0.0.1:8000",)
     timeout: float = 240.0  # seconds to wait for one
-    group_port: int = 51216  # of the trainer, for the first server that takes weights by nccl or gloo
+    group_port: int = 51216  # of the trainer, for the first server that takes weights by nccl or gloo; 0: any
     weights_dir: str | Path | None = None  # seen by both; None: a temporary folder
     sends: bool = True  # whether this process sends weights; of several the main one does, and others wait for it
 

@@ -56,9 +56,10 @@ class VllmServerEngine(VllmBase):
                 "an adapter on one of two tied embeddings does not reach a server; vllm_mode='colocate' does"
             )
         self.folder = Path(options.weights_dir or temporary_folder(self)).absolute()
+        ports = [options.group_port and options.group_port + index for index in range(len(options.servers))]
         self.servers = [
-            RemoteServer(address, sampling, options, group_port=options.group_port + index, in_step=in_step)
-            for index, address in enumerate(options.servers)
+            RemoteServer(address, sampling, options, group_port=port, in_step=in_step)
+            for port, address in zip(ports, options.servers, strict=True)
         ]
         self._calls: Generator[Reply, None, None] | None = None  # the requests of the present rollout
         self._lead(self._begin_all)

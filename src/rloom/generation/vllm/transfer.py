@@ -112,20 +112,27 @@ class IpcTransfer(Transfer):
 class BroadcastTransfer(Transfer):
     """A group of the trainer (rank 0) and the server's workers, over which each weight is broadcast."""
 
-    def __init__(self, client: Client, port: int, connect: Callable[[str, int, int], Any], device: str) -> None:
+    def __init__(self, client: Client, port: int, listen: Callable[[str, int, int], Any], device: str) -> None:
         super().__init__(client)
         self._device = device
         world = 1 + int(client.developer("GET", "/get_world_size")["world_size"])
         address = _own_address(client)
-        info = {"master_address": address, "master_port": port, "rank_offset": 1, "world_size": world}
+        try:
+            self._group = listen(address, port, world)
+        except RuntimeError as error:
+            raise EngineError(
+                f"the trainer cannot listen at {address}:{port} for vLLM servers: {error}. Another run may use that "
+                "port: set vllm_group_port to another one, or to 0 for any that is free"
+            ) from error
+        info = {"master_address": address, "master_port": self._group.port, "rank_offset": 1, "world_size": world}
         # The server's workers wait for the trainer in there, and the trainer for them.
         with _beside(lambda: client.developer("POST", "/init_weight_transfer_engine", {"init_info": info})):
             try:
-                self._group = connect(address, port, world)
+                self._group.join()
             except RuntimeError as error:
                 raise EngineError(
-                    f"the trainer cannot listen at {address}:{port} for vLLM servers, or they did not come: {error}. "
-                    "Another run may use that port: set vllm_group_port to another one"
+                    f"the vLLM server at {client.address} did not come to {address}:{self._group.port}, where the "
+                    f"trainer has weights for it: {error}. vllm_group_port has to be one that it can reach"
                 ) from error
 
     def _prepared(self, weight: torch.Tensor) -> torch.Tensor:
@@ -145,16 +152,22 @@ class BroadcastTransfer(Transfer):
 
 
 class GlooGroup:
-    """A group over gloo that is not the process' own; also what the server's side uses."""
+    """A group over gloo that is not the process' own; also what the server's side uses. Rank 0 listens at `port`, or
+    at a free one if that is 0."""
 
     def __init__(self, address: str, port: int, rank: int, world: int, seconds: float = 240.0) -> None:
-        patience = timedelta(seconds=seconds)
-        store = torch.distributed.TCPStore(
-            address, port, world, is_master=rank == 0, timeout=patience, wait_for_workers=False
+        self._rank, self._world, self._patience = rank, world, timedelta(seconds=seconds)
+        # What the group is found by: it lives as long.
+        self._store: Any = torch.distributed.TCPStore(
+            address, port, world, is_master=rank == 0, timeout=self._patience, wait_for_workers=False
         )
-        # The store is what the group is found by: it lives as long.
-        self._store: Any = store
-        self._group: Any = torch.distributed.ProcessGroupGloo(store, rank, world, patience)
+        self._group: Any = None
+        self.port = int(self._store.port)
+
+    def join(self) -> GlooGroup:
+        """Wait for all others."""
+        self._group = torch.distributed.ProcessGroupGloo(self._store, self._rank, self._world, self._patience)
+        return self
 
     def close(self) -> None:
         """Leave, and free the port."""
@@ -173,15 +186,22 @@ class NcclGroup:
 
     def __init__(self, address: str, port: int, world: int) -> None:
         try:
-            from vllm.distributed.device_communicators.pynccl import PyNcclCommunicator
+            from vllm.distributed.device_communicators import pynccl
             from vllm.distributed.utils import StatelessProcessGroup
         except ImportError as error:
             raise EngineError(
                 "weights go to this vLLM server by NCCL, for which the trainer needs vLLM too: pip install "
                 '"rloom[vllm]", or start the server with `--transfer folder`'
             ) from error
-        group = StatelessProcessGroup.create(host=address, port=port, rank=0, world_size=world)
-        self._communicator: Any = PyNcclCommunicator(group, device=torch.cuda.current_device())
+        self.port = port or _free_port(address)
+        self._meet = lambda: StatelessProcessGroup.create(host=address, port=self.port, rank=0, world_size=world)
+        self._connect: Callable[..., Any] = pynccl.PyNcclCommunicator
+        self._communicator: Any = None
+
+    def join(self) -> NcclGroup:
+        """Listen, and wait for the server's workers."""
+        self._communicator = self._connect(self._meet(), device=torch.cuda.current_device())
+        return self
 
     def close(self) -> None:
         """Leave."""
@@ -241,6 +261,13 @@ def _own_address(client: Client) -> str:
             return str(probe.getsockname()[0])
     except OSError as error:
         raise EngineError(f"there is no way to the vLLM server at {client.address}: {error}") from error
+
+
+def _free_port(address: str) -> int:
+    """A port that nobody listens at."""
+    with socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET) as probe:
+        probe.bind((address, 0))
+        return int(probe.getsockname()[1])
 
 
 class _beside:
