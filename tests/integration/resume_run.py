@@ -1,9 +1,13 @@
-"""Small runs, each in a process of its own, for the resume test.
+"""Small runs, each in a process of its own, for the tests of resume and replay.
 
-    python resume_run.py KIND OUTPUT[:kill=N][:resume] …
+The imports are paid for once: this program reads requests from its input, one list of JSON per line, and forks a
+process for each run of a request.
 
-Each argument is a run: in OUTPUT, from the start or resumed; with `kill=N` it kills itself (SIGKILL) in the middle of
-update N, after its backward, so that nothing is flushed or tidied up. The imports are paid for once: runs are forked.
+    [KIND, "OUTPUT[:kill=N][:resume]", …]
+
+A run is in OUTPUT, from the start or resumed; with `kill=N` it kills itself (SIGKILL) in the middle of update N, after
+its backward, so that nothing is flushed or tidied up. The answer to a request is a line of JSON: what went wrong, or
+null.
 """
 
 from __future__ import annotations
@@ -137,22 +141,31 @@ def run(kind: str, output: str, kill_at: int | None, resume: bool) -> None:
     (Path(output) / "weights.json").write_text(json.dumps(weights))
 
 
+def forked(kind: str, job: str) -> str | None:
+    """Do a run in a process of its own. Returns what went wrong."""
+    output, *flags = job.split(":")
+    kills = [int(flag.removeprefix("kill=")) for flag in flags if flag.startswith("kill=")]
+    child = os.fork()
+    if child == 0:
+        try:
+            os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # answers alone go there
+            run(kind, output, kills[0] if kills else None, "resume" in flags)
+        except BaseException:
+            (Path(output) / "failure.txt").write_text(traceback.format_exc())
+            os._exit(1)
+        os._exit(0)
+    code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    if code == (-signal.SIGKILL if kills else 0):
+        return None
+    told = Path(output) / "failure.txt"
+    return f"{job} ended with {code}\n{told.read_text() if told.exists() else ''}"
+
+
 def main() -> None:
-    kind, *jobs = sys.argv[1:]
-    for job in jobs:
-        output, *flags = job.split(":")
-        kills = [int(flag.removeprefix("kill=")) for flag in flags if flag.startswith("kill=")]
-        child = os.fork()
-        if child == 0:
-            try:
-                run(kind, output, kills[0] if kills else None, "resume" in flags)
-            except BaseException:
-                traceback.print_exc()
-                os._exit(1)
-            os._exit(0)
-        code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-        if code != (-signal.SIGKILL if kills else 0):
-            sys.exit(f"{job} ended with {code}")
+    for line in sys.stdin:
+        kind, *jobs = json.loads(line)
+        wrong = next(filter(None, (forked(kind, job) for job in jobs)), None)
+        print(json.dumps(wrong), flush=True)
 
 
 if __name__ == "__main__":

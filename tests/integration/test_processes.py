@@ -26,6 +26,7 @@ from rloom.observe import read_store
 from rloom.training import heartbeat
 from tests.integration import processes_run
 from tests.integration.test_resume import assert_equal, assert_same, strip
+from tests.launches import assert_done, torchrun
 from tests.made_once import made_once
 
 SCRIPT = Path(processes_run.__file__)
@@ -47,10 +48,7 @@ TIMES = ("eps", "total_flos")
 
 
 def launch(*arguments: str, processes: int = 2) -> subprocess.CompletedProcess:
-    environment = {**os.environ, "ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
-    options = ["--nproc_per_node", str(processes), "--rdzv_backend", "c10d", "--rdzv_endpoint", "127.0.0.1:0"]
-    line = [sys.executable, "-m", "torch.distributed.run", *options, str(SCRIPT), *arguments]
-    return subprocess.run(line, env=environment, capture_output=True, text=True, timeout=240)
+    return torchrun(str(SCRIPT), *arguments, processes=processes)
 
 
 @pytest.fixture(scope="module")
@@ -62,7 +60,7 @@ def two(tmp_path_factory) -> Path:
             str(folder), *AS_ONE, "replaced", "bfloat16", "transformers", "dropout", "resumed", "half resumed",
             "corners", "busy", "frozen",
         )  # fmt: skip
-        assert done.returncode == 0, done.stderr[-4000:]
+        assert_done(done)
         (folder / "stderr.txt").write_text(done.stderr)
 
     return made_once(tmp_path_factory, "processes", run)

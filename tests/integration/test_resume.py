@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import atexit
+import functools
 import json
 import subprocess
 import sys
@@ -15,9 +17,19 @@ from rloom.observe import read_store
 SCRIPT = Path(__file__).with_name("resume_run.py")
 
 
+@functools.cache
+def runner() -> subprocess.Popen:
+    """The program that forks runs. It ends with the tests."""
+    process = subprocess.Popen([sys.executable, str(SCRIPT)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    atexit.register(process.__exit__, None, None, None)  # closes its input, and waits
+    return process
+
+
 def run(kind: str, *jobs: str) -> None:
-    done = subprocess.run([sys.executable, str(SCRIPT), kind, *jobs], capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr[-3000:]
+    process = runner()
+    print(json.dumps([kind, *jobs]), file=process.stdin, flush=True)
+    wrong = json.loads(process.stdout.readline() or f'"the program ended with {process.poll()}"')
+    assert wrong is None, wrong
 
 
 def last_checkpoint(output: Path) -> Path:

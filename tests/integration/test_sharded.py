@@ -21,6 +21,7 @@ from tests.conftest import make_model
 from tests.integration import processes_run
 from tests.integration.test_processes import assert_close, assert_same_log, launch, results
 from tests.integration.test_resume import assert_same
+from tests.launches import assert_done
 from tests.made_once import made_once
 
 AS_ONE = ["sequence", "token", "several", "lora with biases", "lora on the head", "exact", "checkpointed", "degenerate",
@@ -50,7 +51,7 @@ def two(tmp_path_factory) -> Path:
         kinds += [*[f"resumed {kind}" for kind in RESUMED], *COPIES, *[f"parts {kind}" for kind in PARTS]]
         asked = [f"sharded {kind}" for kind in kinds] + [f"draw {DRAWS[0]}"]
         done = launch(str(folder), *asked, f"sharded from {folder / 'one saved'}")
-        assert done.returncode == 0, done.stderr[-4000:]
+        assert_done(done)
 
     return made_once(tmp_path_factory, "sharded", run)
 
@@ -62,7 +63,7 @@ def more(tmp_path_factory) -> Path:
     def run(folder: Path) -> None:
         asked = [f"sharded {kind}" for kind in MORE] + [f"draw {number}" for number in DRAWS[1:]]
         done = launch(str(folder), *asked)
-        assert done.returncode == 0, done.stderr[-4000:]
+        assert_done(done)
 
     return made_once(tmp_path_factory, "sharded-more", run)
 

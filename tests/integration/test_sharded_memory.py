@@ -5,9 +5,6 @@ One launch of torchrun serves most tests here. The failures are those of `scarce
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -24,6 +21,7 @@ from rloom.training.processes import Processes
 from rloom.training.sharded_attempts import CAN_BE_LEFT
 from tests.integration import processes_run, scarce_run
 from tests.integration.test_processes import assert_close, assert_same_log, results
+from tests.launches import assert_done, torchrun
 from tests.made_once import made_once
 
 pytestmark = pytest.mark.skipif(not CAN_BE_LEFT, reason="this version of torch cannot be told to leave a micro-batch")
@@ -40,11 +38,7 @@ LAYERED = {"layered": "layered never", "layered update": "layered never", "layer
 
 
 def launch(folder: Path, *names: str) -> None:
-    environment = {**os.environ, "ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
-    options = ["--nproc_per_node", "2", "--rdzv_backend", "c10d", "--rdzv_endpoint", "127.0.0.1:0"]
-    line = [sys.executable, "-m", "torch.distributed.run", *options, scarce_run.__file__, str(folder), *names]
-    done = subprocess.run(line, env=environment, capture_output=True, text=True, timeout=240)
-    assert done.returncode == 0, done.stderr[-4000:]
+    assert_done(torchrun(scarce_run.__file__, str(folder), *names))
 
 
 @pytest.fixture(scope="module")

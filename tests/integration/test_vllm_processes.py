@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-
 import pytest
 import torch
 
 from tests.conftest import make_model
 from tests.integration import processes_run
 from tests.integration.test_processes import assert_close, results
+from tests.launches import assert_done, torchrun
 from tests.vllm_standin import serving
 
 
@@ -34,14 +31,11 @@ def test_two_processes_share_servers(tmp_path):
     """Each with all weights, with a half of them and a copy, and with a half alone; by a folder, and in pieces by
     broadcast."""
     config = make_model(**processes_run._changes("vllm")).config
-    environment = {**os.environ, "ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
-    options = ["--nproc_per_node", "2", "--rdzv_backend", "c10d", "--rdzv_endpoint", "127.0.0.1:0"]
-    line = [sys.executable, "-m", "torch.distributed.run", *options, processes_run.__file__, str(tmp_path)]
     kinds = ["vllm", "sharded vllm", "sharded layered vllm", "sharded layered vllm lora", "sharded crowded vllm"]
     with serving(config) as first, serving(config, backend="gloo") as second:
-        environment["RLOOM_TEST_SERVER"] = f"{first.address},{second.address}"
-        done = subprocess.run([*line, *kinds], env=environment, capture_output=True, text=True, timeout=240)
-        assert done.returncode == 0, done.stderr[-4000:]
+        servers = f"{first.address},{second.address}"
+        done = torchrun(processes_run.__file__, str(tmp_path), *kinds, RLOOM_TEST_SERVER=servers)
+        assert_done(done)
         sends = [path for path, _ in first.calls].count("/update_weight_version")
         pieces = [path for path, _ in second.calls].count("/update_weights")
     # Each run: two to prove that weights arrive, and two after updates, each named twice. The other process sends none.

@@ -6,9 +6,6 @@ ZeRO-1 shards the optimizer's state, ZeRO-2 gradients too, ZeRO-3 all. One launc
 from __future__ import annotations
 
 import importlib.util
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -19,6 +16,7 @@ from rloom.observe import read_store
 from tests.integration import processes_run
 from tests.integration.test_processes import assert_close, assert_same_log, results
 from tests.integration.test_resume import assert_same
+from tests.launches import assert_done, torchrun
 from tests.scale.test_zero_checkpoints import launch
 
 pytestmark = pytest.mark.skipif(
@@ -39,13 +37,8 @@ def two(tmp_path_factory) -> Path:
     kinds = [f"{stage} {kind}" for stage in STAGES for kind in [*AS_ONE, "degenerate", "dropout", "resumed"]]
     kinds += [f"{stage} {ACCUMULATED}" for stage in ("zero1", "zero2")]
     kinds += [f"zero3 {kind}" for pair in ALIKE for kind in pair]
-    environment = {**os.environ, "DS_ACCELERATOR": "cpu", "ACCELERATE_USE_DEEPSPEED": "true", "OMP_NUM_THREADS": "1"}
-    # With this, accelerate would train without DeepSpeed, and say nothing.
-    environment.pop("ACCELERATE_USE_CPU", None)
-    options = ["--nproc_per_node", "2", "--rdzv_backend", "c10d", "--rdzv_endpoint", "127.0.0.1:0"]
-    line = [sys.executable, "-m", "torch.distributed.run", *options, processes_run.__file__, str(folder), *kinds]
-    done = subprocess.run(line, env=environment, capture_output=True, text=True, timeout=600)
-    assert done.returncode == 0, done.stderr[-4000:]
+    done = torchrun(processes_run.__file__, str(folder), *kinds, deepspeed=True, seconds=600)
+    assert_done(done)
     (folder / "stderr.txt").write_text(done.stderr)
     return folder
 

@@ -9,7 +9,6 @@ import importlib.util
 import os
 import signal
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -18,6 +17,7 @@ from tests.conftest import make_model, make_tokenizer
 from tests.integration import processes_run
 from tests.integration.test_processes import results
 from tests.integration.test_vllm_processes import assert_served
+from tests.launches import assert_done, torchrun
 from tests.services import free_port
 
 PYTHON = Path(os.environ.get("VLLM_PYTHON", ""))
@@ -50,14 +50,8 @@ def address(tmp_path_factory):
 @pytest.mark.parametrize("kind", ["zero3 vllm", "zero3 layered vllm"])
 def test_zero3_and_a_server(address, kind, tmp_path):
     """With a copy of all weights in each process, and without."""
-    environment = {**os.environ, "DS_ACCELERATOR": "cpu", "ACCELERATE_USE_DEEPSPEED": "true", "OMP_NUM_THREADS": "1"}
-    # With this, accelerate would train without DeepSpeed, and say nothing.
-    environment.pop("ACCELERATE_USE_CPU", None)
-    environment["RLOOM_TEST_SERVER"] = address
-    options = ["--nproc_per_node", "2", "--rdzv_backend", "c10d", "--rdzv_endpoint", "127.0.0.1:0"]
-    line = [sys.executable, "-m", "torch.distributed.run", *options, processes_run.__file__, str(tmp_path)]
-    done = subprocess.run([*line, kind], env=environment, capture_output=True, text=True, timeout=400)
-    assert done.returncode == 0, done.stderr[-4000:]
+    script, server = processes_run.__file__, {"RLOOM_TEST_SERVER": address}
+    assert_done(torchrun(script, str(tmp_path), kind, deepspeed=True, seconds=400, **server))
     found = results(tmp_path, kind)
     assert [one["wrapped"] for one in found] == ["DeepSpeedEngine"] * 2
     assert_served(found, half=True)
@@ -66,9 +60,6 @@ def test_zero3_and_a_server(address, kind, tmp_path):
 @pytest.mark.parametrize("kind", ["sharded layered vllm", "sharded layered vllm lora"])
 def test_fsdp_without_a_copy_and_a_server(address, kind, tmp_path):
     """Weights are gathered and sent in several pieces between the start and the end of one update."""
-    environment = {**os.environ, "ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1", "RLOOM_TEST_SERVER": address}
-    options = ["--nproc_per_node", "2", "--rdzv_backend", "c10d", "--rdzv_endpoint", "127.0.0.1:0"]
-    line = [sys.executable, "-m", "torch.distributed.run", *options, processes_run.__file__, str(tmp_path)]
-    done = subprocess.run([*line, kind], env=environment, capture_output=True, text=True, timeout=400)
-    assert done.returncode == 0, done.stderr[-4000:]
+    script, server = processes_run.__file__, {"RLOOM_TEST_SERVER": address}
+    assert_done(torchrun(script, str(tmp_path), kind, seconds=400, **server))
     assert_served(results(tmp_path, kind), half=True)

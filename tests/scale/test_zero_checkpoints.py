@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -16,6 +13,7 @@ from rloom.models.low_bits import with_low_bits
 from tests.integration import processes_run, test_processes
 from tests.integration.test_processes import assert_close, results
 from tests.integration.test_resume import assert_equal, assert_same
+from tests.launches import assert_done, torchrun
 from tests.made_once import made_once
 
 pytestmark = pytest.mark.skipif(
@@ -29,13 +27,8 @@ BEST = ["zero2", "zero3"]
 
 
 def launch(folder: Path, *kinds: str, processes: int) -> None:
-    environment = {**os.environ, "DS_ACCELERATOR": "cpu", "ACCELERATE_USE_DEEPSPEED": "true", "OMP_NUM_THREADS": "1"}
-    # With this, accelerate would train without DeepSpeed, and say nothing.
-    environment.pop("ACCELERATE_USE_CPU", None)
-    options = ["--nproc_per_node", str(processes), "--rdzv_backend", "c10d", "--rdzv_endpoint", "127.0.0.1:0"]
-    line = [sys.executable, "-m", "torch.distributed.run", *options, processes_run.__file__, str(folder), *kinds]
-    done = subprocess.run(line, env=environment, capture_output=True, text=True, timeout=600)
-    assert done.returncode == 0, done.stderr[-4000:]
+    done = torchrun(processes_run.__file__, str(folder), *kinds, processes=processes, deepspeed=True, seconds=600)
+    assert_done(done)
     (folder / "stderr.txt").write_text(done.stderr)
 
 

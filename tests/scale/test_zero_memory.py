@@ -6,9 +6,6 @@ Two launches of torchrun serve most tests here. The failures are those of `scarc
 from __future__ import annotations
 
 import importlib.util
-import os
-import subprocess
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -22,6 +19,7 @@ if importlib.util.find_spec("deepspeed") is None:
     pytest.skip("DeepSpeed is not in the development set: make test-scale", allow_module_level=True)
 
 from rloom.training import zero_attempts
+from tests.launches import assert_done, torchrun
 from tests.scale import scarce_zero_run
 
 PLACES = {
@@ -62,13 +60,8 @@ def more(tmp_path_factory) -> Path:
 
 
 def launch(folder: Path, processes: int, *names: str) -> None:
-    environment = {**os.environ, "DS_ACCELERATOR": "cpu", "ACCELERATE_USE_DEEPSPEED": "true", "OMP_NUM_THREADS": "1"}
-    # With this, accelerate would train without DeepSpeed, and say nothing.
-    environment.pop("ACCELERATE_USE_CPU", None)
-    options = ["--nproc_per_node", str(processes), "--rdzv_backend", "c10d", "--rdzv_endpoint", "127.0.0.1:0"]
-    line = [sys.executable, "-m", "torch.distributed.run", *options, scarce_zero_run.__file__, str(folder), *names]
-    done = subprocess.run(line, env=environment, capture_output=True, text=True, timeout=600)
-    assert done.returncode == 0, done.stderr[-4000:]
+    script = scarce_zero_run.__file__
+    assert_done(torchrun(script, str(folder), *names, processes=processes, deepspeed=True, seconds=600))
 
 
 @pytest.mark.parametrize(("stage", "name"), AT_PLACES)
