@@ -140,6 +140,8 @@ def run_one(peer: str, name: str, folder: str, steps: int, per_device: int, dtyp
         more |= {"use_cpu": True, "bf16": False}
     if os.environ.get("BENCH_FLOAT32"):
         more["bf16"] = False
+    if os.environ.get("BENCH_NO_STORE") and peer == "rloom":
+        more["store_completions"] = False
     if os.environ.get("BENCH_VLLM"):
         more |= {"use_vllm": True, "vllm_mode": "colocate"}
     config = RLOOConfig(**options(shape, folder, per_device), **more)
@@ -230,10 +232,13 @@ def main() -> None:
     parser.add_argument("--dtype", default=None, help="of the weights, for both; unset: as people load the shape")
     parser.add_argument("--float32", action="store_true", help="bf16=False for both: true float32")
     parser.add_argument("--vllm", action="store_true", help="use_vllm=True, colocated, for both")
+    parser.add_argument("--no-store", action="store_true", help="ours without its store of completions")
     parser.add_argument("--warm", action="store_true", help="all runs share their caches")
     arguments = parser.parse_args()
     if arguments.vllm:
         os.environ["BENCH_VLLM"] = "1"
+    if arguments.no_store:
+        os.environ["BENCH_NO_STORE"] = "1"
     if arguments.float32:
         os.environ["BENCH_FLOAT32"] = "1"
     with tempfile.TemporaryDirectory() as caches:

@@ -41,6 +41,8 @@ OBJECTIVES = {
         "reward_clip_range": (-1.0, 1.0),
     },
 }
+OFTEN = ["trl", "paper", "verl", "exact KL in the loss", "k3 in the loss, token level", "masked truncation, token mean"]
+"""What `make test` runs of these."""
 
 
 def script(prompt, sample, seed):
@@ -91,7 +93,9 @@ SPLITS = [
 ]
 
 
-@pytest.mark.parametrize("name", OBJECTIVES)
+@pytest.mark.parametrize(
+    "name", [name if name in OFTEN else pytest.param(name, marks=pytest.mark.slow) for name in OBJECTIVES]
+)
 def test_gradient_does_not_depend_on_the_split(name, config, rows):
     """24 completions an update, in one micro-batch and in many, packed and padded."""
     results = [first_gradient(config, rows, logging_steps=1, **(OBJECTIVES[name] | split)) for split in SPLITS]

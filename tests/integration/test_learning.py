@@ -32,10 +32,12 @@ def rise(tmp_path, break_it=None) -> float:
     return sum(rewards[-10:]) / 10 - sum(rewards[:10]) / 10
 
 
+@pytest.mark.slow  # test_demo shows more; this one is beside those that must not
 def test_reward_rises(tmp_path):
     assert rise(tmp_path) > BAR
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "break_it",
     [lambda advantages: -advantages, lambda advantages: advantages[torch.randperm(len(advantages))]],

@@ -65,6 +65,7 @@ def test_quickstart_runs_top_to_bottom(tmp_path, monkeypatch):
     AutoModelForCausalLM.from_pretrained(tmp_path / "runs" / "notebook")
 
 
+@pytest.mark.slow
 def test_tables_and_a_live_view_that_was_asked_for(tmp_path, monkeypatch):
     """One display of progress and one table per log, with or without transformers' own bar."""
     code = [cell.source for cell in quickstart() if cell.cell_type == "code"][:4]

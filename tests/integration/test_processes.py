@@ -304,6 +304,7 @@ def test_a_failure_in_one_process_ends_the_run(tmp_path):
     assert not list(tmp_path.glob("failing/result_*"))
 
 
+@pytest.mark.slow
 def test_without_a_launcher_who_is_left_waiting_ends_too(tmp_path):
     """Nobody kills it: it finds the other gone, and says that the reason is to be read there."""
     with socket.socket() as free:

@@ -24,9 +24,9 @@ from tests.integration.test_resume import assert_same
 from tests.launches import assert_done
 from tests.made_once import made_once
 
-AS_ONE = ["sequence", "token", "several", "lora with biases", "lora on the head", "exact", "checkpointed", "degenerate",
-          "evaluated", "by name", "layered by name", "pissa lora by name", "layered evaluated",
-          "saved layered"]  # fmt: skip
+AS_ONE = ["sequence", "token", "several", "lora with biases", "degenerate", "evaluated", "by name", "layered by name",
+          "layered evaluated", "saved layered"]  # fmt: skip
+MORE_AS_ONE = ["lora on the head", "exact", "checkpointed", "pissa lora by name"]
 RESUMED = ["saved lora", "saved bfloat16", "saved layered"]
 COPIES = ["freed several", "kept several", "layered", "whole layered"]
 PARTS = ["saved", "saved bfloat16", "resumed saved bfloat16"]
@@ -61,7 +61,7 @@ def more(tmp_path_factory) -> Path:
     """The same for what the other tests show in a smaller way."""
 
     def run(folder: Path) -> None:
-        asked = [f"sharded {kind}" for kind in MORE] + [f"draw {number}" for number in DRAWS[1:]]
+        asked = [f"sharded {kind}" for kind in [*MORE, *MORE_AS_ONE]] + [f"draw {number}" for number in DRAWS[1:]]
         done = launch(str(folder), *asked)
         assert_done(done)
 
@@ -81,11 +81,14 @@ def assert_sharded(found: list[dict]) -> None:
     assert all(abs(one["parts"] - total / 2) < 0.05 * total for one in found)
 
 
-@pytest.mark.parametrize("kind", AS_ONE)
-def test_two_halves_are_as_one(two, kind, tmp_path):
+@pytest.mark.parametrize(
+    ("folder", "kind"),
+    [*[("two", kind) for kind in AS_ONE], *[pytest.param("more", kind, marks=SLOW) for kind in MORE_AS_ONE]],
+)
+def test_two_halves_are_as_one(request, folder, kind, tmp_path):
     """Weights after three updates, and every number in the log; unequally many tokens and micro-batches in each."""
     one = processes_run.run(tmp_path / "one", kind)
-    found = results(two, f"sharded {kind}")
+    found = results(request.getfixturevalue(folder), f"sharded {kind}")
     assert_sharded(found)
     assert_close(one, found[0], allowed=1e-5)
     assert_same_log(one, found[0])

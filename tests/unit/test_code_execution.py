@@ -1148,9 +1148,11 @@ def total(count, megabytes):
             memory = bytearray(os.urandom(1)) * (megabytes * 2**20)
             os.write(write, b"x")
             os.read(done, 1)
+            os.write(write, b"y")  # still there, when all had their memory: the kernel may end the first for the last
             os._exit(0)
     for _, write in pipes: os.close(write)
-    os.close(done)
+    for read, _ in pipes: os.read(read, 1)
+    os.close(held)
     return sum(len(os.read(read, 1)) for read, _ in pipes)
 """
 

@@ -26,7 +26,7 @@ MODELS = {
 }
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", ["llama", pytest.param("neox", marks=pytest.mark.slow)])
 def test_a_compiled_step_draws_what_a_plain_one_draws(name):
     torch.manual_seed(0)
     model = MODELS[name]().to(torch.float16).eval()
@@ -111,7 +111,7 @@ def test_a_single_row_is_compared_apart(monkeypatch):
     assert shapes == [2, 1]
 
 
-@pytest.mark.parametrize("whole", [False, True])
+@pytest.mark.parametrize("whole", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_a_compiled_step_with_the_kernels(whole, monkeypatch):
     """As on a GPU, but for graphs."""
     monkeypatch.setattr(runner.Runner, "paged", True)

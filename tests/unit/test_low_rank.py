@@ -176,6 +176,7 @@ def test_a_group_that_has_become_smaller_overwrites_no_sibling():
     assert all(torch.equal(after[name], value) for name, value in before.items() if name in after)
 
 
+@pytest.mark.slow
 def test_rollouts_of_two_adapters_that_are_interleaved_do_not_mix():
     model = adapted()
     model.add_adapter("other", LoraConfig(r=20, target_modules="all-linear"))

@@ -205,7 +205,7 @@ def test_rows_in_one_program_each(rows, longest_prompt, longest_completion, whol
     assert make_tables(geometry, rows, 4, 4, longest_prompt, longest_completion, CPU).whole is whole
 
 
-@pytest.mark.parametrize("whole", [False, True])
+@pytest.mark.parametrize("whole", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_steps_in_graphs_draw_what_steps_without_draw(whole, monkeypatch):
     """As on a GPU, but for the recording itself: a graph is the step that was to be recorded, with its tables."""
     from rloom.generation import NativeEngine
