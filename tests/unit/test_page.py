@@ -34,7 +34,7 @@ from rloom.observe.page.text_search import TextSearch
 from rloom.observe.row_index import remove_index
 from rloom.observe.row_json import packed_ids
 from rloom.observe.runs import RunReader, packed
-from rloom.observe.store import RunStore
+from rloom.observe.store import FOLDER, RunStore
 
 HOSTILE = [
     "</script><script>document.title='owned'</script>",
@@ -317,6 +317,22 @@ def test_a_run_that_is_resumed_during_a_search_does_not_kill_the_server(tmp_path
     """In a process of its own: touching a file's map beyond its end cannot be caught."""
     ran = subprocess.run([sys.executable, "-c", CUT, str(tmp_path)], capture_output=True, text=True, timeout=120)
     assert (ran.returncode, ran.stdout) == (0, "ended not done 3\n"), ran.stderr
+
+
+def test_a_file_that_is_gone_is_named(tmp_path):
+    """Not at once, since a run that is resumed drops files too; and a page that asks again has it tried again."""
+    make_run(tmp_path)
+    run, query = LiveRun(tmp_path), Query(text="0.")
+    run.catch_up()
+    assert len(run.find(Query()).records) == 72
+    lost = sorted((tmp_path / FOLDER).glob("0*.jsonl"))[1]
+    content = lost.read_bytes()
+    lost.unlink()
+    assert not run.find(query).final
+    with pytest.raises(FileNotFoundError, match=lost.name):
+        run.find(query)
+    lost.write_bytes(content)
+    assert len(run.find(query).places) == 72
 
 
 def test_two_tabs_search_for_two_texts(folder, slow_search, monkeypatch):

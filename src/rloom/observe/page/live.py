@@ -191,7 +191,10 @@ class LiveRun:
             if search is not None and (known != version or not search.is_of(records)):
                 search.stop()
                 search = None
-            if search is None or (search.done and search.looked < len(records)):
+            if search is not None and search.error is not None:
+                # The table is as it was, so the run was not resumed. Who asks again has it tried again.
+                raise search.error
+            if search is None or (search.ended and not search.done) or (search.done and search.looked < len(records)):
                 # Where rows have come since, what was found before them stays.
                 found = None if search is None else search.matches
                 filtered = TextFilter(self.reader.store, version, indexed)

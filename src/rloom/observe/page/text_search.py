@@ -39,7 +39,7 @@ class TextSearch:
     """Searches the completions of the rows of a table for a text.
 
     `matches` is True for rows found so far, `seen` for those that were looked at. `done` is True when these are all,
-    `ended` also when it was stopped before.
+    `ended` also when it was stopped before, or broke off: by `error`, since lines could not be read.
 
     Args:
         folder: of the store.
@@ -64,6 +64,7 @@ class TextSearch:
         self.matches[:before], self.seen[:before] = False if known is None else known, True
         self._needle, self._filter = Needle(text), filtered
         self._stop = False
+        self.error: OSError | ValueError | None = None
         self._newer: TextSearch | None = None
         self._end, self._free = threading.Event(), threading.Event()
         self._free.set()
@@ -86,10 +87,10 @@ class TextSearch:
         return self._end.is_set()
 
     def is_of(self, records: np.ndarray) -> bool:
-        """Whether these records begin with those that are searched. Those of an older store grow at their beginning;
-        a search that broke off, as its lines changed, is of none."""
+        """Whether these records begin with those that are searched. Those of an older store grow at their
+        beginning."""
         count = len(self.records)
-        if count > len(records) or (self.ended and not self.done):
+        if count > len(records):
             return False
         last = slice(max(count - 1, 0), count)
         return all((self.records[last][name] == records[last][name]).all() for name in ("part", "offset"))
@@ -154,9 +155,9 @@ class TextSearch:
                 else:
                     self._search_some(reader, some)
                 self.seen[rows] = True
-        except (OSError, ValueError):
-            # The run was resumed or moved meanwhile: the page asks again, of the new table.
-            self._stop = True
+        except (OSError, ValueError) as error:
+            # The run was resumed or moved meanwhile, and the page asks again, of the new table; or a file is gone.
+            self.error, self._stop = error, True
         finally:
             reader.close()
             with self._lock:
