@@ -25,7 +25,8 @@ from torch import Tensor
 from rloom.errors import ProcessError
 from rloom.printable import get_logger
 from rloom.training.budget import SMALLEST, TokenBudget, random_state, restore_random_state
-from rloom.training.processes import Processes, together
+from rloom.training.exchange import together
+from rloom.training.processes import Processes
 
 logger = get_logger(__name__)
 

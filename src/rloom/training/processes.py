@@ -1,14 +1,14 @@
-"""Communication between the processes that train one policy together.
+"""The processes that train one policy together.
 
 `Processes` owns everything that depends on how the model is distributed: who keeps gradients and master weights, how a
 backward is run, how gradients are summed, how weights are shared, compared, saved and loaded. Here each process holds
-the whole model; under FSDP2 (`sharded.py`) a part of it. `Processes.of` chooses, and no other code depends on it.
+the whole model; under FSDP2 (`sharded.py`) and DeepSpeed (`zero.py`) a part of it. `choose_processes.py` chooses, and
+no other code depends on it.
 
 Each process samples, scores and learns from groups of its own. What they must agree on is small (counts, scores,
-metrics). It is sent as plain objects over a process group on the host, so that no GPU waits for it. Gradients are added
-up once, after the update's last backward. DistributedDataParallel would add them up during it. It needs the same number
-of backwards in every process, also when one repeats an update after running out of memory; packed micro-batches do not
-give that.
+metrics): `exchange.py`. Gradients are added up once, after the update's last backward. DistributedDataParallel would
+add them up during it. It needs the same number of backwards in every process, also when one repeats an update after
+running out of memory; packed micro-batches do not give that.
 """
 
 from __future__ import annotations
@@ -17,44 +17,37 @@ import functools
 import hashlib
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from datetime import timedelta
 from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from accelerate import Accelerator
-from accelerate.utils import DistributedType
 from torch import Tensor, nn
 
-from rloom.config import RLOOConfig
 from rloom.errors import ConfigError, ProcessError
 from rloom.models.checksums import checksums_of
 from rloom.models.low_bits import Value
 from rloom.models.optimizers import values_of
-from rloom.printable import get_logger
 from rloom.training.budget import TokenBudget
-from rloom.training.heartbeat import Heartbeat, begin
-
-logger = get_logger(__name__)
+from rloom.training.exchange import Exchange, together
 
 T = TypeVar("T")
 
 BUCKET_MEGABYTES = 25
 """Small gradients are summed together, up to this size. It is DistributedDataParallel's default."""
 
-
 NO_PARTS = "checkpoints in parts (SHARDED_STATE_DICT) are FSDP2's: go on with fsdp=True, or in one process"
 
 
-class Processes:
-    """This process among those that train together. Without arguments: a process that trains alone.
+class Processes(Exchange):
+    """This process and its part of the model. Without arguments: a process that trains alone.
 
     All processes must call every method in the same order, except the properties and `backward`.
 
-    >>> alone = Processes()
-    >>> alone.gather("mine"), alone.total(3, 4), alone.any(False), alone.is_main
-    (['mine'], [3, 4], False, True)
+    >>> alone, model = Processes(), nn.Linear(2, 2)
+    >>> alone.is_sharded, alone.without_gradient(model) is model
+    (False, True)
     """
 
     external_optimizer = False
@@ -94,140 +87,9 @@ class Processes:
         device: torch.device | None = None,
         bucket_megabytes: int | None = None,
     ) -> None:
-        self.rank, self.count, self._group, self._device = rank, count, group, device
+        super().__init__(rank, count, group=group)
+        self._device = device
         self._bucket = (bucket_megabytes or BUCKET_MEGABYTES) * 2**20
-
-    @classmethod
-    def of(cls, args: RLOOConfig, accelerator: Accelerator) -> Processes:
-        """The processes of this launch."""
-        zero = accelerator.distributed_type == DistributedType.DEEPSPEED
-        # Imported here: these are subclasses.
-        from rloom.training.sharded import ShardedProcesses
-        from rloom.training.sharding_options import asks_to_shard, reshards, saves_parts
-        from rloom.training.zero import ZeroProcesses, complete_config, settle_stage
-        from rloom.training.zero_checkpoint import writes_itself
-        from rloom.training.zero_engine import DeepSpeedProcess
-
-        if zero:
-            plugin = accelerator.state.deepspeed_plugin
-            if settle_stage(plugin) and args.process_index == 0:
-                logger.warning(
-                    "DeepSpeed runs as ZeRO-2 instead of ZeRO-1, which is wrong with grad_accum_dtype: the result is "
-                    "the same, in less memory. To run ZeRO-1, leave grad_accum_dtype out"
-                )
-            complete_config(plugin.deepspeed_config, args)
-        own_files = zero and writes_itself(accelerator.state.deepspeed_plugin.deepspeed_config)
-        if own_files and args.process_index == 0:
-            logger.warning(
-                "with offload_optimizer to NVMe, or in part, DeepSpeed writes the optimizer's state itself, a part for "
-                "each process: as many have to go on from a checkpoint"
-            )
-        if args.world_size == 1:
-            return DeepSpeedProcess(device=args.device, own_files=own_files) if zero else cls()
-        _heart()
-        place, options = (
-            (args.process_index, args.world_size),
-            {
-                "group": _host_group(args.ddp_timeout),
-                "device": args.device,
-                "bucket_megabytes": args.ddp_bucket_cap_mb,
-            },
-        )
-        half = torch.bfloat16 if accelerator.mixed_precision == "bf16" else None
-        if not zero and not asks_to_shard(args):
-            return cls(*place, **options)
-        options |= {
-            "half": half,
-            "keep_copy": args.keep_whole_copy,
-            "layered": not args.ds3_gather_for_generation,
-            "offload_frozen": args.offload_reference,
-        }
-        if zero:
-            stage = accelerator.state.deepspeed_plugin.zero_stage
-            return ZeroProcesses(*place, stage=stage, own_files=own_files, **options)
-        return ShardedProcesses(*place, reshard=reshards(args), saves_parts=saves_parts(args), **options)
-
-    @property
-    def alone(self) -> bool:
-        """Whether there is only one process."""
-        return self.count == 1
-
-    @property
-    def is_main(self) -> bool:
-        """Whether this is the process that logs and writes."""
-        return self.rank == 0
-
-    # -- plain objects
-
-    def gather(self, value: Any) -> list[Any]:
-        """The values of all processes, in their order."""
-        if self.alone:
-            return [value]
-        values: list[Any] = [None] * self.count
-        with together():
-            dist.all_gather_object(values, value, group=self._group)
-        return values
-
-    def to_main(self, value: Any) -> list[Any]:
-        """The values of all processes, at the main one; an empty list at the others."""
-        if self.alone:
-            return [value]
-        values: list[Any] | None = [None] * self.count if self.is_main else None
-        with together():
-            dist.gather_object(None if self.is_main else value, values, dst=0, group=self._group)
-        return [value, *values[1:]] if values else []
-
-    def from_main(self, value: Any) -> Any:
-        """The main process' value, at all processes."""
-        if self.alone:
-            return value
-        values = [value if self.is_main else None]
-        with together():
-            dist.broadcast_object_list(values, src=0, group=self._group)
-        return values[0]
-
-    def total(self, *numbers: float) -> list[Any]:
-        """The sums of the numbers over all processes."""
-        return [sum(column) for column in zip(*self.gather(numbers), strict=True)]
-
-    def any(self, flag: bool) -> bool:
-        """Whether the flag is true in any process."""
-        return any(self.gather(bool(flag)))
-
-    def wait(self) -> None:
-        """Wait until all processes are here, for example before one reads a file that another writes."""
-        if not self.alone:
-            with together():
-                dist.barrier(group=self._group)
-
-    def check_same(self, values: dict[str, Any]) -> None:
-        """Raise an error where processes were given different options or data. They would wait for each other for ever,
-        or train on the same prompts."""
-        several = self.gather(values)
-        for name in dict.fromkeys(name for one in several for name in one):
-            found = [one.get(name) for one in several]
-            if any(value != found[0] for value in found):
-                raise ProcessError(
-                    f"processes must be given the same options and data, and have other values of {name}: "
-                    f"{', '.join(map(repr, found))}. Does the script shuffle without a seed, or look at the clock or "
-                    "at its rank?"
-                )
-
-    # -- numbers
-
-    def mean(self, values: Tensor) -> Tensor:
-        """The mean over the values of all processes. Each value has the same weight."""
-        if self.alone:
-            return values.mean()
-        total, count = self.total(float(values.double().sum()), values.numel())
-        return torch.tensor(total / count if count else torch.nan)
-
-    def max(self, values: Tensor) -> Tensor:
-        """The largest value of all processes."""
-        if self.alone:
-            return values.max()
-        known = [value for value in self.gather(float(values.max()) if values.numel() else None) if value is not None]
-        return torch.tensor(max(known, default=torch.nan))
 
     # -- tensors on the device
 
@@ -425,39 +287,6 @@ class Processes:
 
 ALONE = Processes()
 """Used for what a process does by itself, such as its batches of an evaluation."""
-
-
-class together:
-    """Explains a broken connection: another process has ended, and its own messages say why."""
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
-        if isinstance(error, (dist.DistBackendError, dist.DistNetworkError)) or (
-            isinstance(error, RuntimeError) and "gloo" in str(error).lower()
-        ):
-            raise ProcessError(
-                f"{_who()} has ended, or did not answer within ddp_timeout: the reason is in its own messages"
-            ) from error
-
-
-def _who() -> str:
-    """The processes that are silent. One that has just ended is not known to be silent yet."""
-    silent = _heart().silent() if _heart.cache_info().currsize else []
-    return ", ".join(map(_heart().name, silent)) if silent else "another process"
-
-
-@functools.lru_cache
-def _heart() -> Heartbeat:
-    """One heartbeat for all trainers of this process."""
-    return begin(dist.distributed_c10d._get_default_store(), dist.get_rank(), dist.get_world_size())
-
-
-@functools.lru_cache
-def _host_group(timeout_seconds: int) -> Any:
-    """A second process group over the host's network, so that exchanges do not wait for a GPU."""
-    return dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_seconds))
 
 
 def _gradient_dtype(p: nn.Parameter) -> torch.dtype:

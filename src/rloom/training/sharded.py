@@ -35,8 +35,9 @@ from rloom.models.split_weights import kept_in_float32
 from rloom.printable import get_logger
 from rloom.training.attempts import Attempts
 from rloom.training.budget import TokenBudget
+from rloom.training.exchange import together
 from rloom.training.placement import Placement, allocate, tie_as_main
-from rloom.training.processes import Processes, T, together
+from rloom.training.processes import Processes, T
 from rloom.training.sharded_attempts import CAN_BE_LEFT, ShardedAttempts
 from rloom.training.sharded_state import ShardedState, whole_of
 from rloom.training.whole_copy import (

@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 from rloom.models.low_bits import LOW_BITS, with_low_bits
 from rloom.models.master_weights import MASTERS
 from rloom.training import sharded_checkpoint
-from rloom.training.processes import together
+from rloom.training.exchange import together
 from rloom.training.whole_state import and_low_bits, methods_replaced, numbers_of, saved_weights
 
 

@@ -41,13 +41,13 @@ from rloom.training import arguments, assemble, launch
 from rloom.training.advice import advise
 from rloom.training.buffer import RolloutBuffer
 from rloom.training.callbacks import Describe, Diagnose, EarlyStop, FitBudget, SampleTable, SyncReference, one_view
+from rloom.training.choose_processes import processes_of
 from rloom.training.dynamic_sampling import replace_degenerate
 from rloom.training.finite import FiniteUpdates
 from rloom.training.folder import OutputFolder
 from rloom.training.interrupts import Interrupts
 from rloom.training.loop import UpdateLoop
 from rloom.training.precision import choose_precision
-from rloom.training.processes import Processes
 from rloom.training.report import RunReport
 from rloom.training.sharding_options import check_layered, generates_by_servers
 from rloom.types import MicroBatch, Rollout
@@ -147,7 +147,7 @@ class RLOOTrainer(UpdateLoop):
             # The Trainer turns the cache off in the saved config too. Here each forward turns it off instead.
             self.model.config.use_cache = use_cache
         launch.check_devices(self)
-        self.processes = Processes.of(args, self.accelerator)
+        self.processes = processes_of(args, self.accelerator)
         launch.check_same_everywhere(self.processes, args, train_dataset, eval_dataset)
         # The reference is a copy of these weights, so they are made equal before it.
         self.processes.share_weights(self.model)

@@ -25,7 +25,8 @@ from rloom.models.load import is_peft_model
 from rloom.models.low_bits import LOW_BITS, with_low_bits
 from rloom.models.master_weights import MASTERS
 from rloom.printable import get_logger
-from rloom.training.processes import Processes, together
+from rloom.training.exchange import together
+from rloom.training.processes import Processes
 from rloom.training.whole_state import and_low_bits, methods_replaced, numbers_of, saved_weights
 
 logger = get_logger(__name__)

@@ -10,7 +10,8 @@ from accelerate import Accelerator
 from torch import Tensor, nn
 
 from rloom.training.budget import TokenBudget
-from rloom.training.processes import T, together
+from rloom.training.exchange import together
+from rloom.training.processes import T
 from rloom.training.zero_attempts import can_be_left, drop_gradients
 from rloom.training.zero_checkpoint import WholeCheckpoints
 
