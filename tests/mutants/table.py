@@ -503,7 +503,7 @@ MUTANTS = [
         "tests/parity/test_oracle.py::test_seed_decides_prompts_and_noise",
     ),
     Mutant(
-        "training/trainer.py",
+        "training/evaluating.py",
         'derive_seed(self.args.seed, "eval", 0, texts)',
         'derive_seed(self.args.seed, "eval", self.state.global_step, texts)',
         draw(11),
@@ -541,7 +541,7 @@ MUTANTS = [
         "tests/unit/test_clock.py::test_every_update_logs_where_its_time_went",
     ),
     Mutant(
-        "training/trainer.py",
+        "training/evaluating.py",
         "with self._rewards_open(), self.clock.measuring(EVALUATION):",
         "with self._rewards_open():",
         "tests/unit/test_clock.py::test_every_update_logs_where_its_time_went",
@@ -607,7 +607,7 @@ MUTANTS = [
         draw(21),
     ),
     Mutant(
-        "training/assemble.py",
+        "training/policy.py",
         "    if args.disable_dropout:\n        loading.disable_dropout(model)\n    return Policy(",
         "    return Policy(",
         draw(46),

@@ -1,4 +1,4 @@
-"""Builds a trainer's parts from its options: policy, rewards, reference, engine."""
+"""Builds a trainer's parts from its options: rewards, reference, engine and the rest. `policy.py` loads its model."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ from typing import Any, cast
 
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
-from transformers import ProcessorMixin
 
 from rloom import rewards as ready_made
 from rloom.config import RLOOConfig
@@ -18,8 +17,7 @@ from rloom.data.images import IMAGE_COLUMNS, ImageSources
 from rloom.data.loader import make_schedule
 from rloom.data.model_inputs import placeholder_ids
 from rloom.data.prompts import PromptEncoder
-from rloom.data.vision import is_vision
-from rloom.errors import ConfigError, RewardError, in_words
+from rloom.errors import ConfigError, RewardError
 from rloom.generation.base import Engine, Sampling
 from rloom.generation.choose import choose_engine
 from rloom.generation.images import ImageRouter
@@ -30,9 +28,7 @@ from rloom.models.model_checks import check_head, proves_packed_images, proves_p
 from rloom.models.reference import (
     AdapterReference,
     Reference,
-    add_reference_adapter,
     make_reference,
-    needs_own_adapter,
 )
 from rloom.models.triton_support import runs_kernels
 from rloom.observe.clock import PhaseClock
@@ -46,7 +42,6 @@ from rloom.rewards.base import unique_names
 from rloom.rewards.build import build_reward, is_url, load_reward_model, reward_tokenizer
 from rloom.rewards.calling.reward_set import RewardSet
 from rloom.rewards.compose import Composition, Term
-from rloom.sampling_rules import ENGINES
 from rloom.training import tuning
 from rloom.training.assigner import CreditAssigner
 from rloom.training.budget import TokenBudget
@@ -56,7 +51,8 @@ from rloom.training.in_step import InStep
 from rloom.training.learner import Learner
 from rloom.training.passes import Passes
 from rloom.training.placement import loads_without_data
-from rloom.training.sharding_options import load_as_asked, others_loaded_whole
+from rloom.training.policy import Policy
+from rloom.training.sharding_options import others_loaded_whole
 from rloom.training.warmup import compile_kernels
 from rloom.types import Rollout
 
@@ -64,18 +60,6 @@ logger = get_logger(__name__)
 
 PROMPT_COLUMNS = ("prompt", *IMAGE_COLUMNS)
 """Columns that reward functions see with `remove_unused_columns=True`."""
-
-
-@dataclass(slots=True, kw_only=True)
-class Policy:
-    """The model to train, with its tokenizer."""
-
-    model: Any
-    processing_class: Any
-    tokenizer: Any
-    eos_token_ids: list[int]
-    vision: bool  # whether prompts may have images
-    new_adapter: bool
 
 
 @dataclass(slots=True, kw_only=True)
@@ -93,76 +77,6 @@ class Parts:
     collector: Collector
     assigner: CreditAssigner
     learner: Learner
-
-
-# -- loading
-
-
-def load(
-    model: Any, processing_class: Any, args: RLOOConfig, quantization_config: Any, peft_config: Any, *, chat: bool
-) -> Policy:
-    """Load the policy as it will be trained: the model with its adapter, the tokenizer, and the end tokens."""
-    load_as_asked()
-    revision = parsed(args.model_init_kwargs).get("revision") if isinstance(model, str) else None
-    model = loading.load_policy(
-        model,
-        parsed(args.model_init_kwargs) or None,
-        trust_remote_code=args.trust_remote_code,
-        quantization_config=quantization_config,
-        device=args.device,
-        without_data=loads_without_data(args) and not loading.begins_with_weights(peft_config),
-    )
-    processing_class = loading.load_processing_class(processing_class, model, revision, args.trust_remote_code)
-    vision = is_vision(processing_class)
-    if isinstance(processing_class, ProcessorMixin) and not vision:
-        raise ConfigError(
-            f"{type(processing_class).__name__} is a processor without images; rloom trains on text and images: pass "
-            "the model's tokenizer"
-        )
-    tokenizer = loading.tokenizer_of(processing_class)
-    template = getattr(processing_class, "chat_template", None)
-    stops = [] if args.stop_token_id is None else [args.stop_token_id]
-    eos_token_ids = loading.agree_on_tokens(model, tokenizer, stops, chat=chat, template=template)
-    model = loading.wrap_peft(model, peft_config, gradient_checkpointing=args.gradient_checkpointing)
-    if args.disable_dropout:
-        loading.disable_dropout(model)
-    return Policy(
-        model=model,
-        processing_class=processing_class,
-        tokenizer=tokenizer,
-        eos_token_ids=eos_token_ids,
-        vision=vision,
-        new_adapter=peft_config is not None,
-    )
-
-
-def prepare_reference(policy: Policy, path: str | None, args: RLOOConfig, *, sharded: bool) -> bool:
-    """Whether the reference will be a copy of the policy. An adapter's copy is put beside it now where the policy will
-    be `sharded`: none can be added later."""
-    if args.beta == 0.0 or path is not None:
-        return False
-    model = policy.model
-    own = loading.is_peft_model(model)
-    if sharded and needs_own_adapter(model, new_adapter=policy.new_adapter, follows=args.sync_ref_model):
-        add_reference_adapter(model)
-    return not own
-
-
-def check_images(policy: Policy, column: str | None, args: RLOOConfig) -> None:
-    """Refuse a column of images where the model or the engine cannot process images."""
-    if column is None:
-        return
-    if not policy.vision:
-        raise ConfigError(
-            f"the data has a column {column!r}, and {type(policy.processing_class).__name__} is a tokenizer: pass a "
-            "vision-language model with its processor as `processing_class`, or remove the column"
-        )
-    if args.engine is not None and not ENGINES[args.engine].takes_images:
-        others = in_words(f"engine={name!r}" for name, engine in ENGINES.items() if engine.takes_images)
-        raise ConfigError(
-            f"engine={args.engine!r} does not take images, and the data has a column {column!r}: leave `engine` "
-            f"unset, or set {others}"
-        )
 
 
 def build(

@@ -1,4 +1,4 @@
-"""Adapts transformers' training loop: one batch of the loader is one update."""
+"""Adapts transformers' training loop: one batch of the loader is one update. What the loop logs and writes down."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import torch
 from torch import nn
 from transformers import Trainer
 
@@ -14,13 +15,24 @@ from rloom.config import RLOOConfig
 from rloom.data.plan import UpdatePlan
 from rloom.errors import ConfigError
 from rloom.models.optimizers import SplitAdamW, optimizer_with_low_bits
+from rloom.observe.journal import Journal, Page, in_turns
+from rloom.observe.trackers import tensorboard_writer
+from rloom.training.assigner import CreditAssigner
 from rloom.training.callbacks import close_view, connect_view
 from rloom.training.saving import CheckpointedTrainer
 from rloom.training.sharding_options import hidden_from_accelerate, shards
+from rloom.types import Rollout
 
 
 class UpdateLoop(CheckpointedTrainer):
-    """Overrides those methods of transformers' Trainer that assume a batch is a part of an update."""
+    """Overrides those methods of transformers' Trainer that assume a batch is a part of an update, and its log.
+
+    The parts below are set by the constructor of [`RLOOTrainer`].
+    """
+
+    assigner: CreditAssigner
+    journal: Journal
+    _eval_prefix: str | None = None  # of metric names while evaluating; None while training
 
     # -- one batch of the loader is one update
 
@@ -134,3 +146,47 @@ class UpdateLoop(CheckpointedTrainer):
         seconds = self._elapsed + time.time() - self._train_began
         rate = self._episodes / max(seconds, 1e-9)
         return {"episode": self._episodes, "eps": rate, "lr": logs.get("learning_rate")}
+
+    # -- logs
+
+    @property
+    def _mode(self) -> str:
+        return "train" if self._eval_prefix is None else "eval"
+
+    def log(self, logs: dict[str, Any], start_time: float | None = None) -> None:
+        """Add the metrics since the last log, under TRL's names, and print or send the table of completions."""
+        if self.args.log_older_metrics and self._mode == "train" and "loss" in logs:
+            logs.update(self._older_counts(logs))
+        prefix = "" if self._eval_prefix is None else f"{self._eval_prefix}_"
+        logs.update({f"{prefix}{name}": value for name, value in self.metrics.flush(self._mode).items()})
+        super().log(logs, start_time)
+        if self.processes.is_main:
+            self.store.log(self.state.log_history[-1], self.state.global_step)
+        if self.args.log_completions and self.accelerator.is_main_process:
+            writer = tensorboard_writer(self.callback_handler.callbacks)
+            self.completion_log.show(self.state.global_step, self.args, writer)
+
+    def _first_used(self, rollouts: list[Rollout]) -> Page:
+        """Log rollouts at their first use, when KL and advantages are known. Returns what is to be written."""
+        new = [rollout for rollout in {id(r): r for r in rollouts}.values() if rollout.records]
+        for rollout in new:
+            known = [torch.zeros(()) if a is None or not a.numel() else a.mean().float() for a in rollout.advantages]
+            device = max((a.device for a in known), key=lambda device: device.type != "cpu")
+            advantages = torch.stack([a.to(device) for a in known]).tolist()
+            for record, advantage in zip(rollout.records, advantages, strict=True):
+                record.advantage = advantage
+            self.assigner.record(rollout, self._mode)
+        return self.journal.page(new, self.state.global_step + 1 if self._mode == "train" else None)
+
+    def _write_down(self, pages: list[Page]) -> list[Page]:
+        """Write the pages of all processes at the main one, and return them there. Other processes return nothing."""
+        if not self.processes.is_main:
+            wanted = self.args.log_completions or self.args.num_sample_generations
+            pages = [self.journal.sendable(page, table=bool(wanted)) for page in pages]
+        # The current update is not counted in `global_step` yet.
+        done = self.state.global_step
+        step = done + 1 if self._mode == "train" else done
+        all_pages = list(in_turns(self.processes.to_main(pages)))
+        for page in all_pages:
+            self.journal.write(page, step, self._eval_prefix or "train")
+        return all_pages

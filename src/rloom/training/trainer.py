@@ -1,14 +1,13 @@
 """RLOOTrainer: a transformers Trainer whose step samples, scores and updates.
 
-`assemble.py` builds its parts, `loop.py` adapts transformers' loop, and `saving.py` its checkpoints.
+`policy.py` loads its model, `assemble.py` builds its parts, `evaluating.py` evaluates, `loop.py` adapts transformers'
+loop, and `saving.py` its checkpoints.
 """
 
 from __future__ import annotations
 
 import functools
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -17,24 +16,17 @@ from accelerate.utils.memory import clear_device_cache
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 from transformers import TrainerCallback
-from transformers.trainer_utils import EvalLoopOutput, PredictionOutput
 
 from rloom.config import RLOOConfig
 from rloom.data.datasets import check_dataset, first_row, image_column, is_chat
-from rloom.data.images import without_images
-from rloom.data.loader import RoundRobinStream, as_is, eval_loader, make_schedule, train_loader
+from rloom.data.loader import as_is, eval_loader, make_schedule, train_loader
 from rloom.data.plan import UpdatePlan
 from rloom.data.prompt_checks import prompt_problems
 from rloom.errors import NoCompletionError
-from rloom.evaluation.measured import Measured
 from rloom.evaluation.opponents import choose_win_rate
-from rloom.evaluation.statistics import Estimate
 from rloom.generation.base import Engine, abilities_of
 from rloom.models.load import is_peft_model
 from rloom.models.optimizers import warn_of_lost_bits
-from rloom.observe.clock import EVALUATION
-from rloom.observe.journal import Page, in_turns
-from rloom.observe.trackers import tensorboard_writer
 from rloom.printable import get_logger
 from rloom.seeds import derive_seed
 from rloom.training import arguments, assemble, launch
@@ -43,10 +35,11 @@ from rloom.training.buffer import RolloutBuffer
 from rloom.training.callbacks import Describe, Diagnose, EarlyStop, FitBudget, SampleTable, SyncReference, one_view
 from rloom.training.choose_processes import processes_of
 from rloom.training.dynamic_sampling import replace_degenerate
+from rloom.training.evaluating import EvaluatingTrainer
 from rloom.training.finite import FiniteUpdates
 from rloom.training.folder import OutputFolder
 from rloom.training.interrupts import Interrupts
-from rloom.training.loop import UpdateLoop
+from rloom.training.policy import check_images, make_policy, prepare_reference
 from rloom.training.precision import choose_precision
 from rloom.training.report import RunReport
 from rloom.training.sharding_options import check_layered, generates_by_servers
@@ -55,7 +48,7 @@ from rloom.types import MicroBatch, Rollout
 logger = get_logger(__name__)
 
 
-class RLOOTrainer(UpdateLoop):
+class RLOOTrainer(EvaluatingTrainer):
     """Trains a language model with REINFORCE Leave-One-Out. The constructor is TRL's.
 
     ```python
@@ -130,8 +123,8 @@ class RLOOTrainer(UpdateLoop):
         # have random weights.
         set_seed(args.seed)
         self.chat = is_chat(train_dataset)
-        policy = assemble.load(model, processing_class, args, quantization_config, peft_config, chat=self.chat)
-        assemble.check_images(policy, image_column(train_dataset, eval_dataset), args)
+        policy = make_policy(model, processing_class, args, quantization_config, peft_config, chat=self.chat)
+        check_images(policy, image_column(train_dataset, eval_dataset), args)
         use_cache = getattr(policy.model.config, "use_cache", None)
         super().__init__(
             model=policy.model,
@@ -157,7 +150,7 @@ class RLOOTrainer(UpdateLoop):
             warn_of_lost_bits(self.model)
         self.processes.choose_copy(self.model, args.device, by_servers=generates_by_servers(args))
         check_layered(self)
-        copied = assemble.prepare_reference(policy, reference_path, args, sharded=self.processes.is_layered)
+        copied = prepare_reference(policy, reference_path, args, sharded=self.processes.is_layered)
         self.processes.shard(self.model, with_reference=copied)
         parts = assemble.build(self, policy, functions, terms, reward_classes, reference_path, engine)
         # The checks have run the model.
@@ -180,10 +173,7 @@ class RLOOTrainer(UpdateLoop):
         self.folder = OutputFolder(args.output_dir, main=self.processes.is_main)
         self.schedule = make_schedule(args)
         self.buffer = RolloutBuffer(self._make_rollout, self.schedule.parts * self.schedule.passes)
-        # The prefix of metric names while evaluating; None while training.
-        self._eval_prefix: str | None = None
-        # The batches of the current evaluation: what is to be written, and what was measured.
-        self._batches: list[tuple[Page, Measured]] = []
+        self._batches = []
 
     def _add_own_callbacks(self, args: RLOOConfig) -> None:
         """Add the callbacks that the options ask for."""
@@ -314,10 +304,6 @@ class RLOOTrainer(UpdateLoop):
         """Scores (N, F), NaN for None. TRL's hook: override it to score in a way of your own."""
         return self.collector.score_rows(inputs, prompts, completions, completion_ids_list)
 
-    @property
-    def _mode(self) -> str:
-        return "train" if self._eval_prefix is None else "eval"
-
     # -- data
 
     def get_train_dataloader(self) -> DataLoader:
@@ -340,163 +326,3 @@ class RLOOTrainer(UpdateLoop):
 
     def _eval_loader(self, dataset: Any) -> DataLoader:
         return eval_loader(dataset, self.args, in_step=self.processes.is_layered)
-
-    # -- evaluation
-
-    def evaluate(
-        self, eval_dataset: Any = None, ignore_keys: list[str] | None = None, metric_key_prefix: str = "eval"
-    ) -> dict[str, float]:
-        """Generate for the evaluation prompts and report rewards, pass@k, lengths, KL and win rate as `eval_*`."""
-        with self._evaluating(metric_key_prefix):
-            return super().evaluate(eval_dataset, ignore_keys, metric_key_prefix)
-
-    def predict(
-        self, test_dataset: Any, ignore_keys: list[str] | None = None, metric_key_prefix: str = "test"
-    ) -> PredictionOutput:
-        """Generate for test prompts and report the same as `evaluate`, as `test_*`."""
-        with self._evaluating(metric_key_prefix):
-            output = super().predict(test_dataset, ignore_keys, metric_key_prefix)
-            output.metrics.update({f"{metric_key_prefix}_{k}": v for k, v in self.metrics.flush("eval").items()})
-            return output
-
-    @contextmanager
-    def _evaluating(self, prefix: str) -> Iterator[None]:
-        """Set the prefix of an evaluation inside the block. Blocks may be nested: an evaluation of several sets
-        evaluates each inside its own."""
-        before = self._eval_prefix, self._batches
-        self._eval_prefix, self._batches = prefix, []
-        self.processes.gather_weights()
-        try:
-            with self._rewards_open(), self.clock.measuring(EVALUATION):
-                yield
-        finally:
-            self._eval_prefix, self._batches = before
-
-    def evaluation_loop(self, *args: Any, **kwargs: Any) -> EvalLoopOutput:
-        """Run all batches, then report means over prompts with their intervals."""
-        self._batches = []
-        # Processes may have different numbers of batches, so transformers must not gather their losses.
-        if not self.processes.alone:
-            self.gather_function = as_is
-        with self._without_deepspeed() if self._has_whole_model() else nullcontext():
-            output = super().evaluation_loop(*args, **kwargs)
-        batches, self._batches = self._batches, []
-        if not self.processes.alone:
-            output, batches = self._join_evaluation(output, batches)
-        found = self.processes.from_main(self._estimates(batches) if self.processes.is_main else None)
-        for name, value in found.items():
-            for end, number in (("", value.value), ("_low", value.low), ("_high", value.high)):
-                self.metrics.set("eval", f"{name}{end}", number)
-        return output
-
-    def _has_whole_model(self) -> bool:
-        """Whether DeepSpeed has not taken the model yet, and would leave it whole: there is no training, and
-        transformers hands models over to evaluate them by ZeRO-3 alone."""
-        stage = getattr(getattr(self.accelerator.state, "deepspeed_plugin", None), "zero_stage", 3)
-        return self.deepspeed is None and stage < 3
-
-    def _estimates(self, batches: list[tuple[Page, Measured]]) -> dict[str, Estimate]:
-        """The metrics of an evaluation, with the win rate."""
-        measured = self._nothing_measured()
-        measured.join([one for _, one in batches])
-        found = measured.estimates()
-        if (rate := self._win_rate(measured)) is not None:
-            found["win_rate"] = rate
-        return found
-
-    def _nothing_measured(self) -> Measured:
-        return Measured(reward_names=self.rewards.names, win_rate_of=self.win_rate)
-
-    def _join_evaluation(
-        self, output: EvalLoopOutput, batches: list[tuple[Page, Measured]]
-    ) -> tuple[EvalLoopOutput, list[tuple[Page, Measured]]]:
-        """Join the evaluations of several processes, as if one process had run all batches."""
-        self.metrics.join("eval", self.processes.gather(self.metrics.state_dict()["eval"]))
-        pages = self._write_down([page for page, _ in batches])
-        own = [one if self.processes.is_main else one.sendable() for _, one in batches]
-        measured = self.processes.to_main(own)
-        name = f"{self._eval_prefix}_loss"
-        loss = float(output.metrics.get(name, 0.0)) * len(batches)
-        total, count, seen = self.processes.total(loss, len(batches), output.num_samples)
-        if count:
-            output.metrics[name] = total / count
-        streamed = isinstance(self.callback_handler.eval_dataloader.dataset, RoundRobinStream)
-        joined = list(zip(pages, in_turns(measured), strict=True))
-        # A stream does not know its length.
-        return output._replace(num_samples=seen) if streamed else output, joined
-
-    def _win_rate(self, measured: Measured) -> Estimate | None:
-        """The win rate; None if the judge fails. The failure ends the run only with `on_reward_error="raise"`."""
-        try:
-            return measured.win_rate()
-        except Exception as error:
-            # A user's own judge may raise anything.
-            if self.args.on_reward_error == "raise":
-                raise
-            logger.warning("no win rate this time: %s: %s", type(error).__name__, error)
-            return None
-
-    def prediction_step(
-        self, model: nn.Module, inputs: Any, prediction_loss_only: bool, ignore_keys: list[str] | None = None
-    ) -> tuple[Tensor | None, None, None]:
-        """Generate and score a batch of prompts; the same prompts get the same noise in every evaluation."""
-        if not inputs:
-            # Other processes have a batch, and gather weights from this one as well.
-            nothing = self.learner.passes.nothing()
-            self.collector.idle_along(nothing)
-            self.learner.idle_along(model, nothing)
-            return None, None, None
-        count = self.args.num_generations_eval or self.args.num_generations
-        texts = [str(without_images(row["prompt"])) for row in inputs]
-        seed = derive_seed(self.args.seed, "eval", 0, texts)
-        rollout = self.collector.collect(inputs, count, seed=seed, mode="eval")
-        loss = self.learner.evaluate(model, rollout)
-        measured = self._nothing_measured()
-        measured.add(rollout)
-        page = self._first_used([rollout])
-        if self._eval_prefix is None or self.processes.alone:
-            self._write_down([page])
-            page = Page()
-        # With several processes, pages are written when all batches are done.
-        self._batches.append((page, measured))
-        return loss.detach(), None, None
-
-    # -- logs
-
-    def log(self, logs: dict[str, Any], start_time: float | None = None) -> None:
-        """Add the metrics since the last log, under TRL's names, and print or send the table of completions."""
-        if self.args.log_older_metrics and self._mode == "train" and "loss" in logs:
-            logs.update(self._older_counts(logs))
-        prefix = "" if self._eval_prefix is None else f"{self._eval_prefix}_"
-        logs.update({f"{prefix}{name}": value for name, value in self.metrics.flush(self._mode).items()})
-        super().log(logs, start_time)
-        if self.processes.is_main:
-            self.store.log(self.state.log_history[-1], self.state.global_step)
-        if self.args.log_completions and self.accelerator.is_main_process:
-            writer = tensorboard_writer(self.callback_handler.callbacks)
-            self.completion_log.show(self.state.global_step, self.args, writer)
-
-    def _first_used(self, rollouts: list[Rollout]) -> Page:
-        """Log rollouts at their first use, when KL and advantages are known. Returns what is to be written."""
-        new = [rollout for rollout in {id(r): r for r in rollouts}.values() if rollout.records]
-        for rollout in new:
-            known = [torch.zeros(()) if a is None or not a.numel() else a.mean().float() for a in rollout.advantages]
-            device = max((a.device for a in known), key=lambda device: device.type != "cpu")
-            advantages = torch.stack([a.to(device) for a in known]).tolist()
-            for record, advantage in zip(rollout.records, advantages, strict=True):
-                record.advantage = advantage
-            self.assigner.record(rollout, self._mode)
-        return self.journal.page(new, self.state.global_step + 1 if self._mode == "train" else None)
-
-    def _write_down(self, pages: list[Page]) -> list[Page]:
-        """Write the pages of all processes at the main one, and return them there. Other processes return nothing."""
-        if not self.processes.is_main:
-            wanted = self.args.log_completions or self.args.num_sample_generations
-            pages = [self.journal.sendable(page, table=bool(wanted)) for page in pages]
-        # The current update is not counted in `global_step` yet.
-        done = self.state.global_step
-        step = done + 1 if self._mode == "train" else done
-        all_pages = list(in_turns(self.processes.to_main(pages)))
-        for page in all_pages:
-            self.journal.write(page, step, self._eval_prefix or "train")
-        return all_pages
