@@ -189,8 +189,18 @@ def test_micro_batches_have_the_same_collectives(request, folder, names):
         assert all(one == longest[: len(one)] for one in sequences), name
 
 
+class KeepsNothing(Attempts):
+    """Attempts that leave nothing behind."""
+
+    def _forget_micro_batch(self) -> None:
+        pass
+
+    def _drop_attempt(self) -> None:
+        pass
+
+
 def test_random_draws_and_values_are_those_of_one_clean_attempt(monkeypatch):
-    attempts, draws, undone = Attempts(Processes()), [], []
+    attempts, draws, undone = KeepsNothing(Processes()), [], []
     monkeypatch.setattr(attempts, "_go_along", lambda idle, gradient: torch.rand(5))
 
     def work() -> str:
@@ -208,10 +218,9 @@ def test_random_draws_and_values_are_those_of_one_clean_attempt(monkeypatch):
     assert budget.tokens == 16
 
 
-def test_an_idle_micro_batch_with_fewer_collectives_is_an_error(monkeypatch):
+def test_an_idle_micro_batch_with_fewer_collectives_is_an_error():
     """As where `compute_loss` runs the model twice: going on would be to wait for ever."""
-    attempts = Attempts(Processes())
-    monkeypatch.setattr(attempts, "_forget_micro_batch", lambda: None)
+    attempts = KeepsNothing(Processes())
     output = torch.zeros(1)
 
     def work() -> None:

@@ -16,6 +16,7 @@ How collectives are counted, and how a failed micro-batch is forgotten, is in `s
 from __future__ import annotations
 
 import gc
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -61,7 +62,7 @@ class Collectives:
         return result
 
 
-class Attempts:
+class Attempts(ABC):
     """Attempts that all processes make together. Subclasses say what they run, and how it is left and forgotten."""
 
     def __init__(self, processes: Processes) -> None:
@@ -158,10 +159,11 @@ class Attempts:
         """Whether the first idle micro-batch stands in for the one that has failed, not for the attempt's first."""
         return gradient
 
+    @abstractmethod
     def _forget_micro_batch(self) -> None:
         """Forget the micro-batch that has failed in this process."""
-        raise NotImplementedError
 
+    @abstractmethod
     def _drop_attempt(self) -> None:
         """Drop what an attempt that has failed somewhere has left, in all processes, but for the gradients."""
 

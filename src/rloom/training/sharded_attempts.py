@@ -98,6 +98,9 @@ class ShardedAttempts(Attempts):
                 module.set_custom_all_gather(gather)
                 module.set_custom_reduce_scatter(add_up)
 
+    def _drop_attempt(self) -> None:
+        """Nothing: FSDP2 leaves gradients alone."""
+
     def _forget_micro_batch(self) -> None:
         """Let FSDP2 forget the micro-batch that has failed. Gradients that it has not summed yet are summed, and
         dropped, with those of the next, idle one."""
