@@ -1186,10 +1186,16 @@ MUTANTS = [
         "tests/unit/test_zero_checkpoint.py::test_masters_may_be_bfloat16",
     ),
     Mutant(
-        "training/zero_checkpoint.py",
-        " and id(p) not in embeddings",
+        "training/whole_state.py",
+        " or id(p) in embeddings",
         "",
         "tests/unit/test_zero_checkpoint.py::test_frozen_embeddings_are_saved_with_an_adapter",
+    ),
+    Mutant(
+        "training/whole_state.py",
+        ' or set(name.split(".")) & set(model.peft_config)',
+        "",
+        "tests/unit/test_sharded_state.py::test_of_a_model_with_adapters_what_peft_saves_is_gathered",
     ),
     Mutant(
         "models/moving_average.py",

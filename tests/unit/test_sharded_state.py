@@ -7,13 +7,17 @@ import copy
 import pytest
 import torch
 import torch.distributed as dist
+from peft import LoraConfig, get_peft_model, get_peft_model_state_dict
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from rloom.models.low_bits import split_float32
 from rloom.models.master_weights import MasterWeights
+from rloom.training import sharded_state
 from rloom.training.sharded_state import ShardedState, _join_low_bits
+from tests.conftest import make_model
 
 
 @pytest.fixture
@@ -88,3 +92,21 @@ def test_copies_of_one_process_are_taken_over(mesh):
         theirs.load_state_dict(alone.state_dict())
     for part, master in zip(other.parameters(), alone.masters.values(), strict=True):
         assert torch.equal(part.to_local(), master)
+
+
+def test_of_a_model_with_adapters_what_peft_saves_is_gathered(mesh, monkeypatch):
+    """All adapters, also one that is frozen, and embeddings. The rest of the model stays where it is."""
+    model = get_peft_model(make_model(), LoraConfig(r=2, target_modules=["lm_head", "q_proj"]))
+    model.add_adapter("frozen", LoraConfig(r=2, target_modules=["v_proj"], init_lora_weights=False))
+    expected = {name: get_peft_model_state_dict(model, adapter_name=name) for name in model.peft_config}
+    expected = {name: {key: value.clone() for key, value in one.items()} for name, one in expected.items()}
+    state = ShardedState(model, {name: p.dtype for name, p in model.named_parameters()}, group=None, main=True)
+    fully_shard(model, mesh=mesh)
+    gathered = []
+    monkeypatch.setattr(sharded_state, "whole_of", lambda part: gathered.append(part) or part.full_tensor())
+    with state.whole_weights(model):
+        for name, one in expected.items():
+            saved = get_peft_model_state_dict(model, adapter_name=name)
+            assert list(saved) == list(one)
+            assert all(torch.equal(saved[key], one[key]) for key in one)
+    assert len(gathered) == sum(map(len, expected.values())) + 1  # the input's embeddings

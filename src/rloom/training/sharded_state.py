@@ -45,7 +45,7 @@ class ShardedState:
             parts = {name: _part_like(there.get(name), value) for name, value in whole.items()}
             return own(parts, *args, **kwargs)
 
-        state = there if loading else saved_weights(model, self._dtypes, self._on_main)
+        state = there if loading else saved_weights(model, self._dtypes, self._on_main, _is_part)
         with methods_replaced(model, state_dict=lambda *args, **kwargs: state, load_state_dict=load):
             yield
 
@@ -124,6 +124,10 @@ class ShardedState:
 def whole_of(value: Any) -> Any:
     """A value as a whole. All processes must ask for it."""
     return value.full_tensor() if isinstance(value, DTensor) else value
+
+
+def _is_part(value: Any) -> bool:
+    return isinstance(value, DTensor)
 
 
 def _is_like(p: Tensor, value: Any) -> bool:

@@ -9,25 +9,43 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from rloom.models.load import is_peft_model
 from rloom.models.low_bits import LOW_BITS, split_float32
 
 
 def saved_weights(
-    model: nn.Module, dtypes: dict[str, torch.dtype], on_main: Callable[[Tensor], Tensor]
+    model: nn.Module,
+    dtypes: dict[str, torch.dtype],
+    on_main: Callable[[Tensor], Tensor],
+    is_part: Callable[[Tensor], bool],
 ) -> dict[str, Any]:
     """Weights as they were loaded, in the main process. Tied weights share their memory, as in the model.
 
-    `on_main` gathers a weight there.
+    `on_main` gathers a weight there. Frozen ones beside an adapter are not gathered where processes hold parts of them.
     """
     parameters = dict(model.named_parameters(remove_duplicate=False))
+    frozen = _not_saved(model) if is_peft_model(model) else set()
     known: dict[int, Tensor] = {}
     saved: dict[str, Any] = {}
     for name, part in model.state_dict().items():
         value = parameters.get(name, part)
         if id(value) not in known:
-            known[id(value)] = as_loaded(on_main(value), dtypes.get(name, value.dtype))
+            left_out = name in frozen and is_part(value)
+            known[id(value)] = torch.empty(0) if left_out else as_loaded(on_main(value), dtypes.get(name, value.dtype))
         saved[name] = known[id(value)]
     return saved
+
+
+def _not_saved(model: Any) -> set[str]:
+    """The weights of a model with adapters that peft does not save. It saves all adapters, frozen ones too, and
+    embeddings that have an adapter or have been resized."""
+    layers = (model.get_input_embeddings(), model.get_output_embeddings())
+    embeddings = {id(p) for layer in layers if layer is not None for p in layer.parameters()}
+    return {
+        name
+        for name, p in model.named_parameters(remove_duplicate=False)
+        if not (p.requires_grad or id(p) in embeddings or set(name.split(".")) & set(model.peft_config))
+    }
 
 
 def as_loaded(value: Tensor, dtype: torch.dtype) -> Tensor:

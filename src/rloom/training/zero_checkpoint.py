@@ -8,7 +8,7 @@ without DeepSpeed. Each process loads its parts of that. Gathering and setting i
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,6 @@ from torch import Tensor, nn
 from torch.nn.functional import pad
 
 from rloom.errors import ConfigError
-from rloom.models.load import is_peft_model
 from rloom.models.low_bits import LOW_BITS, with_low_bits
 from rloom.models.master_weights import MASTERS
 from rloom.printable import get_logger
@@ -132,21 +131,12 @@ class ZeroState:
             now = present()
             return own({name: now[name] if name in fitting else v for name, v in whole.items()}, *args, **kwargs)
 
-        state = there if loading else saved_weights(model, self._dtypes, self._gatherer(model))
+        state = there if loading else saved_weights(model, self._dtypes, self._weight_on_main, _is_part)
         with methods_replaced(model, state_dict=lambda *args, **kwargs: state, load_state_dict=load):
             yield
 
-    def _gatherer(self, model: nn.Module) -> Callable[[Tensor], Tensor]:
-        """What gathers a weight to the main process' host. Frozen parts beside an adapter are not saved, but for
-        embeddings: peft saves those that have an adapter, or have been resized."""
-        adapter = is_peft_model(model)
-        embeddings = _embeddings(model) if adapter else set()
-
-        def gather(p: Tensor) -> Tensor:
-            left_out = adapter and _is_part(p) and not p.requires_grad and id(p) not in embeddings
-            return p.new_empty(0) if left_out else self._on_main(_weight(p))
-
-        return gather
+    def _weight_on_main(self, p: Tensor) -> Tensor:
+        return self._on_main(_weight(p))
 
     def _on_main(self, whole: Tensor) -> Tensor:
         return whole.detach().cpu() if self._main else whole.new_empty(0, device="cpu")
@@ -279,12 +269,6 @@ def without_empty_groups(state: Fields, kept: list[bool]) -> Fields:
 def _saved_dtype(dtype: torch.dtype) -> torch.dtype:
     """float16 weights are saved as float32. Nobody keeps the bits that they drop, as for bfloat16 ones."""
     return torch.float32 if dtype == torch.float16 else dtype
-
-
-def _embeddings(model: Any) -> set[int]:
-    """The ids of a language model's embeddings and of its head."""
-    layers = (model.get_input_embeddings(), model.get_output_embeddings())
-    return {id(p) for layer in layers if layer is not None for p in layer.parameters()}
 
 
 def _is_part(p: Tensor) -> bool:
