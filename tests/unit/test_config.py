@@ -269,3 +269,30 @@ def test_an_older_name_beside_a_present_one_that_is_explicitly_unset():
 def test_further_options_that_are_no_json_object_are_refused():
     with pytest.raises(ConfigError, match="no JSON object"):
         parsed("abc")
+
+
+@pytest.mark.parametrize(
+    ("launched", "options", "expected"),
+    [
+        ("no", {}, "no"),
+        ("no", {"bf16": True}, "bf16"),
+        ("bf16", {}, "bf16"),
+        ("fp16", {}, "fp16"),
+        ("fp16", {"bf16": True}, "bf16"),
+    ],
+)
+def test_the_launchers_precision_holds_where_none_is_set(launched, options, expected, monkeypatch):
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", launched)
+    config = make(**options)
+    assert (config.bf16, config.fp16) == (expected == "bf16", expected == "fp16")
+    assert config.mixed_precision == expected
+
+
+@pytest.mark.parametrize(
+    ("launched", "message"),
+    [("bf16", 'bf16=False.*mixed_precision: bf16.*"no" there'), ("fp8", "fp8 is not supported")],
+)
+def test_a_precision_that_the_launcher_would_force_is_refused(launched, message, monkeypatch):
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", launched)
+    with pytest.raises(ConfigError, match=message):
+        make(bf16=False)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 
 import torch
@@ -23,7 +24,8 @@ class TrainingTopic(Topic):
     gradient_checkpointing: bool = option(True, "Recompute activations in the backward pass to save memory.")
     bf16: bool | None = option(
         None,
-        "bfloat16 mixed precision. Unset: on, unless fp16 is set or the device does not do bfloat16 fast.",
+        "bfloat16 mixed precision. Unset: as the launcher asks; else on, unless fp16 is set or the device does "
+        "not do bfloat16 fast.",
     )
     lr_scheduler_kwargs: dict | str | None = option(None, "Further arguments of the learning-rate schedule.")
     remove_unused_columns: bool | None = option(
@@ -38,6 +40,7 @@ class TrainingTopic(Topic):
                 "auto_find_batch_size: micro-batches shrink by themselves here, and batches stay as they are"
             )
             self.auto_find_batch_size = False
+        self._agree_with_launcher(os.environ.get("ACCELERATE_MIXED_PRECISION", "no"))
         if self.bf16 is None:
             self.bf16 = not self.fp16 and bf16_is_fast(self.use_cpu)
         # transformers wants to be told that there is no GPU.
@@ -45,6 +48,19 @@ class TrainingTopic(Topic):
             self.use_cpu = True
         if self.bf16 and self.use_cpu:
             make_bfloat16_safe()
+
+    def _agree_with_launcher(self, asked: str) -> None:
+        """Take the precision of `accelerate launch` where none is set. transformers would take it for a False too."""
+        if asked not in ("no", "bf16", "fp16"):
+            raise ConfigError(f"the launcher's mixed_precision: {asked} is not supported; set it to bf16 there")
+        if asked == "no" or self.bf16 or self.fp16:
+            return
+        if self.bf16 is not None:
+            raise ConfigError(
+                f"bf16=False, and the launcher's configuration has mixed_precision: {asked}: leave bf16 unset, or set "
+                'mixed_precision: "no" there'
+            )
+        self.bf16, self.fp16 = asked == "bf16", asked == "fp16"
 
     def check_training(self) -> None:
         """What transformers can do and this trainer cannot."""
