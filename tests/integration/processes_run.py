@@ -484,11 +484,16 @@ def corners(output: Path, **changes: Any) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def zero_config(stage: int) -> dict[str, Any]:
-    """DeepSpeed's, in float32. Its operator for the host's memory would be compiled without end at the start."""
+def leave_operators_uncompiled() -> None:
+    """DeepSpeed's operator for the host's memory would be compiled without end at the start."""
     import deepspeed  # noqa: F401
 
     sys.modules["deepspeed.comm.torch"].build_shm_op = lambda: None
+
+
+def zero_config(stage: int) -> dict[str, Any]:
+    """DeepSpeed's, in float32."""
+    leave_operators_uncompiled()
     return {
         "train_batch_size": "auto", "train_micro_batch_size_per_gpu": "auto", "gradient_accumulation_steps": "auto",
         "gradient_clipping": "auto", "bf16": {"enabled": False}, "zero_optimization": {"stage": stage},
@@ -680,6 +685,10 @@ def main() -> None:
             result = run(folder, "sequence", by_name=True)
             for name in LAUNCHED_WITH_FSDP:
                 del os.environ[name]
+        elif kind.startswith("launched "):  # as the environment says
+            if "ACCELERATE_USE_DEEPSPEED" in os.environ:
+                leave_operators_uncompiled()
+            result = run(folder, kind.removeprefix("launched "))
         elif kind == "sharded parts again":  # what another launch has saved in parts, and a test has put here
             result = run(folder, "saved", resume=True, **IN_PARTS)
         elif kind.startswith("sharded parts resumed "):

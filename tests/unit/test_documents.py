@@ -59,7 +59,7 @@ def test_both_columns_of_the_table_of_rloo_and_grpo():
     torch.testing.assert_close(group_mean(rewards, groups, divide_by_std=True), expected)
 
 
-@pytest.mark.parametrize("stage", [2, 3])
+@pytest.mark.parametrize("stage", [1, 2, 3])
 def test_the_configs_for_deepspeed_ask_for_what_rloom_does(stage):
     """By what they say: accelerate reads them only where DeepSpeed is installed."""
     content = yaml.safe_load((ROOT / f"examples/accelerate_configs/deepspeed_zero{stage}.yaml").read_text())
