@@ -1272,15 +1272,33 @@ MUTANTS = [
     ),
     Mutant(
         "generation/vllm/dispatch.py",
-        "        self._start(self.clients[reply.number % len(self.clients)], reply.number)",
-        "        raise error",
+        "                    self._ask_again(reply)",
+        "                    raise EngineError(str(reply.error))",
         "tests/unit/test_vllm_servers.py::test_a_server_that_dies_is_left_out_and_comes_back",
     ),
     Mutant(
         "generation/vllm/dispatch.py",
-        "    return error.status < 500 or client.is_up()",
-        "    return True",
+        "        if is_well and isinstance(error, ServerError) and",
+        "        if isinstance(error, ServerError) and",
         "tests/unit/test_vllm_servers.py::test_a_server_whose_engine_has_died_is_left_out",
+    ),
+    Mutant(
+        "generation/vllm/dispatch.py",
+        "in_doubt=client in self._doubted",
+        "in_doubt=False",
+        "tests/unit/test_vllm_dispatch.py::test_what_a_server_answers_after_it_was_started_again_is_not_used",
+    ),
+    Mutant(
+        "generation/vllm/dispatch.py",
+        "        if _was_aborted(answer):",
+        "        if False:",
+        "tests/unit/test_vllm_dispatch.py::test_completions_that_a_server_aborts_are_drawn_again",
+    ),
+    Mutant(
+        "generation/vllm/dispatch.py",
+        "        if is_well and self._failures[reply.number] < TRIES:",
+        "        if False:",
+        "tests/unit/test_vllm_dispatch.py::test_a_connection_that_breaks_costs_no_server",
     ),
     Mutant(
         "generation/vllm/remote.py",

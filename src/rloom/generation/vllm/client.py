@@ -95,12 +95,14 @@ class Client:
                     f"the vLLM server at {self.address} did not answer {path} within {connection.timeout:g} s: see its "
                     "messages, or raise vllm_server_timeout"
                 ) from error
-            raise EngineError(
-                f"the vLLM server at {self.address} cannot be reached: {type(error).__name__}: {error}"
-            ) from error
+            raise self.unreachable(error) from error
         if not 200 <= answer.status < 300:
             raise ServerError(answer.status, path, body.decode(errors="replace"), self.address)
         return body
+
+    def unreachable(self, error: Exception) -> EngineError:
+        """What to raise where there is no connection, or none any more."""
+        return EngineError(f"the vLLM server at {self.address} cannot be reached: {type(error).__name__}: {error}")
 
     def wait(self, seconds: float) -> None:
         """Until the server is up; an error says what to do if that takes longer."""

@@ -10,7 +10,7 @@ from typing import Any
 from rloom.errors import EngineError
 from rloom.generation.base import InStep, Sampling, nothing_asked
 from rloom.generation.vllm.client import Client
-from rloom.generation.vllm.dispatch import Dispatch, Reply
+from rloom.generation.vllm.dispatch import AT_ONCE, Dispatch, Reply, at_once
 from rloom.generation.vllm.options import VllmOptions
 from rloom.generation.vllm.outgoing import Outgoing, version_of
 from rloom.generation.vllm.remote import RemoteServer, read_completions
@@ -61,6 +61,11 @@ class VllmServerEngine(VllmBase):
             RemoteServer(address, sampling, options, group_port=port, in_step=in_step)
             for port, address in zip(ports, options.servers, strict=True)
         ]
+        if at_once(len(self.servers)) < AT_ONCE:
+            logger.warning(
+                "at most %d requests at a time at each vLLM server: this process may not open more files (ulimit -n)",
+                at_once(len(self.servers)),
+            )
         self._calls: Generator[Reply, None, None] | None = None  # the requests of the present rollout
         self._lead(self._begin_all)
 
@@ -95,8 +100,13 @@ class VllmServerEngine(VllmBase):
             return by_client[client].request(request_format, prompts[number], count, seed, number)
 
         dispatch = Dispatch(
-            list(by_client), "/v1/completions", content, len(prompts), patience=self.options.timeout
-        )  # fmt: skip
+            list(by_client),
+            "/v1/completions",
+            content,
+            len(prompts),
+            patience=self.options.timeout,
+            still_well=lambda client: self._is_well(by_client[client]),
+        )
         self._abort_pending()
         self._calls, left = dispatch.replies(), len(prompts)
         calls = self._calls
@@ -112,6 +122,13 @@ class VllmServerEngine(VllmBase):
                 "server generates one at a time"
             )
         self._check_unchanged([by_client[client] for client in dispatch.clients])
+
+    def _is_well(self, server: RemoteServer) -> bool:
+        """Whether a server is up, and draws from the weights that it was sent."""
+        try:
+            return server.client.is_up() and server.still_has(self.get_model())
+        except EngineError:
+            return False
 
     def _check_unchanged(self, servers: Sequence[RemoteServer]) -> None:
         """Refuse a rollout whose servers have other weights at its end than at its beginning."""
