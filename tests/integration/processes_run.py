@@ -685,6 +685,9 @@ def main() -> None:
             result = run(folder, "sequence", by_name=True)
             for name in LAUNCHED_WITH_FSDP:
                 del os.environ[name]
+        elif kind == "vllm twice":  # two runs that only evaluate, with the same weights
+            found = [make_trainer(folder, "vllm", eval_strategy="steps").evaluate() for _ in range(2)]
+            result = {"world": count(), "mismatch": [metrics["eval_mismatch/max"] for metrics in found]}
         elif kind.startswith("launched "):  # as the environment says
             if "ACCELERATE_USE_DEEPSPEED" in os.environ:
                 leave_operators_uncompiled()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+
 import pytest
 import torch
 
@@ -50,3 +52,16 @@ def test_two_processes_share_servers(tmp_path):
     assert_close(copied, in_parts, allowed=1e-5)
     assert_close(in_parts, crowded, allowed=0.0)
     assert "a whole copy of the weights takes" in done.stderr
+
+
+def test_servers_that_have_the_weights_from_an_earlier_run_are_proved_before_anybody_asks(tmp_path):
+    """While the main process sends a server other numbers, the others wait, though it had named the right weights."""
+    with serving(make_model(**processes_run._changes("vllm")).config) as service:
+        load, draw = service.collective_rpc, service.v1_completions
+        # As a model of some size: it is asked before it is sent anything, and has other numbers before it is done.
+        service.collective_rpc = lambda content: (time.sleep(0.3), load(content))[1]
+        service.v1_completions = lambda content: (time.sleep(0.7), draw(content))[1]
+        done = torchrun(processes_run.__file__, str(tmp_path), "vllm twice", RLOOM_TEST_SERVER=service.address)
+    assert_done(done)
+    for found in results(tmp_path, "vllm twice"):
+        assert max(found["mismatch"]) < 1e-4

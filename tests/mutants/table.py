@@ -602,6 +602,13 @@ MUTANTS = [
     ),
     Mutant(
         "training/assemble.py",
+        "    if generates_by_servers(args):\n",
+        "    if False:\n",
+        "tests/integration/test_vllm_processes.py::"
+        "test_servers_that_have_the_weights_from_an_earlier_run_are_proved_before_anybody_asks",
+    ),
+    Mutant(
+        "training/assemble.py",
         'return float(getattr(config, "router_aux_loss_coef", 0.0) if wanted is None else wanted)',
         'return float(getattr(config, "router_aux_loss_coef", 0.0))',
         draw(21),

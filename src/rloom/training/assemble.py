@@ -52,7 +52,7 @@ from rloom.training.learner import Learner
 from rloom.training.passes import Passes
 from rloom.training.placement import loads_without_data
 from rloom.training.policy import Policy
-from rloom.training.sharding_options import others_loaded_whole
+from rloom.training.sharding_options import generates_by_servers, others_loaded_whole
 from rloom.training.warmup import compile_kernels
 from rloom.types import Rollout
 
@@ -116,6 +116,9 @@ def build(
         processes=processes,
     )
     engine = engine or _engine(trainer, policy, encoder, args)
+    if generates_by_servers(args):
+        # Servers may name the very weights of an earlier run, while the main process sends them others to prove them.
+        processes.wait()
     processes.uses_copy(getattr(engine, "release", None), in_updates=_reference_runs_in_updates(reference, assigner))
     collector = Collector(
         encoder=encoder,
