@@ -111,6 +111,14 @@ def test_a_second_run_at_the_same_time_is_refused(make, tmp_path):
     make().train()  # the lock ended with the first
 
 
+def test_weights_that_a_killed_run_has_left_for_servers_go(tmp_path):
+    left = tmp_path / "_vllm_weights" / "rloom-0123" / "model.safetensors"
+    left.parent.mkdir(parents=True)
+    left.write_bytes(bytes(9))
+    with OutputFolder(tmp_path).hold():
+        assert not left.parent.parent.exists()
+
+
 HOLDER = """
 import sys, time
 from rloom.training import checkpoint

@@ -79,7 +79,16 @@ def test_both_spellings_mean_the_same():
         ({"use_vllm": True, "vllm_mode": "server", "compile_generation": True}, "it is a flag of the server"),
         ({"use_vllm": True, "cache_implementation": "static"}, "`cache_implementation` .* engine='transformers'"),
         ({"use_vllm": True, "vllm_group_port": 9}, "`vllm_group_port` has no effect .* it is for vllm_mode='server'"),
-        ({"use_vllm": True, "vllm_mode": "server", "vllm_group_port": -1}, "vllm_group_port must be in"),
+        ({"use_vllm": True, "vllm_mode": "server", "vllm_group_port": -1}, "vllm_group_port must be from 0 to 65535"),
+        (
+            {
+                "use_vllm": True,
+                "vllm_mode": "server",
+                "vllm_group_port": 65535,
+                "vllm_server_base_url": "http://a:1,http://b:1",
+            },
+            "vllm_group_port must be from 0 to 65534",
+        ),
         ({"use_vllm": True, "vllm_mode": "server", "vllm_server_base_url": "a:1,a:1"}, "names a server twice"),
         ({"use_vllm": True, "vllm_gpu_memory_utilization": 1.5}, "vllm_gpu_memory_utilization must be in"),
         ({"use_vllm": True, "vllm_mode": "server", "vllm_server_timeout": 0.0}, "vllm_server_timeout must be above 0"),

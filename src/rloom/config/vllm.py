@@ -82,8 +82,10 @@ class VllmTopic(Topic):
             )
         self.require("vllm_gpu_memory_utilization", 0 < self.vllm_gpu_memory_utilization <= 1, "in (0, 1]")
         self.require("vllm_server_timeout", self.vllm_server_timeout > 0, "above 0")
-        self.require("vllm_group_port", 0 <= self.vllm_group_port < 65536, "in [0, 65536)")
         servers = self.vllm_servers()
+        # Each server meets the trainer at a port of its own.
+        last = 65536 - len(servers)
+        self.require("vllm_group_port", 0 <= self.vllm_group_port <= last, f"from 0 to {last}")
         if len(set(servers)) < len(servers):
             raise ConfigError(f"vllm_server_base_url={self.vllm_server_base_url!r} names a server twice")
 

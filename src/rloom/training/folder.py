@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from rloom.errors import ConfigError
+from rloom.generation.vllm.options import ON_THEIR_WAY
 from rloom.observe.store import FOLDER as STORE
 from rloom.printable import get_logger
 from rloom.training.checkpoint import step_of
@@ -85,6 +86,9 @@ class OutputFolder:
     def hold(self) -> Iterator[None]:
         """Keep other runs out of the folder inside the block. The lock ends with the process, however that ends."""
         lock = self._lock()
+        if lock is not None:
+            # Left by a run that was killed while it sent them: as large as the model.
+            shutil.rmtree(self.path / ON_THEIR_WAY, ignore_errors=True)
         try:
             yield
         finally:

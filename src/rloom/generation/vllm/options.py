@@ -14,6 +14,10 @@ if TYPE_CHECKING:
     from rloom.config import RLOOConfig
 
 
+ON_THEIR_WAY = "_vllm_weights"
+"""In a run's folder: weights on their way to servers, unless the options name another place."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VllmOptions:
     """How vLLM is run.
@@ -55,7 +59,7 @@ class VllmOptions:
             servers=args.vllm_servers(),
             group_port=args.vllm_group_port,
             timeout=args.vllm_server_timeout,
-            weights_dir=args.vllm_weights_dir or Path(args.output_dir, "_vllm_weights"),
+            weights_dir=args.vllm_weights_dir or Path(args.output_dir, ON_THEIR_WAY),
             sends=args.process_index == 0,
         )
 
