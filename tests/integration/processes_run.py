@@ -100,6 +100,8 @@ KINDS: dict[str, dict[str, Any]] = {
                     "early_stop_on": ["completions_are_cut_off", "nothing_ends"]},
     "killed": {"beta": 0.1, "max_tokens_per_micro_batch": 40},
     "failing": {"beta": 0.1},
+    # without a KL, of which nothing is left beside such scores; DeepSpeed's schedules wait for updates that it skips
+    "not finite": {"beta": 0.0, "lr_scheduler_type": "constant"},
     # by the server whose address is in RLOOM_TEST_SERVER
     "vllm": {"beta": 0.1, "engine": "vllm", "vllm_mode": "server", "learning_rate": 1e-2},
     # no process has a copy of all weights; in the second kind since there is no room for one
@@ -216,7 +218,14 @@ def longer(prompts, completions, **kwargs):
     return [float(first > other), float(first <= other)]
 
 
+def overflows(completions, trainer_state, **kwargs):
+    """In the second update, numbers whose gradient is none."""
+    scores = [float(len(_text(one))) for one in completions]
+    return [3e38 * (-1) ** index for index in range(len(scores))] if trainer_state.global_step == 1 else scores
+
+
 REWARDS: dict[str, Any] = {
+    "not finite": [overflows],
     "degenerate": [seldom],
     "replaced": [seldom],
     "layered replaced": [seldom],

@@ -1187,6 +1187,12 @@ MUTANTS = [
         "tests/unit/test_sharded_state.py::test_weights_without_a_state_keep_their_low_bits",
     ),
     Mutant(
+        "training/zero_engine.py",
+        "return None if self._engine.fp16_enabled() else bool(",
+        "return bool(",
+        "tests/unit/test_finite_updates.py::test_whether_an_update_was_made",
+    ),
+    Mutant(
         "training/zero_checkpoint.py",
         "        return master.float()",
         "        return master",

@@ -34,7 +34,8 @@ ALIKE = [("freed sequence", "kept sequence"), ("layered", "whole layered"),
 @pytest.fixture(scope="module")
 def two(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("zero")
-    kinds = [f"{stage} {kind}" for stage in STAGES for kind in [*AS_ONE, "degenerate", "dropout", "resumed"]]
+    more = ["degenerate", "dropout", "resumed", "not finite"]
+    kinds = [f"{stage} {kind}" for stage in STAGES for kind in [*AS_ONE, *more]]
     kinds += [f"{stage} {ACCUMULATED}" for stage in ("zero1", "zero2")]
     kinds += [f"zero3 {kind}" for pair in ALIKE for kind in pair]
     done = torchrun(processes_run.__file__, str(folder), *kinds, deepspeed=True, seconds=600)
@@ -69,6 +70,15 @@ def test_zero_1_runs_as_zero_2_where_it_would_be_wrong(two):
         assert found["stage"] == asked["stage"] == 2
         assert_close(asked, found, allowed=0.0)
     assert (two / "stderr.txt").read_text().count("DeepSpeed runs as ZeRO-2 instead of ZeRO-1") == 1
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_an_update_that_is_not_finite_is_skipped_and_counted(two, stage, tmp_path):
+    one = processes_run.run(tmp_path / "one", "not finite")
+    found = results(two, f"{stage} not finite")
+    skipped = [[entry.get("updates/skipped") for entry in each["history"][:3]] for each in (one, found[0])]
+    assert skipped == [[None, 1.0, None]] * 2
+    assert_close(one, found[0], allowed=1e-5)
 
 
 @pytest.mark.parametrize("stage", STAGES)

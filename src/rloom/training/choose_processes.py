@@ -14,7 +14,7 @@ from rloom.training.exchange import heartbeat, host_group
 from rloom.training.processes import Processes
 from rloom.training.sharded import ShardedProcesses
 from rloom.training.sharding_options import asks_to_shard, reshards, saves_parts
-from rloom.training.zero import ZeroProcesses, complete_config, settle_stage
+from rloom.training.zero import ZeroProcesses, check_version, complete_config, settle_stage
 from rloom.training.zero_checkpoint import writes_itself
 from rloom.training.zero_engine import DeepSpeedProcess
 
@@ -50,6 +50,7 @@ def processes_of(args: RLOOConfig, accelerator: Accelerator) -> Processes:
 
 def _settle(plugin: Any, args: RLOOConfig) -> bool:
     """Settle DeepSpeed's configuration. Returns whether DeepSpeed writes the optimizer's state itself."""
+    check_version()
     main = args.process_index == 0
     if settle_stage(plugin) and main:
         logger.warning(

@@ -59,15 +59,18 @@ class FiniteUpdates:
         else:
             self.in_a_row = 0
 
+    def note(self, made: bool, step: int) -> None:
+        """Update number `step` was made, or skipped, by a library that decides it itself."""
+        if made:
+            self.in_a_row = 0
+        else:
+            self._skipped(step)
+
     def settle(self, step: int) -> None:
         """Find out whether update number `step` was made, where the device decided."""
         flag, self._flag = self._flag, None
-        if flag is None:
-            return
-        if bool(flag):
-            self._skipped(step)
-        else:
-            self.in_a_row = 0
+        if flag is not None:
+            self.note(not bool(flag), step)
 
     def _skipped(self, step: int) -> None:
         self.in_a_row += 1

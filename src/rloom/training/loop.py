@@ -134,11 +134,15 @@ class UpdateLoop(CheckpointedTrainer):
         return chosen, options
 
     def _get_grad_norm(self, model: nn.Module, grad_norm: Any = None) -> Any:
-        """The norm of the gradient. If it is not finite, the update is skipped. A loss scaler (fp16) and DeepSpeed
-        decide that themselves."""
+        """The norm of the gradient. If it is not finite, the update is skipped. A loss scaler (fp16) decides that
+        itself, and so has DeepSpeed done."""
         norm = self.processes.as_number(super()._get_grad_norm(model, grad_norm=grad_norm))
-        if getattr(self.accelerator, "scaler", None) is None and not self.processes.external_optimizer:
-            self.finite.decide(norm, self.optimizer, model, self.state.global_step + 1)
+        step = self.state.global_step + 1
+        if self.processes.external_optimizer:
+            if (made := self.processes.update_was_made()) is not None:
+                self.finite.note(made, step)
+        elif getattr(self.accelerator, "scaler", None) is None:
+            self.finite.decide(norm, self.optimizer, model, step)
         return norm
 
     def _older_counts(self, logs: dict[str, Any]) -> dict[str, Any]:

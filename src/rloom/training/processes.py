@@ -216,6 +216,11 @@ class Processes(Exchange):
         """Around the micro-batches of an update: what another process' end looks like there is told in words."""
         return nullcontext()
 
+    def update_was_made(self) -> bool | None:
+        """Whether an external optimizer has made the last update; None where a loss scaler skips some as a matter of
+        course."""
+        return None
+
     def as_number(self, norm: Any) -> Any:
         """The norm of the gradient."""
         return norm

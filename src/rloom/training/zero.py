@@ -10,13 +10,16 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from importlib.metadata import version
 from typing import Any
 
 import torch
 from accelerate import Accelerator
+from packaging.version import Version
 from torch import Tensor, nn
 
 from rloom.config import RLOOConfig
+from rloom.errors import ConfigError
 from rloom.training.budget import TokenBudget
 from rloom.training.processes import Processes, T
 from rloom.training.sharded import ShardedProcesses
@@ -114,6 +117,18 @@ class ZeroProcesses(UnderDeepSpeed, ShardedProcesses):
         """Compare whole weights; parts are in one process alone."""
         if self.stage < 3:
             Processes.check_same_weights(self, model)
+
+
+OLDEST = "0.19.8"
+
+
+def check_version() -> None:
+    """Refuse a DeepSpeed that makes updates whose gradient is not finite (seen in 0.19.6): they destroy all weights."""
+    found = version("deepspeed")
+    if Version(found) < Version(OLDEST):
+        raise ConfigError(
+            f"DeepSpeed {found} does not skip updates whose gradient is not finite: pip install 'deepspeed>={OLDEST}'"
+        )
 
 
 def settle_stage(plugin: Any) -> bool:

@@ -52,6 +52,10 @@ class UnderDeepSpeed(WholeCheckpoints):
             self._engine.step()
         return loss
 
+    def update_was_made(self) -> bool | None:
+        """DeepSpeed skips an update whose gradient is not finite. Under fp16 that is how it finds its loss scale."""
+        return None if self._engine.fp16_enabled() else bool(self._engine.was_step_applied())
+
 
 class DeepSpeedProcess(UnderDeepSpeed):
     """One process under DeepSpeed (ZeRO-1, ZeRO-2), which keeps gradients and float32 weights in buffers of its own."""
