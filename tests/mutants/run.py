@@ -26,6 +26,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import psutil
+
 from tests.mutants.table import MUTANTS, SOURCE, Mutant
 
 ROOT = Path(__file__).parents[2]
@@ -132,8 +134,7 @@ def verdict(running: Running) -> str | None:
     """ "killed", "survived" or what went wrong; None while it runs."""
     process = running.process
     if process.is_alive() and time.monotonic() - running.began > SECONDS:
-        process.kill()
-        process.join()
+        kill_all(process)
         return "killed"
     if process.is_alive():
         return None
@@ -142,6 +143,16 @@ def verdict(running: Running) -> str | None:
         return "survived" if process.exitcode == PASSED else "killed"
     tail = running.log.read_text()[-1500:]
     return f"an error and not a failed test (exit code {process.exitcode}):\n{tail}"
+
+
+def kill_all(process: Any) -> None:
+    """Kill a process and all that it has started: launchers would leave theirs behind."""
+    begun = psutil.Process(process.pid).children(recursive=True)
+    process.kill()
+    process.join()
+    for one in begun:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            one.kill()
 
 
 def try_all(mutants: list[Mutant], folders: list[Path]) -> dict[Mutant, str]:
