@@ -93,7 +93,7 @@ def test_the_weights_move_in_the_last_update_only(here, capsys, monkeypatch):
     def look(self, args, state, control, **kwargs):
         seen.append(torch.cat([p.detach().flatten() for p in kwargs["model"].parameters()]).clone())
 
-    monkeypatch.setattr(dry_run._LastRate, "on_step_end", look, raising=False)
+    monkeypatch.setattr(dry_run._LastStep, "on_step_end", look, raising=False)
     preflight(capsys, "my.py:early", "--groups", "8")
     assert len(seen) == 2
     start = torch.cat([p.detach().flatten() for p in _saved().parameters()])

@@ -1398,8 +1398,8 @@ MUTANTS = [
     ),
     Mutant(
         "preflight/dry_run.py",
-        "        if state.global_step == state.max_steps - 1:",
-        "        if True:",
+        "    return state.global_step == state.max_steps - 1",
+        "    return True",
         "tests/integration/test_preflight_verb.py::test_the_weights_move_in_the_last_update_only",
     ),
     Mutant(
@@ -1443,5 +1443,17 @@ MUTANTS = [
         "        changed.gradient_accumulation_steps = changed.steps_per_generation = 1",
         "        pass",
         "tests/unit/test_preflight.py::test_the_run_that_is_recommended_is_estimated_too",
+    ),
+    Mutant(
+        "preflight/dry_run.py",
+        "        with evaluating(self.model):",
+        "        if True:",
+        "tests/unit/test_preflight.py::test_dropout_moves_nothing",
+    ),
+    Mutant(
+        "preflight/dry_run.py",
+        "        with self.clock.measuring(EVALUATION):",
+        "        if True:",
+        "tests/unit/test_preflight.py::test_what_is_measured_before_the_step_is_no_part_of_an_updates_time",
     ),
 ]

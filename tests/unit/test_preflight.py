@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 import random
 from types import SimpleNamespace
@@ -9,6 +10,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 import yaml
+from transformers import GPT2Config, GPT2LMHeadModel
 
 from rloom import RLOOConfig
 from rloom.preflight.dry_run import DryRun, Measurement, dry_config
@@ -120,7 +122,7 @@ def test_the_size_that_is_chosen():
 # -- how far an update moves the policy
 
 
-def dry_run(tmp_path, rows, **changes):
+def dry_run(tmp_path, rows, *, model=None, rate=1e-3, **changes):
     """A dry run of eight groups, two updates. Completions of "ab" score alike."""
 
     def kinds(prompts, completions, **kwargs):
@@ -129,23 +131,61 @@ def dry_run(tmp_path, rows, **changes):
     options = {"per_device_train_batch_size": 16, "num_generations": 4, "max_completion_length": 8, "seed": 3}
     args = RLOOConfig(str(tmp_path), report_to="none", use_cpu=True, disable_tqdm=True, **(options | changes))
     config = dry_config(args, 8, str(tmp_path / "dry"), rows)
-    return DryRun(make_model(), kinds, config, rows, processing_class=make_tokenizer(), rate=1e-3, size=16)
+    model = make_model() if model is None else model
+    return DryRun(model, kinds, config, rows, processing_class=make_tokenizer(), rate=rate, size=16)
+
+
+def movement_of(before, trainer):
+    """½ E[(log π_after − log π_before)²] over the rows that were run forward in the last update, by plain forwards."""
+    changes = []
+    for rollout in trainer.last_rollouts():
+        for row, (prompt, drawn) in enumerate(zip(rollout.prompt_ids, rollout.completion_ids, strict=True)):
+            if rollout.policy_logprobs[row] is not None:
+                old, new = (plain_logprobs(model, prompt, drawn) for model in (before, trainer.model))
+                changes.append(new - old)
+    assert changes
+    return torch.cat(changes).square().mean().item() / 2
+
+
+@torch.no_grad()
+def plain_logprobs(model, prompt, drawn):
+    logits = model.eval()(torch.tensor([[*prompt, *drawn]])).logits[0, len(prompt) - 1 : -1]
+    return logits.log_softmax(-1).gather(-1, torch.tensor(drawn)[:, None])[:, 0]
 
 
 @pytest.mark.parametrize("beta", [0.0, 0.05])
 def test_the_movement_is_that_of_the_rows_that_were_run(tmp_path, beta):
     """Without a KL, rows without an advantage are not run: the others are measured all the same."""
     trainer = dry_run(tmp_path, [{"prompt": text} for text in ("ab", "cd", "ef", "gh")], beta=beta)
+    before = copy.deepcopy(trainer.model)
     found, rollout = trainer.measure(), trainer.sampled[-1].rollout
     run = [row for row in range(len(rollout)) if rollout.policy_logprobs[row] is not None]
     assert (len(run) == 16) == (beta > 0)
-    changes = []
-    for row in run:
-        prompt, drawn = rollout.prompt_ids[row], rollout.completion_ids[row]
-        logits = trainer.model(torch.tensor([[*prompt, *drawn]])).logits[0, len(prompt) - 1 : -1]
-        after = logits.log_softmax(-1).gather(-1, torch.tensor(drawn)[:, None])[:, 0]
-        changes.append(after.detach() - rollout.policy_logprobs[row])
-    assert found.movement == pytest.approx(torch.cat(changes).square().mean().item() / 2, rel=1e-3)
+    assert found.movement == pytest.approx(movement_of(before, trainer), rel=1e-3)
+
+
+def with_dropout():
+    torch.manual_seed(0)
+    sizes = {"vocab_size": 46, "n_positions": 64, "n_embd": 32, "n_layer": 2, "n_head": 2}
+    return GPT2LMHeadModel(GPT2Config(**sizes, bos_token_id=1, eos_token_id=2, pad_token_id=0))
+
+
+def test_dropout_moves_nothing(tmp_path):
+    """GPT-2's is 0.1 in training: its noise is much more than a small step, and no rate would make it smaller."""
+    rows = [{"prompt": text} for text in ("ab", "cd", "ef", "gh")]
+    assert with_dropout().config.resid_pdrop == 0.1
+    assert dry_run(tmp_path, rows, model=with_dropout(), rate=1e-12).measure().movement is None
+    trainer = dry_run(tmp_path, rows, model=with_dropout(), rate=1e-4)
+    before = copy.deepcopy(trainer.model)
+    assert trainer.measure().movement == pytest.approx(movement_of(before, trainer), rel=1e-2)
+
+
+def test_what_is_measured_before_the_step_is_no_part_of_an_updates_time(tmp_path, monkeypatch):
+    trainer = dry_run(tmp_path, [{"prompt": text} for text in ("ab", "cd", "ef", "gh")])
+    look, phases = DryRun._logprobs, []
+    monkeypatch.setattr(DryRun, "_logprobs", lambda self: (phases.append(self.clock.current()), look(self))[1])
+    trainer.measure()
+    assert [phase and phase[0] for phase in phases] == ["evaluation", None]
 
 
 def test_small_rollouts_are_put_together_for_the_update_that_is_measured(tmp_path):
@@ -153,20 +193,13 @@ def test_small_rollouts_are_put_together_for_the_update_that_is_measured(tmp_pat
     Rollouts stay as large as the run's, since their speed is measured."""
     rows = [{"prompt": text} for text in ("ab", "cd", "ef", "gh", "ij", "kl", "mn", "op")]
     trainer = dry_run(tmp_path, rows, per_device_train_batch_size=4, beta=0.0)
+    before = copy.deepcopy(trainer.model)
     found = trainer.measure()
     assert [(one.update, len(one.rollout)) for one in trainer.sampled] == [(1, 4)] * 4 + [(2, 4)] * 4
     assert (len(found.groups), len(found.records), trainer.state.global_step) == (8, 32, 2)
-    changes = []
-    for rollout in trainer.last_rollouts():
-        for prompt, drawn, before in zip(
-            rollout.prompt_ids, rollout.completion_ids, rollout.policy_logprobs, strict=True
-        ):
-            if before is not None:
-                logits = trainer.model(torch.tensor([[*prompt, *drawn]])).logits[0, len(prompt) - 1 : -1]
-                after = logits.log_softmax(-1).gather(-1, torch.tensor(drawn)[:, None])[:, 0]
-                changes.append(after.detach() - before)
-    assert len(changes) > 4
-    assert found.movement == pytest.approx(torch.cat(changes).square().mean().item() / 2, rel=1e-3)
+    run = [lines for one in trainer.last_rollouts() for lines in one.policy_logprobs if lines is not None]
+    assert len(run) > 4
+    assert found.movement == pytest.approx(movement_of(before, trainer), rel=1e-3)
     # Seconds are those of the second update, by the completions that were sampled for it.
     last = [entry for entry in trainer.state.log_history if "time/update" in entry][1]
     assert found.seconds["generation"] == pytest.approx(last["time/generation"] / 16)
