@@ -18,6 +18,9 @@ REWARDS = """
 def early(completions, **kwargs):
     return [float(text[:1] != "" and text[0] < "x" and text[0] >= "a") for text in completions]
 
+def rare(completions, **kwargs):
+    return [float(text[:1] in ("a", "b", "c", "d")) for text in completions]
+
 def zero(completions, **kwargs):
     return [0.0] * len(completions)
 
@@ -83,6 +86,30 @@ def test_known_probabilities_are_measured_and_the_recipe_trains(here, capsys):
     assert recommended.items() <= recipe.items()
     assert main(["train", "--config", "preflight.yaml", "--save_strategy", "no"]) == 0
     assert (here / "out" / "model.safetensors").exists()
+
+
+def test_a_recipe_with_larger_groups_evaluates_too(here, capsys):
+    """Four of 46 tokens begin a text as wanted: groups of more than the 8 completions of an evaluation's batch."""
+    evaluated = ["--eval_data", "prompts.jsonl", "--eval_strategy", "steps", "--eval_steps", "2", "--max_steps", "2"]
+    _, out = preflight(capsys, "my.py:rare", "--groups", "16", *evaluated, "--json")
+    recommended = {one["option"]: one["value"] for one in json.loads(out)["recommended"]}
+    assert recommended["num_generations"] >= 16
+    assert recommended["per_device_eval_batch_size"] == recommended["num_generations"]
+    assert main(["train", "--config", "preflight.yaml", "--save_strategy", "no"]) == 0
+
+
+def test_a_recipe_that_would_be_refused_is_not_written(here, capsys, monkeypatch):
+    """Whatever the reason: here, as if nothing were recommended for evaluation."""
+    from rloom.preflight import recommend
+
+    monkeypatch.setattr(recommend, "_evaluation", lambda size, config: [])
+    evaluated = ["--eval_data", "prompts.jsonl", "--eval_strategy", "steps", "--eval_steps", "2"]
+    code, out = preflight(capsys, "my.py:rare", "--groups", "16", *evaluated)
+    assert code == 1
+    assert "what is recommended does not fit what was given, and is left out of the recipe: The global eval" in out
+    recipe = (here / "preflight.yaml").read_text()
+    assert yaml.safe_load(recipe)["num_generations"] == 8
+    assert "# num_generations" not in recipe
 
 
 def test_the_weights_move_in_the_last_update_only(here, capsys, monkeypatch):

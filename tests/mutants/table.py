@@ -1456,4 +1456,16 @@ MUTANTS = [
         "        if True:",
         "tests/unit/test_preflight.py::test_what_is_measured_before_the_step_is_no_part_of_an_updates_time",
     ),
+    Mutant(
+        "preflight/recommend.py",
+        "    if config.num_generations_eval is not None or now % size == 0:",
+        "    if now % size == 0:",
+        "tests/unit/test_preflight.py::test_evaluation_has_whole_groups_too",
+    ),
+    Mutant(
+        "cli/preflight.py",
+        "        train.make_plan(dict(options))",
+        "        pass",
+        "tests/integration/test_preflight_verb.py::test_a_recipe_that_would_be_refused_is_not_written",
+    ),
 ]

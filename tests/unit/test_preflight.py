@@ -286,6 +286,22 @@ def test_a_rate_that_could_not_be_measured_stays(config):
     assert "not measured" in advice["learning_rate"].reason
 
 
+def test_evaluation_has_whole_groups_too(config):
+    """A tenth of successes asks for larger groups than the 8 that an evaluation holds by default."""
+    found = measured(drawn([0.1] * 64, 8))
+
+    def advised(**changes):
+        advice = {one.option: one.value for one in recommend(found, config(**changes), context=None)}
+        return advice["num_generations"], advice.get("per_device_eval_batch_size")
+
+    size, batch = advised(eval_strategy="steps", eval_steps=1)
+    assert size >= 16
+    assert batch == size
+    assert advised(per_device_eval_batch_size=72)[1] == -(-72 // size) * size
+    assert advised(per_device_eval_batch_size=4 * size)[1] is None
+    assert advised(num_generations_eval=8)[1] is None
+
+
 def test_a_recipe_does_not_contradict_itself(config):
     advice = recommend(measured(drawn([0.5] * 64, 8)), config(), context=None)
     given = {"model_name_or_path": "m", "rloo_k": 4, "kl_coef": 0.1, "gradient_accumulation_steps": 4, "seed": 1}

@@ -73,6 +73,7 @@ def recommend(found: Measurement, config: RLOOConfig, *, context: int | None) ->
             f"{efficiency(signal, 2 * size):.2f}",
         ),
         _batch(signal(size), size, config),
+        *_evaluation(size, config),
         _length(found, config, context),
         _rate(found, config),
     ]  # fmt: skip
@@ -89,6 +90,15 @@ def _batch(signal: float, size: int, config: RLOOConfig) -> Advice:
         f"in an update (wanted: {SIGNAL_GROUPS}, with "
         f"{BATCH[0]} to {BATCH[1]} completions); memory does not depend on it",
     )  # fmt: skip
+
+
+def _evaluation(size: int, config: RLOOConfig) -> list[Advice]:
+    """Evaluations have whole groups too, of the size that is recommended where no other was given."""
+    now = config.per_device_eval_batch_size
+    if config.num_generations_eval is not None or now % size == 0:
+        return []
+    reason = f"evaluation has whole groups too, of {size} unless num_generations_eval says otherwise"
+    return [Advice(option="per_device_eval_batch_size", value=size * math.ceil(now / size), now=now, reason=reason)]
 
 
 def _length(found: Measurement, config: RLOOConfig, context: int | None) -> Advice:

@@ -30,6 +30,7 @@ class Summary:
     """All of it."""
 
     found: Measurement
+    recipe: dict[str, Any]  # what `rloom train` is to be given next; secrets among it
     rewards: list[Report]
     estimate: Estimate | None  # with the options as they were given; None: of unknown length
     recommended: Estimate | None  # with those that are recommended
@@ -148,12 +149,13 @@ def recipe(given: dict[str, Any], advice: list[Advice]) -> dict[str, Any]:
 
 
 def write_recipe(path: str | Path, options: dict[str, Any], advice: list[Advice]) -> None:
-    """Write a recipe that `rloom train --config` takes, with the reasons as comments. Recipes are shared: what may be
-    secret is left out, and a comment names it."""
+    """Write a recipe that `rloom train --config` takes, with the reasons of what is in it as comments. Recipes are
+    shared: what may be secret is left out, and a comment names it."""
     import yaml
 
     kept = {name: value for name, value in without_secrets(options).items() if not may_hold_secret(value)}
-    comments = [f"# {one.option}: {one.reason}" for one in advice]
+    followed = [one for one in advice if options.get(one.option) == one.value]
+    comments = [f"# {one.option}: {one.reason}" for one in followed]
     comments += [
         f"# {name}: it, or a part of it, is left out, as a secret; give it to `rloom train` as a flag"
         for name, value in options.items()
