@@ -98,6 +98,18 @@ def test_a_recipe_with_larger_groups_evaluates_too(here, capsys):
     assert main(["train", "--config", "preflight.yaml", "--save_strategy", "no"]) == 0
 
 
+def test_a_recipe_for_few_prompts_trains(here, capsys):
+    save_jsonl(here / "prompts.jsonl", [{"prompt": text} for text in LETTERS[:5]])
+    few = ["--per_device_train_batch_size", "8", "--num_train_epochs", "2", "--max_steps", "-1"]
+    _, out = preflight(capsys, "my.py:rare", "--groups", "16", *few, "--json")
+    found = json.loads(out)
+    recommended = {one["option"]: one["value"] for one in found["recommended"]}
+    assert recommended["per_device_train_batch_size"] == 5 * recommended["num_generations"]
+    # Two epochs of one update each.
+    assert found["run_as_recommended"]["updates"] == 2
+    assert main(["train", "--config", "preflight.yaml", "--save_strategy", "no"]) == 0
+
+
 def test_a_recipe_that_would_be_refused_is_not_written(here, capsys, monkeypatch):
     """Whatever the reason: here, as if nothing were recommended for evaluation."""
     from rloom.preflight import recommend

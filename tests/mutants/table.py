@@ -1468,4 +1468,10 @@ MUTANTS = [
         "        pass",
         "tests/integration/test_preflight_verb.py::test_a_recipe_that_would_be_refused_is_not_written",
     ),
+    Mutant(
+        "preflight/recommend.py",
+        "    if available is not None and available < prompts:",
+        "    if False:",
+        "tests/unit/test_preflight.py::test_a_batch_has_no_more_prompts_than_the_data_set",
+    ),
 ]

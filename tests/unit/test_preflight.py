@@ -271,6 +271,22 @@ def test_recommendations_follow_from_what_was_measured(config):
     assert "beta" not in {one.option for one in recommend(found, config(beta=0.0), context=None)}
 
 
+def test_a_batch_has_no_more_prompts_than_the_data_set(config):
+    """A rollout has no prompt twice: `rloom train` refuses a larger one."""
+    found = measured(drawn([0.5] * 64, 8))
+
+    def advised(prompts):
+        advice = {one.option: one for one in recommend(found, config(), context=None, prompts=prompts)}
+        return advice["per_device_train_batch_size"]
+
+    assert advised(3).value == 3 * 8
+    assert "3 prompts × 8: about 3 groups have signal" in advised(3).reason
+    assert "the data set has no more than 3 prompts" in advised(3).reason
+    for enough in (16, 1000, None):
+        assert advised(enough).value == 128
+        assert "the data set" not in advised(enough).reason
+
+
 def test_truncated_completions_get_twice_the_room(config):
     groups = drawn([0.5] * 8, 8)
     found = Measurement(groups=groups, records=records(groups, 40, truncated=True))

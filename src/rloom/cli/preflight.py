@@ -100,7 +100,7 @@ def examine(plan: train.Plan, own: PreflightOptions, values: dict[str, Any]) -> 
 
 def summarize(trainer: DryRun, plan: train.Plan, own: PreflightOptions, rows: Any, values: dict[str, Any]) -> Summary:
     """Run, and put together what is known."""
-    from rloom.data.datasets import first_row
+    from rloom.data.datasets import first_row, is_iterable
     from rloom.models.load import tokenizer_of
     from rloom.preflight.ends import end_notes, end_problems
     from rloom.preflight.estimate import as_recommended, whole_run
@@ -119,7 +119,7 @@ def summarize(trainer: DryRun, plan: train.Plan, own: PreflightOptions, rows: An
         problems.append(
             "the worst shape does not fit: set gradient_checkpointing or --use_peft, or shorten completions"
         )
-    advice = recommend(found, plan.config, context=room)
+    advice = recommend(found, plan.config, context=room, prompts=None if is_iterable(rows) else len(rows))
     options, refused = fitting_recipe(values, advice)
     problems += refused
     return Summary(

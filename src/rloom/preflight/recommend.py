@@ -58,8 +58,11 @@ def cold_start(found: Measurement) -> str | None:
     return f"the task is solved already: {signal:.0%} of groups have completions that score differently; harder prompts"
 
 
-def recommend(found: Measurement, config: RLOOConfig, *, context: int | None) -> list[Advice]:
-    """What to set. Nothing for a model that cannot begin."""
+def recommend(
+    found: Measurement, config: RLOOConfig, *, context: int | None, prompts: int | None = None
+) -> list[Advice]:
+    """What to set. Nothing for a model that cannot begin. `context`: tokens that a completion may have; `prompts`: of
+    the data set. None: nobody knows."""
     if cold_start(found) is not None:
         return []
     signal = signal_by_size(found.groups)
@@ -72,7 +75,7 @@ def recommend(found: Measurement, config: RLOOConfig, *, context: int | None) ->
             f"{efficiency(signal, size):.2f} of one with a perfect baseline; of {2 * size}, "
             f"{efficiency(signal, 2 * size):.2f}",
         ),
-        _batch(signal(size), size, config),
+        _batch(signal(size), size, config, prompts),
         *_evaluation(size, config),
         _length(found, config, context),
         _rate(found, config),
@@ -80,15 +83,19 @@ def recommend(found: Measurement, config: RLOOConfig, *, context: int | None) ->
     return [*found_advice, _beta(found, config)] if config.beta else found_advice
 
 
-def _batch(signal: float, size: int, config: RLOOConfig) -> Advice:
+def _batch(signal: float, size: int, config: RLOOConfig, available: int | None) -> Advice:
     least, most = (math.ceil(bound / size) for bound in BATCH)
     # In fours: batches of round numbers.
     prompts = min(max(4 * round(SIGNAL_GROUPS / max(signal, 1e-6) / 4), least), most)
+    bound = ""
+    if available is not None and available < prompts:
+        # A rollout has no prompt twice, so a larger one would be refused.
+        prompts, bound = available, f"; the data set has no more than {available} prompts"
     return Advice(
         option="per_device_train_batch_size", value=prompts * size, now=config.per_device_train_batch_size,
         reason=f"{prompts} prompts × {size}: about {prompts * signal:.0f} groups have signal "
         f"in an update (wanted: {SIGNAL_GROUPS}, with "
-        f"{BATCH[0]} to {BATCH[1]} completions); memory does not depend on it",
+        f"{BATCH[0]} to {BATCH[1]} completions{bound}); memory does not depend on it",
     )  # fmt: skip
 
 
