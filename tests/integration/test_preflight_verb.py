@@ -43,9 +43,9 @@ def here(tmp_path, monkeypatch):
     return tmp_path
 
 
-def preflight(capsys, reward="my.py:early", *more):
+def preflight(capsys, reward="my.py:early", *more, length=("--max_steps", "3")):
     sizes = ["--num_generations", "8", "--per_device_train_batch_size", "64", "--max_completion_length", str(LENGTH)]
-    quick = ["--max_steps", "3", "--use_cpu", "--report_to", "none", "--no_gradient_checkpointing"]
+    quick = [*length, "--use_cpu", "--report_to", "none", "--no_gradient_checkpointing"]
     data = ["--model", "model", "--data", "prompts.jsonl", "--reward", reward, "--output_dir", "out"]
     code = main(["preflight", *data, *sizes, *quick, "--learning_rate", "1e-3", *more])
     return code, capsys.readouterr().out
@@ -90,7 +90,7 @@ def test_known_probabilities_are_measured_and_the_recipe_trains(here, capsys):
 
 def test_a_recipe_with_larger_groups_evaluates_too(here, capsys):
     """Four of 46 tokens begin a text as wanted: groups of more than the 8 completions of an evaluation's batch."""
-    evaluated = ["--eval_data", "prompts.jsonl", "--eval_strategy", "steps", "--eval_steps", "2", "--max_steps", "2"]
+    evaluated = ["--eval_data", "prompts.jsonl", "--eval_strategy", "steps", "--eval_steps", "2"]
     _, out = preflight(capsys, "my.py:rare", "--groups", "16", *evaluated, "--json")
     recommended = {one["option"]: one["value"] for one in json.loads(out)["recommended"]}
     assert recommended["num_generations"] >= 16
@@ -100,14 +100,41 @@ def test_a_recipe_with_larger_groups_evaluates_too(here, capsys):
 
 def test_a_recipe_for_few_prompts_trains(here, capsys):
     save_jsonl(here / "prompts.jsonl", [{"prompt": text} for text in LETTERS[:5]])
-    few = ["--per_device_train_batch_size", "8", "--num_train_epochs", "2", "--max_steps", "-1"]
-    _, out = preflight(capsys, "my.py:rare", "--groups", "16", *few, "--json")
+    epochs = ["--num_train_epochs", "2"]
+    few = ["--per_device_train_batch_size", "8", "--groups", "16"]
+    _, out = preflight(capsys, "my.py:rare", *few, "--json", length=epochs)
     found = json.loads(out)
     recommended = {one["option"]: one["value"] for one in found["recommended"]}
     assert recommended["per_device_train_batch_size"] == 5 * recommended["num_generations"]
     # Two epochs of one update each.
     assert found["run_as_recommended"]["updates"] == 2
     assert main(["train", "--config", "preflight.yaml", "--save_strategy", "no"]) == 0
+
+
+@pytest.mark.parametrize(
+    ("length", "as_given", "as_recommended"),
+    [
+        # Updates of twice 8 completions, or of `size`.
+        (["--max_steps", "10"], 10, lambda size: 10),
+        # 42 prompts with 8 completions each.
+        (["--num_train_epochs", "1"], 21, lambda size: 42 * 8 // size),
+        # The older name counts completions, however they are cut.
+        (["--total_episodes", "320"], 20, lambda size: -(-320 // size)),
+    ],
+    ids=["updates", "epochs", "episodes"],
+)
+def test_the_run_of_the_recipe_is_estimated(here, capsys, length, as_given, as_recommended):
+    """It is the one that comes next, and may be many times as large. It is told from the recipe, as `rloom train` will
+    read it: a length that the old batch has made is no option of it."""
+    sizes = ["--per_device_train_batch_size", "8", "--gradient_accumulation_steps", "2"]
+    _, out = preflight(capsys, "my.py:early", "--groups", "16", *sizes, "--json", length=length)
+    found = json.loads(out)
+    recommended = {one["option"]: one["value"] for one in found["recommended"]}
+    assert recommended["num_generations"] == 8
+    size = recommended["per_device_train_batch_size"]
+    assert size > 16
+    for name, updates, each in (("run", as_given, 16), ("run_as_recommended", as_recommended(size), size)):
+        assert (found[name]["updates"], found[name]["completions"]) == (updates, updates * each)
 
 
 def test_a_recipe_that_would_be_refused_is_not_written(here, capsys, monkeypatch):

@@ -1439,10 +1439,10 @@ MUTANTS = [
         "tests/integration/test_replay.py::test_a_run_of_the_command_line",
     ),
     Mutant(
-        "preflight/estimate.py",
-        "        changed.gradient_accumulation_steps = changed.steps_per_generation = 1",
-        "        pass",
-        "tests/unit/test_preflight.py::test_the_run_that_is_recommended_is_estimated_too",
+        "cli/preflight.py",
+        "        recommended=whole_run(found, config, rows, own.price_per_hour),",
+        "        recommended=whole_run(found, plan.config, rows, own.price_per_hour),",
+        "tests/integration/test_preflight_verb.py::test_the_run_of_the_recipe_is_estimated[episodes]",
     ),
     Mutant(
         "preflight/dry_run.py",

@@ -15,7 +15,7 @@ from transformers import GPT2Config, GPT2LMHeadModel
 from rloom import RLOOConfig
 from rloom.preflight.dry_run import DryRun, Measurement, dry_config
 from rloom.preflight.ends import end_notes, end_problems, passed_over
-from rloom.preflight.estimate import as_recommended, whole_run
+from rloom.preflight.estimate import whole_run
 from rloom.preflight.group_size import Successes, best_size, efficiency, signal_by_size
 from rloom.preflight.real_size import seconds_at_size
 from rloom.preflight.recommend import KL_BUDGET, STEP, cold_start, recommend
@@ -365,22 +365,6 @@ def test_time_tokens_and_cost_of_the_whole_run(config):
     # 16 prompts an update: six in an epoch of a hundred, which leaves four over.
     assert whole_run(found, config(num_train_epochs=2), rows, None).updates == 12
     assert whole_run(found, config(), iter(rows), None) is None
-
-
-def test_the_run_that_is_recommended_is_estimated_too(config):
-    """It is the one that comes next, and may be many times as large."""
-    given = config(per_device_train_batch_size=8, gradient_accumulation_steps=2, max_steps=10)
-    found = measured(drawn([0.5] * 64, 8))
-    advice = recommend(found, given, context=None)
-    run = whole_run(found, as_recommended(given, advice), [], None)
-    assert (run.updates, run.completions) == (10, 1280)
-    assert whole_run(found, given, [], None).completions == 160
-    # 16 prompts an update instead of two: of a hundred prompts, six updates instead of fifty.
-    rows = [{"prompt": "p"}] * 100
-    epochs = config(per_device_train_batch_size=8, gradient_accumulation_steps=2, num_train_epochs=1)
-    assert whole_run(found, as_recommended(epochs, advice), rows, None).updates == 6
-    assert whole_run(found, epochs, rows, None).updates == 50
-    assert given.per_device_train_batch_size == 8
 
 
 # -- ends

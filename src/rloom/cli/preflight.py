@@ -18,6 +18,7 @@ from rloom.errors import ConfigError, UnknownOptionError
 from rloom.printable import printable
 
 if TYPE_CHECKING:
+    from rloom.config import RLOOConfig
     from rloom.preflight.dry_run import DryRun
     from rloom.preflight.recommend import Advice
     from rloom.preflight.summary import Summary
@@ -103,7 +104,7 @@ def summarize(trainer: DryRun, plan: train.Plan, own: PreflightOptions, rows: An
     from rloom.data.datasets import first_row, is_iterable
     from rloom.models.load import tokenizer_of
     from rloom.preflight.ends import end_notes, end_problems
-    from rloom.preflight.estimate import as_recommended, whole_run
+    from rloom.preflight.estimate import whole_run
     from rloom.preflight.recommend import cold_start, recommend
     from rloom.preflight.summary import Summary
 
@@ -120,14 +121,14 @@ def summarize(trainer: DryRun, plan: train.Plan, own: PreflightOptions, rows: An
             "the worst shape does not fit: set gradient_checkpointing or --use_peft, or shorten completions"
         )
     advice = recommend(found, plan.config, context=room, prompts=None if is_iterable(rows) else len(rows))
-    options, refused = fitting_recipe(values, advice)
+    options, config, refused = fitting_recipe(values, plan, advice)
     problems += refused
     return Summary(
         found=found,
         recipe=options,
         rewards=reports,
         estimate=whole_run(found, plan.config, rows, own.price_per_hour),
-        recommended=whole_run(found, as_recommended(plan.config, advice), rows, own.price_per_hour),
+        recommended=whole_run(found, config, rows, own.price_per_hour),
         advice=advice,
         problems=problems,
         notes=end_notes(tokenizer, ends, chat=trainer.chat)
@@ -135,16 +136,19 @@ def summarize(trainer: DryRun, plan: train.Plan, own: PreflightOptions, rows: An
     )
 
 
-def fitting_recipe(values: dict[str, Any], advice: list[Advice]) -> tuple[dict[str, Any], list[str]]:
-    """The recipe, tried as `rloom train` will take it. Where it is refused, what was given, and why as a problem."""
+def fitting_recipe(
+    values: dict[str, Any], plan: train.Plan, advice: list[Advice]
+) -> tuple[dict[str, Any], RLOOConfig, list[str]]:
+    """The recipe, and the config that `rloom train` makes of it. Where it is refused: what was given, and why as a
+    problem."""
     from rloom.preflight.summary import recipe
 
     options = recipe(values, advice)
     try:
-        train.make_plan(dict(options))
+        return options, train.make_plan(dict(options)).config, []
     except (ConfigError, UnknownOptionError) as error:
-        return values, [f"what is recommended does not fit what was given, and is left out of the recipe: {error}"]
-    return options, []
+        problem = f"what is recommended does not fit what was given, and is left out of the recipe: {error}"
+        return values, plan.config, [problem]
 
 
 def check_scores(trainer: DryRun, records: Any, *, twice: bool) -> Any:

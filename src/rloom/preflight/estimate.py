@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import fmean
 from typing import Any
@@ -12,7 +10,6 @@ from rloom.config import RLOOConfig
 from rloom.data.datasets import is_iterable
 from rloom.data.loader import make_schedule
 from rloom.preflight.dry_run import Measurement
-from rloom.preflight.recommend import Advice
 
 
 @dataclass(slots=True, kw_only=True)
@@ -47,17 +44,6 @@ def whole_run(found: Measurement, config: RLOOConfig, rows: Any, price_per_hour:
         updates=updates, completions=sampled, tokens=round(tokens * sampled), seconds=seconds, by_phase=by_phase,
         cost=None if price_per_hour is None else price_per_hour * seconds / 3600,
     )  # fmt: skip
-
-
-def as_recommended(config: RLOOConfig, advice: Sequence[Advice]) -> RLOOConfig:
-    """The options with the recommended ones in their place: one rollout is one update, as in the recipe."""
-    changed = copy.copy(config)
-    for one in advice:
-        setattr(changed, one.option, one.value)
-    if advice:
-        changed.gradient_accumulation_steps = changed.steps_per_generation = 1
-        changed.generation_batch_size = changed.per_device_train_batch_size
-    return changed
 
 
 def updates_of(config: RLOOConfig, rows: Any) -> int | None:

@@ -33,7 +33,7 @@ class Summary:
     recipe: dict[str, Any]  # what `rloom train` is to be given next; secrets among it
     rewards: list[Report]
     estimate: Estimate | None  # with the options as they were given; None: of unknown length
-    recommended: Estimate | None  # with those that are recommended
+    recommended: Estimate | None  # with the recipe's
     advice: list[Advice]
     problems: list[str]  # reasons not to train like this
     notes: list[str]
