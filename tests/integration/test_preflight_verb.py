@@ -151,6 +151,13 @@ def test_a_recipe_that_would_be_refused_is_not_written(here, capsys, monkeypatch
     assert "# num_generations" not in recipe
 
 
+def test_nothing_is_evaluated(here, capsys):
+    evaluated = ["--eval_data", "prompts.jsonl", "--eval_strategy", "steps", "--eval_steps", "1", "--eval_on_start"]
+    _, out = preflight(capsys, "my.py:early", "--groups", "4", *evaluated)
+    assert "32 completions of 4 prompts" in out
+    assert yaml.safe_load((here / "preflight.yaml").read_text())["eval_on_start"] is True
+
+
 def test_the_weights_move_in_the_last_update_only(here, capsys, monkeypatch):
     from rloom.preflight import dry_run
 

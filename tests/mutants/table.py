@@ -1474,4 +1474,10 @@ MUTANTS = [
         "    if False:",
         "tests/unit/test_preflight.py::test_a_batch_has_no_more_prompts_than_the_data_set",
     ),
+    Mutant(
+        "preflight/dry_run.py",
+        '        "eval_on_start": False,',
+        "",
+        "tests/integration/test_preflight_verb.py::test_nothing_is_evaluated",
+    ),
 ]

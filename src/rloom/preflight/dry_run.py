@@ -77,6 +77,7 @@ def dry_config(config: RLOOConfig, groups: int, folder: str, rows: Any) -> RLOOC
         "max_steps": max(2, -(-groups // (prompts * rollouts))),
         "learning_rate": 0.0, "lr_scheduler_type": "constant", "warmup_steps": 0, "kl_target": None,
         "early_stop_on": None, "save_strategy": SaveStrategy.NO, "eval_strategy": IntervalStrategy.NO, "do_eval": False,
+        "eval_on_start": False,
         "load_best_model_at_end": False, "push_to_hub": False, "report_to": [], "logging_steps": 1,
         "logging_strategy": IntervalStrategy.STEPS, "log_completions": False, "num_sample_generations": 0,
         "store_completions": False, "advice": False, "diagnosis": False, "resume_from_checkpoint": None,
