@@ -1480,4 +1480,16 @@ MUTANTS = [
         "",
         "tests/integration/test_preflight_verb.py::test_nothing_is_evaluated",
     ),
+    Mutant(
+        "preflight/group_size.py",
+        "    return sqrt(fmean(variance(group) for group in comparable(groups)))",
+        "    return sqrt(fmean(pvariance(group) for group in comparable(groups)))",
+        "tests/unit/test_preflight.py::test_the_spread_of_a_prompts_scores_does_not_depend_on_the_size_of_groups[2]",
+    ),
+    Mutant(
+        "preflight/group_size.py",
+        "    return fmean(len(set(group)) > 1 for group in comparable(groups))",
+        "    return fmean(len(set(group)) > 1 for group in groups)",
+        "tests/unit/test_preflight.py::test_groups_with_fewer_than_two_scores_tell_nothing_anywhere",
+    ),
 ]

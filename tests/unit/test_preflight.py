@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import math
 import random
+import re
 from types import SimpleNamespace
 
 import pytest
@@ -16,10 +17,10 @@ from rloom import RLOOConfig
 from rloom.preflight.dry_run import DryRun, Measurement, dry_config
 from rloom.preflight.ends import end_notes, end_problems, passed_over
 from rloom.preflight.estimate import whole_run
-from rloom.preflight.group_size import Successes, best_size, efficiency, signal_by_size
+from rloom.preflight.group_size import Successes, best_size, efficiency, signal_by_size, spread_within
 from rloom.preflight.real_size import seconds_at_size
 from rloom.preflight.recommend import KL_BUDGET, STEP, cold_start, recommend
-from rloom.preflight.summary import recipe, write_recipe
+from rloom.preflight.summary import Summary, recipe, write_recipe
 from rloom.types import Completion, Prompt, Record
 from tests.conftest import make_model, make_tokenizer
 
@@ -264,8 +265,8 @@ def test_recommendations_follow_from_what_was_measured(config):
     assert advice["per_device_train_batch_size"].value == 128
     # A step of 1e-4 nats shall be one of 0.01: a hundred times the KL is ten times the rate.
     assert advice["learning_rate"].value == pytest.approx(1e-6 * math.sqrt(STEP / 1e-4), rel=0.06)
-    # A coin's standard deviation is about a half; groups of eight have 7/8 of its variance.
-    assert advice["beta"].value == pytest.approx(math.sqrt(0.25 * 7 / 8 / (2 * KL_BUDGET)), rel=0.1)
+    # A coin's standard deviation is a half. To one digit.
+    assert advice["beta"].value == pytest.approx(0.5 / math.sqrt(2 * KL_BUDGET), rel=0.15)
     # Four tokens and a quarter more, in eights.
     assert advice["max_completion_length"].value == 8
     assert "beta" not in {one.option for one in recommend(found, config(beta=0.0), context=None)}
@@ -285,6 +286,41 @@ def test_a_batch_has_no_more_prompts_than_the_data_set(config):
     for enough in (16, 1000, None):
         assert advised(enough).value == 128
         assert "the data set" not in advised(enough).reason
+
+
+@pytest.mark.parametrize("size", [2, 4, 32])
+def test_the_spread_of_a_prompts_scores_does_not_depend_on_the_size_of_groups(config, size):
+    draw = random.Random(0)
+    groups = [[draw.gauss(0, 0.5) for _ in range(size)] for _ in range(4000)]
+    assert spread_within(groups) == pytest.approx(0.5, rel=0.03)
+    beta = {one.option: one for one in recommend(measured(groups), config(), context=None)}["beta"]
+    assert re.search(r"differ by 0\.(5|49) \(standard deviation\)", beta.reason)
+    # To one digit, β is 0.1, and not √(0.25/20) = 0.11: what is told is of the one that is recommended.
+    assert beta.value == 0.1
+    assert re.search(r"about 1[23] nats", beta.reason)
+
+
+def test_groups_with_fewer_than_two_scores_tell_nothing_anywhere(config):
+    """A reward may be unknown. Of a single score no spread and no signal can be told."""
+    scored = [[0.0, 1.0]] * 4 + [[1.0, 1.0]] * 4
+    found, known = measured([*scored, *[[1.0]] * 12, []]), measured(scored)
+    base, of_known = base_of(found), base_of(known)
+    assert of_known["groups_with_signal"] == 0.5
+    for name in ("groups_with_signal", "std_within_groups"):
+        assert base[name] == of_known[name]
+    assert (base["groups_left_out"], of_known["groups_left_out"]) == (13, 0)
+    advice, of_known = (recommend(one, config(), context=None) for one in (found, known))
+    assert [(one.option, one.value) for one in advice] == [(one.option, one.value) for one in of_known]
+    # One group in 150 has two scores, and they differ.
+    assert cold_start(measured([[0.0, 1.0], *[[0.0]] * 149])) is None
+    assert "no prompt has two completions with a score" in cold_start(measured([[1.0], [0.0], []]))
+    assert base_of(measured([[1.0], [0.0]]))["std_within_groups"] is None
+
+
+def base_of(found):
+    return Summary(
+        found=found, recipe={}, rewards=[], estimate=None, recommended=None, advice=[], problems=[], notes=[]
+    ).base()  # fmt: skip
 
 
 def test_truncated_completions_get_twice_the_room(config):

@@ -15,8 +15,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from math import comb
-from statistics import fmean, pvariance
+from math import comb, sqrt
+from statistics import fmean, pvariance, variance
 
 SIZES = (2, 4, 8, 16, 32)
 """Group sizes that are considered."""
@@ -27,6 +27,30 @@ PROMPTS = 4
 
 Groups = Sequence[Sequence[float]]
 """The scores of each group."""
+
+
+def comparable(groups: Groups) -> list[Sequence[float]]:
+    """The groups with at least two scores. The others, where rewards were not known, tell nothing of any spread."""
+    return [group for group in groups if len(group) > 1]
+
+
+def have_signal(groups: Groups) -> float:
+    """The share of groups whose scores are not all equal.
+
+    >>> have_signal([[0.0, 1.0], [1.0, 1.0], [1.0]])
+    0.5
+    """
+    return fmean(len(set(group)) > 1 for group in comparable(groups))
+
+
+def spread_within(groups: Groups) -> float:
+    """The standard deviation of a prompt's scores: variances of samples (by K−1), which are right on average however
+    small the groups are.
+
+    >>> round(spread_within([[0.0, 1.0], [1.0, 1.0], [1.0]]), 3)
+    0.5
+    """
+    return sqrt(fmean(variance(group) for group in comparable(groups)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +100,7 @@ def signal_by_size(groups: Groups) -> Callable[[int], float]:
     >>> round(share(2), 3)
     0.833
     """
-    groups = [group for group in groups if len(group) > 1]
+    groups = comparable(groups)
     values = sorted({score for group in groups for score in group})
     if len(values) < 2:
         return lambda size: 0.0

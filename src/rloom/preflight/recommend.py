@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from statistics import fmean, pvariance
+from statistics import fmean
 from typing import Any
 
 from rloom.config import RLOOConfig
 from rloom.preflight.dry_run import Measurement
-from rloom.preflight.group_size import best_size, efficiency, signal_by_size
+from rloom.preflight.group_size import best_size, comparable, efficiency, have_signal, signal_by_size, spread_within
 
 SIGNAL_GROUPS = 16
 """Groups with signal that an update shall have."""
@@ -42,7 +42,9 @@ def cold_start(found: Measurement) -> str | None:
     scores = [score for group in found.groups for score in group]
     if not scores:
         return "no completion got a score"
-    signal = fmean(len(set(group)) > 1 for group in found.groups)
+    if not comparable(found.groups):
+        return "no prompt has two completions with a score: there is nothing to compare"
+    signal = have_signal(found.groups)
     if signal > NEAR_ZERO:
         return None
     if max(scores) == min(scores) != 0:
@@ -123,10 +125,10 @@ def _length(found: Measurement, config: RLOOConfig, context: int | None) -> Advi
 
 def _beta(found: Measurement, config: RLOOConfig) -> Advice:
     """The best policy at weight β is π_ref · exp(r/β), and for small tilts its KL is Var(r) / 2β²."""
-    spread = math.sqrt(fmean(pvariance(group) for group in found.groups if len(group) > 1))
-    value = min(max(spread / math.sqrt(2 * KL_BUDGET), BETA[0]), BETA[1])
+    spread = spread_within(found.groups)
+    value = _rounded(min(max(spread / math.sqrt(2 * KL_BUDGET), BETA[0]), BETA[1]))
     return Advice(
-        option="beta", value=_rounded(value), now=config.beta,
+        option="beta", value=value, now=config.beta,
         reason=f"scores of a prompt differ by {spread:.2g} (standard deviation): with this weight the best policy is "
         f"about {spread**2 / (2 * value**2):.2g} nats per completion away from the reference (σ²/2β²)",
     )  # fmt: skip

@@ -6,13 +6,14 @@ import dataclasses
 import math
 from dataclasses import dataclass
 from pathlib import Path
-from statistics import fmean, pstdev
+from statistics import fmean
 from typing import Any
 
 from rloom.config.older_names import RENAMED
 from rloom.observe.numbers import GIB, duration
 from rloom.preflight.dry_run import Measurement
 from rloom.preflight.estimate import Estimate
+from rloom.preflight.group_size import comparable, have_signal, spread_within
 from rloom.preflight.recommend import Advice
 from rloom.rewards.calling.addresses import may_hold_secret
 from rloom.rewards.check import Report
@@ -56,16 +57,17 @@ class Summary:
 
     def base(self) -> dict[str, Any]:
         """What the given model does: scores, their spread within groups, lengths."""
-        groups = [group for group in self.found.groups if group]
-        scores, lengths = [score for group in groups for score in group], self.found.completion_tokens
+        groups, lengths = self.found.groups, self.found.completion_tokens
+        scores, compared = [score for group in groups for score in group], comparable(groups)
         values = sorted(set(scores))
         return {
-            "prompts": len(self.found.groups),
+            "prompts": len(groups),
             "completions": len(self.found.records),
             "mean_score": fmean(scores) if scores else None,
             "success": fmean(score == values[1] for score in scores) if len(values) == 2 else None,
-            "std_within_groups": math.sqrt(fmean(pstdev(group) ** 2 for group in groups)) if groups else None,
-            "groups_with_signal": fmean(len(set(group)) > 1 for group in groups) if groups else 0.0,
+            "std_within_groups": spread_within(groups) if compared else None,
+            "groups_with_signal": have_signal(groups) if compared else 0.0,
+            "groups_left_out": len(groups) - len(compared),
             "mean_length": fmean(lengths),
             "longest": max(lengths),
             "truncated": fmean(record.completion.truncated for record in self.found.records),
@@ -92,6 +94,8 @@ class Summary:
         within = "" if base["std_within_groups"] is None else f", ± {base['std_within_groups']:.2g} within groups"
         count = f"{base['completions']} completions of {base['prompts']} prompts"
         signal = f"{base['groups_with_signal']:.0%} of groups have signal"
+        if left_out := base["groups_left_out"]:
+            signal += f" ({left_out} with fewer than two scores left out)"
         lengths = f"{base['mean_length']:.0f} tokens on average, at most {base['longest']}"
         return [f"{count}: {scores}{success}{within}; {signal}", f"{lengths}; {base['truncated']:.0%} truncated"]
 
