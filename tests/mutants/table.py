@@ -1492,4 +1492,10 @@ MUTANTS = [
         "    return fmean(len(set(group)) > 1 for group in groups)",
         "tests/unit/test_preflight.py::test_groups_with_fewer_than_two_scores_tell_nothing_anywhere",
     ),
+    Mutant(
+        "preflight/recommend.py",
+        "    size = best_size(signal, BATCH[1])",
+        "    size = best_size(signal, BATCH[0])",
+        "tests/unit/test_preflight.py::test_the_given_batch_is_no_bound_of_the_size_of_groups[64]",
+    ),
 ]

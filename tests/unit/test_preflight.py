@@ -323,6 +323,15 @@ def base_of(found):
     ).base()  # fmt: skip
 
 
+@pytest.mark.parametrize("batch", [8, 64, 512])
+def test_the_given_batch_is_no_bound_of_the_size_of_groups(config, batch):
+    """A larger one is recommended along with it: groups of 32, and 16 of them."""
+    found = measured(drawn([0.1] * 64, 8))
+    advice = recommend(found, config(per_device_train_batch_size=batch), context=None)
+    values = {one.option: one.value for one in advice}
+    assert (values["num_generations"], values["per_device_train_batch_size"]) == (32, 512)
+
+
 def test_truncated_completions_get_twice_the_room(config):
     groups = drawn([0.5] * 8, 8)
     found = Measurement(groups=groups, records=records(groups, 40, truncated=True))

@@ -68,8 +68,8 @@ def recommend(
     if cold_start(found) is not None:
         return []
     signal = signal_by_size(found.groups)
-    now = config.per_device_train_batch_size * config.gradient_accumulation_steps
-    size = best_size(signal, max(now, BATCH[0]))
+    # The batch is recommended too, so that the given one is no bound.
+    size = best_size(signal, BATCH[1])
     found_advice = [
         Advice(
             option="num_generations", value=size, now=config.num_generations,
