@@ -1386,9 +1386,9 @@ MUTANTS = [
     ),
     Mutant(
         "preflight/group_size.py",
-        "        excess = size * pvariance(shares, mean) / (mean * (1 - mean)) - 1",
-        "        excess = pvariance(shares, mean) / (mean * (1 - mean))",
-        "tests/unit/test_preflight.py::test_the_fit_finds_the_distribution_that_was_drawn_from",
+        "        excess = (fmean(_all_equal(group, 2) for group in groups) - chance) / (1.0 - chance)",
+        "        excess = fmean(_all_equal(group, 2) for group in groups) - chance",
+        "tests/unit/test_preflight.py::test_the_fit_finds_the_distribution_that_was_drawn_from[2]",
     ),
     Mutant(
         "preflight/estimate.py",
@@ -1497,5 +1497,17 @@ MUTANTS = [
         "    size = best_size(signal, BATCH[1])",
         "    size = best_size(signal, BATCH[0])",
         "tests/unit/test_preflight.py::test_the_given_batch_is_no_bound_of_the_size_of_groups[64]",
+    ),
+    Mutant(
+        "preflight/group_size.py",
+        "        return _all_equal(group, seen) * alike(size) / alike(seen)",
+        "        return _all_equal(group, seen)",
+        "tests/unit/test_preflight.py::test_signal_beyond_what_was_sampled_is_extrapolated[2]",
+    ),
+    Mutant(
+        "preflight/recommend.py",
+        '    beyond = "" if 2 * size <= seen else',
+        '    beyond = "" if size <= seen else',
+        "tests/unit/test_preflight.py::test_the_reason_says_which_sizes_were_not_sampled",
     ),
 ]

@@ -17,7 +17,7 @@ from rloom import RLOOConfig
 from rloom.preflight.dry_run import DryRun, Measurement, dry_config
 from rloom.preflight.ends import end_notes, end_problems, passed_over
 from rloom.preflight.estimate import whole_run
-from rloom.preflight.group_size import Successes, best_size, efficiency, signal_by_size, spread_within
+from rloom.preflight.group_size import Outcomes, best_size, efficiency, signal_by_size, spread_within
 from rloom.preflight.real_size import seconds_at_size
 from rloom.preflight.recommend import KL_BUDGET, STEP, cold_start, recommend
 from rloom.preflight.summary import Summary, recipe, write_recipe
@@ -61,32 +61,79 @@ def config(tmp_path):
 @pytest.mark.parametrize("p", [0.05, 0.3, 0.5, 0.9])
 @pytest.mark.parametrize("size", [2, 4, 8, 16])
 def test_prompts_that_are_alike_have_the_signal_of_one(p, size):
-    """Var(c/n) = p(1−p)/n is all drawing, so ρ = 0 and the beta distribution is a point, but for its floor."""
-    alike = Successes(p * 1e6, (1 - p) * 1e6)
-    assert alike.signal(size) == pytest.approx(1 - p**size - (1 - p) ** size, abs=1e-4)
+    """No correlation within a prompt: the distribution is a point, but for its floor."""
+    alike = Outcomes((p * 1e6, (1 - p) * 1e6))
+    assert alike.alike(size) == pytest.approx(p**size + (1 - p) ** size, abs=1e-4)
 
 
 @pytest.mark.parametrize("size", [2, 4, 8, 16])
 def test_uniform_success_probabilities(size):
     """∫ p^K dp = 1/(K+1), from either end."""
-    assert Successes(1.0, 1.0).signal(size) == pytest.approx(1 - 2 / (size + 1))
+    assert Outcomes((1.0, 1.0)).alike(size) == pytest.approx(2 / (size + 1))
 
 
-def test_the_fit_finds_the_distribution_that_was_drawn_from():
+@pytest.mark.parametrize("size", [2, 8])
+def test_the_fit_finds_the_distribution_that_was_drawn_from(size):
     draw = random.Random(1)
-    found = Successes.fitted(
-        [sum(group) / 8 for group in drawn([draw.betavariate(2, 6) for _ in range(4000)], 8)], size=8
-    )
-    assert (found.a, found.b) == (pytest.approx(2, rel=0.15), pytest.approx(6, rel=0.15))
+    groups = drawn([draw.betavariate(2, 6) for _ in range(16000)], size)
+    successes, failures = sorted(Outcomes.fitted(groups).weights)
+    assert (successes, failures) == (pytest.approx(2, rel=0.15), pytest.approx(6, rel=0.15))
 
 
-def test_signal_of_other_scores_is_counted_without_replacement():
+def test_signal_is_counted_without_replacement():
     groups = [[0.0, 0.0, 0.5, 1.0], [0.25, 0.25, 0.25, 0.25]]
     share = signal_by_size(groups)
     # Of the 6 pairs of the first group one is alike; of its triples none; the second group has no signal at all.
     assert share(2) == pytest.approx((5 / 6 + 0) / 2)
-    assert share(3) == share(4) == share(64) == pytest.approx(0.5)
+    assert share(3) == share(4) == pytest.approx(0.5)
     assert signal_by_size([[1.0, 1.0]])(8) == 0.0
+    # Of two values too: one pair of three is alike.
+    assert signal_by_size([[0.0, 1.0, 1.0]])(2) == pytest.approx(2 / 3)
+
+
+def graded(draw):
+    """Nine of ten score 0, the others one of four values."""
+    return 0.0 if draw.random() < 0.9 else draw.choice([0.25, 0.5, 0.75, 1.0])
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_signal_beyond_what_was_sampled_is_extrapolated(size):
+    """As large groups have it, within what a fit can know: and not that of the small ones."""
+    draw = random.Random(1)
+    share = signal_by_size([[graded(draw) for _ in range(size)] for _ in range(4000)])
+    for larger in (8, 16, 32):
+        assert share(larger) == pytest.approx(1 - 0.9**larger, abs=0.05)
+    assert best_size(share, 512) == 32
+
+
+def test_signal_of_prompts_that_differ_is_extrapolated():
+    """Success probabilities from Beta(0.5, 2): a tenth of the prompts hardly ever succeed."""
+    draw = random.Random(2)
+    groups = drawn([draw.betavariate(0.5, 2) for _ in range(8000)], 2)
+    share = signal_by_size(groups)
+    for larger in (2, 8, 32):
+        assert share(larger) == pytest.approx(1 - Outcomes((0.5, 2.0)).alike(larger), abs=0.03)
+
+
+def test_prompts_with_scores_of_their_own_never_get_signal():
+    """Each prompt's completions all score alike, and every prompt otherwise: larger groups would change nothing."""
+    share = signal_by_size([[float(n)] * 2 for n in range(64)])
+    assert share(2) == 0.0
+    assert share(32) < 0.01
+
+
+def test_the_reason_says_which_sizes_were_not_sampled(config):
+    draw = random.Random(1)
+
+    def reason(size):
+        found = measured([[graded(draw) + draw.random() for _ in range(size)] for _ in range(64)])
+        return next(one.reason for one in recommend(found, config(), context=None) if one.option == "num_generations")
+
+    # All scores differ: groups of 8 are the best whatever was sampled.
+    assert "100% of groups of 8 have signal" in reason(2)
+    assert "groups of more than 2 were not sampled" in reason(2)
+    assert "groups of more than 8 were not sampled" in reason(8)
+    assert "sampled" not in reason(16)
 
 
 def test_groups_without_scores_are_left_out():
@@ -291,7 +338,7 @@ def test_a_batch_has_no_more_prompts_than_the_data_set(config):
 @pytest.mark.parametrize("size", [2, 4, 32])
 def test_the_spread_of_a_prompts_scores_does_not_depend_on_the_size_of_groups(config, size):
     draw = random.Random(0)
-    groups = [[draw.gauss(0, 0.5) for _ in range(size)] for _ in range(4000)]
+    groups = [[draw.gauss(0, 0.5) for _ in range(size)] for _ in range(8000 // size)]
     assert spread_within(groups) == pytest.approx(0.5, rel=0.03)
     beta = {one.option: one for one in recommend(measured(groups), config(), context=None)}["beta"]
     assert re.search(r"differ by 0\.(5|49) \(standard deviation\)", beta.reason)
@@ -305,7 +352,7 @@ def test_groups_with_fewer_than_two_scores_tell_nothing_anywhere(config):
     scored = [[0.0, 1.0]] * 4 + [[1.0, 1.0]] * 4
     found, known = measured([*scored, *[[1.0]] * 12, []]), measured(scored)
     base, of_known = base_of(found), base_of(known)
-    assert of_known["groups_with_signal"] == 0.5
+    assert of_known["groups_with_signal"] == signal_by_size(scored)(2) == 0.5
     for name in ("groups_with_signal", "std_within_groups"):
         assert base[name] == of_known[name]
     assert (base["groups_left_out"], of_known["groups_left_out"]) == (13, 0)

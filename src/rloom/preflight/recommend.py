@@ -3,13 +3,22 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from statistics import fmean
 from typing import Any
 
 from rloom.config import RLOOConfig
 from rloom.preflight.dry_run import Measurement
-from rloom.preflight.group_size import best_size, comparable, efficiency, have_signal, signal_by_size, spread_within
+from rloom.preflight.group_size import (
+    best_size,
+    comparable,
+    efficiency,
+    have_signal,
+    measured_size,
+    signal_by_size,
+    spread_within,
+)
 
 SIGNAL_GROUPS = 16
 """Groups with signal that an update shall have."""
@@ -72,10 +81,7 @@ def recommend(
     size = best_size(signal, BATCH[1])
     found_advice = [
         Advice(
-            option="num_generations", value=size, now=config.num_generations,
-            reason=f"{signal(size):.0%} of groups of {size} have signal, and a completion is worth "
-            f"{efficiency(signal, size):.2f} of one with a perfect baseline; of {2 * size}, "
-            f"{efficiency(signal, 2 * size):.2f}",
+            option="num_generations", value=size, now=config.num_generations, reason=_worth(found, signal, size)
         ),
         _batch(signal(size), size, config, prompts),
         *_evaluation(size, config),
@@ -83,6 +89,16 @@ def recommend(
         _rate(found, config),
     ]  # fmt: skip
     return [*found_advice, _beta(found, config)] if config.beta else found_advice
+
+
+def _worth(found: Measurement, signal: Callable[[int], float], size: int) -> str:
+    """Why this size; and which of the numbers nobody has measured."""
+    seen = measured_size(found.groups)
+    beyond = "" if 2 * size <= seen else f" (groups of more than {seen} were not sampled: theirs is an extrapolation)"
+    return (
+        f"{signal(size):.0%} of groups of {size} have signal, and a completion is worth {efficiency(signal, size):.2f} "
+        f"of one with a perfect baseline; of {2 * size}, {efficiency(signal, 2 * size):.2f}{beyond}"
+    )
 
 
 def _batch(signal: float, size: int, config: RLOOConfig, available: int | None) -> Advice:
