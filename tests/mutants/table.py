@@ -1392,8 +1392,8 @@ MUTANTS = [
     ),
     Mutant(
         "preflight/estimate.py",
-        "    sampled = trained // config.num_iterations",
-        "    sampled = trained",
+        "    kept = trained // config.num_iterations",
+        "    kept = trained",
         "tests/unit/test_preflight.py::test_time_tokens_and_cost_of_the_whole_run",
     ),
     Mutant(
@@ -1509,5 +1509,11 @@ MUTANTS = [
         '    beyond = "" if 2 * size <= seen else',
         '    beyond = "" if size <= seen else',
         "tests/unit/test_preflight.py::test_the_reason_says_which_sizes_were_not_sampled",
+    ),
+    Mutant(
+        "preflight/estimate.py",
+        "for number in range(config.dynamic_sampling + 1))",
+        "for number in range(config.dynamic_sampling))",
+        "tests/unit/test_preflight.py::test_groups_that_are_drawn_anew_are_paid_for",
     ),
 ]

@@ -459,6 +459,25 @@ def test_time_tokens_and_cost_of_the_whole_run(config):
     assert whole_run(found, config(), iter(rows), None) is None
 
 
+def test_groups_that_are_drawn_anew_are_paid_for(config):
+    """A quarter of the groups has signal: 1 + 3/4 + 9/16 of them are drawn with two rounds. The reference and updates
+    see those that are kept."""
+    found = measured([[0.0, 1.0], [0.0, 0.0], [1.0, 1.0], [0.0, 0.0]])
+    options = {"num_generations": 2, "max_steps": 10, "num_iterations": 2}
+    run = whole_run(found, config(dynamic_sampling=2, **options), [], None)
+    sampled = 640 * 37 / 16
+    assert (run.updates, run.completions, run.tokens) == (10, sampled, 10 * sampled)
+    assert run.by_phase == pytest.approx(
+        {"generation": 0.5 * sampled, "rewards": 0.1 * sampled, "reference": 0.2 * 640, "update": 0.4 * 1280}
+    )
+    assert whole_run(found, config(**options), [], None).completions == 640
+    # Without any signal all rounds are made.
+    nothing = measured([[0.0, 0.0]] * 4)
+    assert whole_run(nothing, config(dynamic_sampling=3, **options), [], None).completions == 4 * 640
+    nothing.groups = [[]]
+    assert whole_run(nothing, config(dynamic_sampling=3, **options), [], None).completions == 640
+
+
 # -- ends
 
 
