@@ -1516,4 +1516,10 @@ MUTANTS = [
         "for number in range(config.dynamic_sampling))",
         "tests/unit/test_preflight.py::test_groups_that_are_drawn_anew_are_paid_for",
     ),
+    Mutant(
+        "preflight/process_memory.py",
+        '            if line.startswith("VmHWM:"):',
+        '            if line.startswith("VmRSS:"):',
+        "tests/unit/test_preflight.py::test_the_memory_that_is_told_is_the_most_that_was_held",
+    ),
 ]

@@ -6,18 +6,22 @@ import copy
 import math
 import random
 import re
+import resource
 from types import SimpleNamespace
 
+import psutil
 import pytest
 import torch
 import yaml
 from transformers import GPT2Config, GPT2LMHeadModel
 
 from rloom import RLOOConfig
+from rloom.preflight import process_memory
 from rloom.preflight.dry_run import DryRun, Measurement, dry_config
 from rloom.preflight.ends import end_notes, end_problems, passed_over
 from rloom.preflight.estimate import whole_run
 from rloom.preflight.group_size import Outcomes, best_size, efficiency, signal_by_size, spread_within
+from rloom.preflight.process_memory import most_held
 from rloom.preflight.real_size import seconds_at_size
 from rloom.preflight.recommend import KL_BUDGET, STEP, cold_start, recommend
 from rloom.preflight.summary import Summary, recipe, write_recipe
@@ -288,6 +292,33 @@ def test_the_runs_own_size_is_timed_without_rewards(tmp_path, beta):
     assert found["generation"] > 0 < found["update"]
     assert (found["reference"] > 1e-6) == (beta > 0)
     assert all(p.grad is None for p in trainer.model.parameters())
+
+
+# -- memory
+
+
+def test_the_memory_that_is_told_is_the_most_that_was_held(tmp_path, monkeypatch):
+    """The worst shape is freed when it has been run."""
+    trainer = dry_run(tmp_path, [{"prompt": text} for text in ("ab", "cd", "ef", "gh")])
+    more = most_held() + 200 * 2**20
+
+    def worst(*args, **kwargs):
+        held = bytearray(more - psutil.Process().memory_info().rss)
+        held[::4096] = b"x" * len(held[::4096])
+        return 64
+
+    monkeypatch.setattr(trainer.learner, "try_worst_case", worst)
+    memory = trainer._memory()
+    assert memory.peak > more - 2**20
+    assert psutil.Process().memory_info().rss < more - 100 * 2**20
+    assert (memory.device, memory.micro_batch) == ("cpu", 64)
+
+
+@pytest.mark.parametrize(("platform", "unit"), [("linux", 1024), ("darwin", 1)])
+def test_the_most_that_was_held_without_a_status_file(tmp_path, monkeypatch, platform, unit):
+    monkeypatch.setattr(process_memory, "STATUS", tmp_path / "none")
+    monkeypatch.setattr(process_memory.sys, "platform", platform)
+    assert most_held() == unit * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 
 
 # -- what is recommended

@@ -25,6 +25,7 @@ from rloom.data.plan import UpdatePlan
 from rloom.models.verify import evaluating
 from rloom.observe.clock import EVALUATION, PHASES
 from rloom.observe.view import View
+from rloom.preflight.process_memory import most_held
 from rloom.preflight.real_size import seconds_at_size
 from rloom.training.passes import keep, trained_rows
 from rloom.training.trainer import RLOOTrainer
@@ -33,7 +34,8 @@ from rloom.types import MicroBatch, Record, Rollout
 
 @dataclass(slots=True, kw_only=True)
 class Memory:
-    """The most memory that was held, of all that there is, in bytes; and the shape that asked for most."""
+    """The most memory that was held, of all that there is, in bytes; and the shape that asked for most. On a CPU it is
+    what the process has held since it began: loading the model is part of it, and what else the process did."""
 
     device: str
     peak: int
@@ -185,7 +187,7 @@ class DryRun(RLOOTrainer):
         if args.device.type == "cuda":
             peak, whole = torch.cuda.max_memory_reserved(args.device), torch.cuda.mem_get_info(args.device)[1]
         else:
-            peak, whole = psutil.Process().memory_info().rss, psutil.virtual_memory().total
+            peak, whole = most_held(), psutil.virtual_memory().total
         return Memory(
             device=args.device.type, peak=peak, whole=whole, prompt=shape[0], completion=shape[1], group=shape[2],
             micro_batch=fits,
