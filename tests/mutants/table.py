@@ -1464,8 +1464,8 @@ MUTANTS = [
     ),
     Mutant(
         "cli/preflight.py",
-        "        train.make_plan(dict(options))",
-        "        pass",
+        "        return options, train.make_plan(dict(options)).config, []",
+        "        return options, plan.config, []",
         "tests/integration/test_preflight_verb.py::test_a_recipe_that_would_be_refused_is_not_written",
     ),
     Mutant(
