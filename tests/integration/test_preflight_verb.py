@@ -18,6 +18,9 @@ REWARDS = """
 def early(completions, **kwargs):
     return [float(text[:1] != "" and text[0] < "x" and text[0] >= "a") for text in completions]
 
+def rare(completions, **kwargs):
+    return [float(text[:1] in ("a", "b", "c", "d")) for text in completions]
+
 def zero(completions, **kwargs):
     return [0.0] * len(completions)
 
@@ -40,9 +43,9 @@ def here(tmp_path, monkeypatch):
     return tmp_path
 
 
-def preflight(capsys, reward="my.py:early", *more):
+def preflight(capsys, reward="my.py:early", *more, length=("--max_steps", "3")):
     sizes = ["--num_generations", "8", "--per_device_train_batch_size", "64", "--max_completion_length", str(LENGTH)]
-    quick = ["--max_steps", "3", "--use_cpu", "--report_to", "none", "--no_gradient_checkpointing"]
+    quick = [*length, "--use_cpu", "--report_to", "none", "--no_gradient_checkpointing"]
     data = ["--model", "model", "--data", "prompts.jsonl", "--reward", reward, "--output_dir", "out"]
     code = main(["preflight", *data, *sizes, *quick, "--learning_rate", "1e-3", *more])
     return code, capsys.readouterr().out
@@ -85,6 +88,76 @@ def test_known_probabilities_are_measured_and_the_recipe_trains(here, capsys):
     assert (here / "out" / "model.safetensors").exists()
 
 
+def test_a_recipe_with_larger_groups_evaluates_too(here, capsys):
+    """Four of 46 tokens begin a text as wanted: groups of more than the 8 completions of an evaluation's batch."""
+    evaluated = ["--eval_data", "prompts.jsonl", "--eval_strategy", "steps", "--eval_steps", "2"]
+    _, out = preflight(capsys, "my.py:rare", "--groups", "16", *evaluated, "--json")
+    recommended = {one["option"]: one["value"] for one in json.loads(out)["recommended"]}
+    assert recommended["num_generations"] >= 16
+    assert recommended["per_device_eval_batch_size"] == recommended["num_generations"]
+    assert main(["train", "--config", "preflight.yaml", "--save_strategy", "no"]) == 0
+
+
+def test_a_recipe_for_few_prompts_trains(here, capsys):
+    save_jsonl(here / "prompts.jsonl", [{"prompt": text} for text in LETTERS[:5]])
+    epochs = ["--num_train_epochs", "2"]
+    few = ["--per_device_train_batch_size", "8", "--groups", "16"]
+    _, out = preflight(capsys, "my.py:rare", *few, "--json", length=epochs)
+    found = json.loads(out)
+    recommended = {one["option"]: one["value"] for one in found["recommended"]}
+    assert recommended["per_device_train_batch_size"] == 5 * recommended["num_generations"]
+    # Two epochs of one update each.
+    assert found["run_as_recommended"]["updates"] == 2
+    assert main(["train", "--config", "preflight.yaml", "--save_strategy", "no"]) == 0
+
+
+@pytest.mark.parametrize(
+    ("length", "as_given", "as_recommended"),
+    [
+        # Updates of twice 8 completions, or of `size`.
+        (["--max_steps", "10"], 10, lambda size: 10),
+        # 42 prompts with 8 completions each.
+        (["--num_train_epochs", "1"], 21, lambda size: 42 * 8 // size),
+        # The older name counts completions, however they are cut.
+        (["--total_episodes", "320"], 20, lambda size: -(-320 // size)),
+    ],
+    ids=["updates", "epochs", "episodes"],
+)
+def test_the_run_of_the_recipe_is_estimated(here, capsys, length, as_given, as_recommended):
+    """It is the one that comes next, and may be many times as large. It is told from the recipe, as `rloom train` will
+    read it: a length that the old batch has made is no option of it."""
+    sizes = ["--per_device_train_batch_size", "8", "--gradient_accumulation_steps", "2"]
+    _, out = preflight(capsys, "my.py:early", "--groups", "16", *sizes, "--json", length=length)
+    found = json.loads(out)
+    recommended = {one["option"]: one["value"] for one in found["recommended"]}
+    assert recommended["num_generations"] == 8
+    size = recommended["per_device_train_batch_size"]
+    assert size > 16
+    for name, updates, each in (("run", as_given, 16), ("run_as_recommended", as_recommended(size), size)):
+        assert (found[name]["updates"], found[name]["completions"]) == (updates, updates * each)
+
+
+def test_a_recipe_that_would_be_refused_is_not_written(here, capsys, monkeypatch):
+    """Whatever the reason: here, as if nothing were recommended for evaluation."""
+    from rloom.preflight import recommend
+
+    monkeypatch.setattr(recommend, "_evaluation", lambda size, config: [])
+    evaluated = ["--eval_data", "prompts.jsonl", "--eval_strategy", "steps", "--eval_steps", "2"]
+    code, out = preflight(capsys, "my.py:rare", "--groups", "16", *evaluated)
+    assert code == 1
+    assert "what is recommended does not fit what was given, and is left out of the recipe: The global eval" in out
+    recipe = (here / "preflight.yaml").read_text()
+    assert yaml.safe_load(recipe)["num_generations"] == 8
+    assert "# num_generations" not in recipe
+
+
+def test_nothing_is_evaluated(here, capsys):
+    evaluated = ["--eval_data", "prompts.jsonl", "--eval_strategy", "steps", "--eval_steps", "1", "--eval_on_start"]
+    _, out = preflight(capsys, "my.py:early", "--groups", "4", *evaluated)
+    assert "32 completions of 4 prompts" in out
+    assert yaml.safe_load((here / "preflight.yaml").read_text())["eval_on_start"] is True
+
+
 def test_the_weights_move_in_the_last_update_only(here, capsys, monkeypatch):
     from rloom.preflight import dry_run
 
@@ -93,7 +166,7 @@ def test_the_weights_move_in_the_last_update_only(here, capsys, monkeypatch):
     def look(self, args, state, control, **kwargs):
         seen.append(torch.cat([p.detach().flatten() for p in kwargs["model"].parameters()]).clone())
 
-    monkeypatch.setattr(dry_run._LastRate, "on_step_end", look, raising=False)
+    monkeypatch.setattr(dry_run._LastStep, "on_step_end", look, raising=False)
     preflight(capsys, "my.py:early", "--groups", "8")
     assert len(seen) == 2
     start = torch.cat([p.detach().flatten() for p in _saved().parameters()])

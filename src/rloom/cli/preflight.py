@@ -14,11 +14,13 @@ from rloom.cli import train
 from rloom.cli.messages import show_messages
 from rloom.cli.options import check_sources, load_data, option
 from rloom.cli.parser import Parser, UsageError, as_usage
-from rloom.errors import ConfigError
+from rloom.errors import ConfigError, UnknownOptionError
 from rloom.printable import printable
 
 if TYPE_CHECKING:
+    from rloom.config import RLOOConfig
     from rloom.preflight.dry_run import DryRun
+    from rloom.preflight.recommend import Advice
     from rloom.preflight.summary import Summary
 
 SUMMARY = "try a few groups before a run: what it will be like"
@@ -57,18 +59,19 @@ def run(options: argparse.Namespace) -> int:
     values = given(options)
     check_sources(values)
     # Imports torch.
-    from rloom.preflight.summary import recipe, write_recipe
+    from rloom.preflight.summary import write_recipe
 
     own = PreflightOptions(**{name: values.pop(name) for name in OWN if name in values})
     if own.groups < 2:
         raise UsageError("--groups must be at least 2: the first update is left out of the timings")
     values.setdefault("output_dir", "out")
     with as_usage():
-        plan = train.make_plan(values)
+        # It is changed while plans are made of it.
+        plan = train.make_plan(dict(values))
     if plan.config.world_size > 1:
         raise ConfigError("preflight runs in one process: start it without a launcher")
-    summary = examine(plan, own)
-    write_recipe(own.output, recipe(values, summary.advice), summary.advice)
+    summary = examine(plan, own, values)
+    write_recipe(own.output, summary.recipe, summary.advice)
     if own.json:
         print(json.dumps(summary.plain(), indent=1, allow_nan=False, default=str))
     else:
@@ -77,8 +80,8 @@ def run(options: argparse.Namespace) -> int:
     return int(bool(summary.problems))
 
 
-def examine(plan: train.Plan, own: PreflightOptions) -> Summary:
-    """Make a dry run in a folder that does not stay, and say what it has found."""
+def examine(plan: train.Plan, own: PreflightOptions, values: dict[str, Any]) -> Summary:
+    """Make a dry run in a folder that does not stay, and say what it has found. `values`: what was given."""
     from rloom.preflight.dry_run import DryRun, dry_config
 
     rows, _ = load_data(plan.data)
@@ -93,15 +96,15 @@ def examine(plan: train.Plan, own: PreflightOptions) -> Summary:
             rate=plan.config.learning_rate,
             size=plan.config.generation_batch_size or 0,
         )
-        return summarize(trainer, plan, own, rows)
+        return summarize(trainer, plan, own, rows, values)
 
 
-def summarize(trainer: DryRun, plan: train.Plan, own: PreflightOptions, rows: Any) -> Summary:
+def summarize(trainer: DryRun, plan: train.Plan, own: PreflightOptions, rows: Any, values: dict[str, Any]) -> Summary:
     """Run, and put together what is known."""
-    from rloom.data.datasets import first_row
+    from rloom.data.datasets import first_row, is_iterable
     from rloom.models.load import tokenizer_of
     from rloom.preflight.ends import end_notes, end_problems
-    from rloom.preflight.estimate import as_recommended, whole_run
+    from rloom.preflight.estimate import whole_run
     from rloom.preflight.recommend import cold_start, recommend
     from rloom.preflight.summary import Summary
 
@@ -117,17 +120,35 @@ def summarize(trainer: DryRun, plan: train.Plan, own: PreflightOptions, rows: An
         problems.append(
             "the worst shape does not fit: set gradient_checkpointing or --use_peft, or shorten completions"
         )
-    advice = recommend(found, plan.config, context=room)
+    advice = recommend(found, plan.config, context=room, prompts=None if is_iterable(rows) else len(rows))
+    options, config, refused = fitting_recipe(values, plan, advice)
+    problems += refused
     return Summary(
         found=found,
+        recipe=options,
         rewards=reports,
         estimate=whole_run(found, plan.config, rows, own.price_per_hour),
-        recommended=whole_run(found, as_recommended(plan.config, advice), rows, own.price_per_hour),
+        recommended=whole_run(found, config, rows, own.price_per_hour),
         advice=advice,
         problems=problems,
         notes=end_notes(tokenizer, ends, chat=trainer.chat)
         + [f"{report.name}: {remark}" for report in reports for remark in report.remarks],
     )
+
+
+def fitting_recipe(
+    values: dict[str, Any], plan: train.Plan, advice: list[Advice]
+) -> tuple[dict[str, Any], RLOOConfig, list[str]]:
+    """The recipe, and the config that `rloom train` makes of it. Where it is refused: what was given, and why as a
+    problem."""
+    from rloom.preflight.summary import recipe
+
+    options = recipe(values, advice)
+    try:
+        return options, train.make_plan(dict(options)).config, []
+    except (ConfigError, UnknownOptionError) as error:
+        problem = f"what is recommended does not fit what was given, and is left out of the recipe: {error}"
+        return values, plan.config, [problem]
 
 
 def check_scores(trainer: DryRun, records: Any, *, twice: bool) -> Any:

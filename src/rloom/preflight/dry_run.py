@@ -7,7 +7,9 @@ real rate: how far it moves the policy is measured. Then the process ends, and w
 from __future__ import annotations
 
 import copy
+import functools
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -21,17 +23,19 @@ from rloom.config import RLOOConfig
 from rloom.data.datasets import is_iterable
 from rloom.data.plan import UpdatePlan
 from rloom.models.verify import evaluating
-from rloom.observe.clock import PHASES
+from rloom.observe.clock import EVALUATION, PHASES
 from rloom.observe.view import View
+from rloom.preflight.process_memory import most_held
 from rloom.preflight.real_size import seconds_at_size
-from rloom.training.passes import gather, trained_rows
+from rloom.training.passes import keep, trained_rows
 from rloom.training.trainer import RLOOTrainer
 from rloom.types import MicroBatch, Record, Rollout
 
 
 @dataclass(slots=True, kw_only=True)
 class Memory:
-    """The most memory that was held, of all that there is, in bytes; and the shape that asked for most."""
+    """The most memory that was held, of all that there is, in bytes; and the shape that asked for most. On a CPU it is
+    what the process has held since it began: loading the model is part of it, and what else the process did."""
 
     device: str
     peak: int
@@ -75,6 +79,7 @@ def dry_config(config: RLOOConfig, groups: int, folder: str, rows: Any) -> RLOOC
         "max_steps": max(2, -(-groups // (prompts * rollouts))),
         "learning_rate": 0.0, "lr_scheduler_type": "constant", "warmup_steps": 0, "kl_target": None,
         "early_stop_on": None, "save_strategy": SaveStrategy.NO, "eval_strategy": IntervalStrategy.NO, "do_eval": False,
+        "eval_on_start": False,
         "load_best_model_at_end": False, "push_to_hub": False, "report_to": [], "logging_steps": 1,
         "logging_strategy": IntervalStrategy.STEPS, "log_completions": False, "num_sample_generations": 0,
         "store_completions": False, "advice": False, "diagnosis": False, "resume_from_checkpoint": None,
@@ -102,9 +107,10 @@ class DryRun(RLOOTrainer):
         super().__init__(*args, **kwargs)
         self.size = size
         self.sampled: list[Sampled] = []
+        self.before: list[Tensor] = []  # log-probabilities before the last step
         for callback in [callback for callback in self.callback_handler.callbacks if isinstance(callback, View)]:
             self.remove_callback(callback)
-        self.add_callback(_LastRate(rate))
+        self.add_callback(_LastStep(rate, before=self._look_before))
 
     def _make_rollout(self, plan: UpdatePlan, number: int) -> Rollout:
         rollout = super()._make_rollout(plan, number)
@@ -141,22 +147,33 @@ class DryRun(RLOOTrainer):
         """What the last update was made of."""
         return [one.rollout for one in self.sampled if one.update == self.sampled[-1].update]
 
+    def _look_before(self) -> None:
+        """Note what the policy is before the last step. The time that it takes is no update's."""
+        with self.clock.measuring(EVALUATION):
+            self.before = self._logprobs()
+
     def _movement(self) -> float | None:
         """½ E[(log π_after − log π_before)²] per token: the KL of a small step. None where nothing was trained on."""
+        if not self.before:
+            return None
+        moved = (torch.cat(self._logprobs()) - torch.cat(self.before)).square().mean().item() / 2
+        return moved if moved > 0 and math.isfinite(moved) else None
+
+    def _logprobs(self) -> list[Tensor]:
+        """The log-probabilities of what the last update is made of, row by row. Without dropout, before the step as
+        after it: those of the training forward differ from any others by its noise, which no rate makes smaller."""
         found: list[Tensor] = []
         for rollout in self.last_rollouts():
             # Rows without an advantage were not run forward, unless they have a KL.
             rows = [row for row in trained_rows(rollout) if rollout.policy_logprobs[row] is not None]
-            self.learner.passes.without_gradient(rollout, lambda batch: found.append(self._changes(batch)), rows)
-        moved = torch.cat(found).square().mean().item() / 2 if found else 0.0
-        return moved if moved > 0 and math.isfinite(moved) else None
+            column: list[Tensor | None] = [None] * len(rollout)
+            self.learner.passes.without_gradient(rollout, functools.partial(self._keep_logprobs, column), rows)
+            found += [values for values in column if values is not None]
+        return found
 
-    def _changes(self, batch: MicroBatch) -> Tensor:
-        """By how much the update has changed the log-probability of each token that was drawn."""
+    def _keep_logprobs(self, column: list[Tensor | None], batch: MicroBatch) -> None:
         with evaluating(self.model):
-            after = self.learner.passes.run(self.model, batch).logprobs
-        change = after - gather(batch.rollout.policy_logprobs, batch)
-        return change[batch.completion_mask > 0].float()
+            keep(column, batch, self.learner.passes.run(self.model, batch).logprobs.float())
 
     def _memory(self) -> Memory:
         """Run the worst shape: the longest prompt with completions at their limit, as many as a micro-batch holds."""
@@ -170,23 +187,32 @@ class DryRun(RLOOTrainer):
         if args.device.type == "cuda":
             peak, whole = torch.cuda.max_memory_reserved(args.device), torch.cuda.mem_get_info(args.device)[1]
         else:
-            peak, whole = psutil.Process().memory_info().rss, psutil.virtual_memory().total
+            peak, whole = most_held(), psutil.virtual_memory().total
         return Memory(
             device=args.device.type, peak=peak, whole=whole, prompt=shape[0], completion=shape[1], group=shape[2],
             micro_batch=fits,
         )  # fmt: skip
 
 
-class _LastRate(TrainerCallback):
-    """Gives the last update its learning rate."""
+class _LastStep(TrainerCallback):
+    """Gives the last update its learning rate. Calls `before` just before its step."""
 
-    def __init__(self, rate: float) -> None:
-        self.rate = rate
+    def __init__(self, rate: float, before: Callable[[], None]) -> None:
+        self.rate, self.before = rate, before
 
     def on_step_begin(self, args: RLOOConfig, state: Any, control: Any, **kwargs: Any) -> None:
         """Set the rate before the last update, and make it the optimizer's first, as that of a run is: the moments of
         the updates before it would make Adam's step smaller."""
-        if state.global_step == state.max_steps - 1:
+        if _is_last(state):
             kwargs["optimizer"].state.clear()
             for group in kwargs["optimizer"].param_groups:
                 group["lr"] = self.rate
+
+    def on_pre_optimizer_step(self, args: RLOOConfig, state: Any, control: Any, **kwargs: Any) -> None:
+        """Here the gradient is known, and the weights are the given ones still."""
+        if _is_last(state):
+            self.before()
+
+
+def _is_last(state: Any) -> bool:
+    return state.global_step == state.max_steps - 1

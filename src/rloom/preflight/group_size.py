@@ -13,10 +13,12 @@ the smallest K is taken that twice as many would not make better by more than 15
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from math import comb
-from statistics import fmean, pvariance
+from functools import cache
+from math import comb, fsum, prod, sqrt
+from statistics import fmean, variance
 
 SIZES = (2, 4, 8, 16, 32)
 """Group sizes that are considered."""
@@ -29,71 +31,94 @@ Groups = Sequence[Sequence[float]]
 """The scores of each group."""
 
 
-@dataclass(frozen=True, slots=True)
-class Successes:
-    """Success probabilities of prompts, as a Beta(a, b) distribution.
+def comparable(groups: Groups) -> list[Sequence[float]]:
+    """The groups with at least two scores. The others, where rewards were not known, tell nothing of any spread."""
+    return [group for group in groups if len(group) > 1]
 
-    >>> round(Successes(1.0, 1.0).signal(2), 3)
-    0.333
+
+def have_signal(groups: Groups) -> float:
+    """The share of groups whose scores are not all equal.
+
+    >>> have_signal([[0.0, 1.0], [1.0, 1.0], [1.0]])
+    0.5
+    """
+    return fmean(len(set(group)) > 1 for group in comparable(groups))
+
+
+def spread_within(groups: Groups) -> float:
+    """The standard deviation of a prompt's scores: variances of samples (by K−1), which are right on average however
+    small the groups are.
+
+    >>> round(spread_within([[0.0, 1.0], [1.0, 1.0], [1.0]]), 3)
+    0.5
+    """
+    return sqrt(fmean(variance(group) for group in comparable(groups)))
+
+
+@dataclass(frozen=True, slots=True)
+class Outcomes:
+    """How often prompts get each score: a Dirichlet distribution over prompts, of which each draws its completions'
+    scores. Of two scores, that is a beta distribution of success probabilities.
+
+    >>> round(Outcomes((1.0, 1.0)).alike(2), 3)
+    0.667
     """
 
-    a: float
-    b: float
+    weights: tuple[float, ...]  # one for each score
 
     @classmethod
-    def fitted(cls, shares: Sequence[float], size: int) -> Successes:
-        """The beta-binomial distribution of the groups' shares of successes, by its first two moments. `size`:
-        completions per group. ρ, the correlation within a prompt, is what of the variance is not the groups' own
-        drawing: Var = m(1−m)/n · (1 + (n−1)ρ), and a + b = 1/ρ − 1."""
-        mean = fmean(shares)
-        if not 0 < mean < 1:
-            raise ValueError("all completions succeed, or none: nothing can be said about prompts between them")
-        excess = size * pvariance(shares, mean) / (mean * (1 - mean)) - 1
-        rho = min(max(excess / max(1, size - 1), 1e-3), 0.999)
-        total = 1 / rho - 1
-        return cls(mean * total, (1 - mean) * total)
+    def fitted(cls, groups: Groups) -> Outcomes:
+        """From how often each score is there, and how often two completions of a prompt score alike. ρ, the correlation
+        within a prompt, is how much oftener that is than for any two completions: E[Σ p²] = S + ρ(1 − S), with S the
+        sum of squared shares, and the weights' sum is 1/ρ − 1."""
+        scores = [score for group in groups for score in group]
+        shares = [count / len(scores) for count in Counter(scores).values()]
+        chance = fsum(share * share for share in shares)
+        if chance >= 1.0:
+            raise ValueError("all completions score alike: nothing can be said about prompts between them")
+        excess = (fmean(_all_equal(group, 2) for group in groups) - chance) / (1.0 - chance)
+        rho = min(max(excess, 1e-3), 0.999)
+        return cls(tuple(share * (1 / rho - 1) for share in shares))
 
-    def signal(self, size: int) -> float:
-        """E[1 − p^K − (1−p)^K], with E[p^K] = Π_{j<K} (a+j)/(a+b+j)."""
-        return 1.0 - _moment(self.a, self.a + self.b, size) - _moment(self.b, self.a + self.b, size)
-
-
-def _moment(a: float, total: float, power: int) -> float:
-    result = 1.0
-    for j in range(power):
-        result *= (a + j) / (total + j)
-    return result
+    def alike(self, size: int) -> float:
+        """The share of groups without signal: Σ_v E[p_v^K], with E[p^K] = Π_{j<K} (a+j)/(A+j), A the weights' sum."""
+        total = fsum(self.weights)
+        # Where scores are real numbers there are many of the same weight.
+        counts = Counter(self.weights).items()
+        return fsum(n * prod((weight + j) / (total + j) for j in range(size)) for weight, n in counts)
 
 
 def signal_by_size(groups: Groups) -> Callable[[int], float]:
-    """The share of groups with signal, as a function of their size, from the scores of some groups of one size. Groups
-    with fewer than two scores tell nothing, and are left out.
+    """The share of groups with signal, as a function of their size, from the scores of some groups.
 
-    Scores of two values are successes and failures. Of other scores, the share is counted over all choices of K of a
-    group's completions, 1 − Σ_v C(c_v, K)/C(n, K) with c_v completions of score v, up to the size that was measured.
+    Up to a group's own size it is counted, over all choices of K of its completions: 1 − Σ_v C(c_v, K)/C(n, K), with
+    c_v completions of score v. For more, nobody has seen what they score: what was counted of groups without signal
+    becomes rarer as it does among the [`Outcomes`] that are fitted to all groups.
 
     >>> share = signal_by_size([[0.0, 0.5, 1.0, 1.0]])
     >>> round(share(2), 3)
     0.833
     """
-    groups = [group for group in groups if len(group) > 1]
-    values = sorted({score for group in groups for score in group})
-    if len(values) < 2:
+    groups = comparable(groups)
+    if len({score for group in groups for score in group}) < 2:
         return lambda size: 0.0
-    sizes = {len(group) for group in groups}
-    if len(values) == 2 and len(sizes) == 1:
-        shares = [fmean(score == values[1] for score in group) for group in groups]
-        return Successes.fitted(shares, sizes.pop()).signal
+    alike = cache(Outcomes.fitted(groups).alike)
 
-    def counted(size: int) -> float:
-        return fmean(1.0 - _all_equal(group, min(size, len(group))) for group in groups)
+    def without(group: Sequence[float], size: int) -> float:
+        seen = min(size, len(group))
+        return _all_equal(group, seen) * alike(size) / alike(seen)
 
-    return counted
+    return lambda size: 1.0 - fmean(without(group, size) for group in groups)
+
+
+def measured_size(groups: Groups) -> int:
+    """The largest size at which no group's signal is extrapolated."""
+    return min(len(group) for group in comparable(groups))
 
 
 def _all_equal(group: Sequence[float], size: int) -> float:
     """The probability that `size` of a group's completions, drawn without replacement, score alike."""
-    return sum(comb(list(group).count(value), size) for value in set(group)) / comb(len(group), size)
+    return sum(comb(count, size) for count in Counter(group).values()) / comb(len(group), size)
 
 
 def efficiency(signal: Callable[[int], float], size: int) -> float:

@@ -3,13 +3,22 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
-from statistics import fmean, pvariance
+from statistics import fmean
 from typing import Any
 
 from rloom.config import RLOOConfig
 from rloom.preflight.dry_run import Measurement
-from rloom.preflight.group_size import best_size, efficiency, signal_by_size
+from rloom.preflight.group_size import (
+    best_size,
+    comparable,
+    efficiency,
+    have_signal,
+    measured_size,
+    signal_by_size,
+    spread_within,
+)
 
 SIGNAL_GROUPS = 16
 """Groups with signal that an update shall have."""
@@ -42,7 +51,9 @@ def cold_start(found: Measurement) -> str | None:
     scores = [score for group in found.groups for score in group]
     if not scores:
         return "no completion got a score"
-    signal = fmean(len(set(group)) > 1 for group in found.groups)
+    if not comparable(found.groups):
+        return "no prompt has two completions with a score: there is nothing to compare"
+    signal = have_signal(found.groups)
     if signal > NEAR_ZERO:
         return None
     if max(scores) == min(scores) != 0:
@@ -58,37 +69,61 @@ def cold_start(found: Measurement) -> str | None:
     return f"the task is solved already: {signal:.0%} of groups have completions that score differently; harder prompts"
 
 
-def recommend(found: Measurement, config: RLOOConfig, *, context: int | None) -> list[Advice]:
-    """What to set. Nothing for a model that cannot begin."""
+def recommend(
+    found: Measurement, config: RLOOConfig, *, context: int | None, prompts: int | None = None
+) -> list[Advice]:
+    """What to set. Nothing for a model that cannot begin. `context`: tokens that a completion may have; `prompts`: of
+    the data set. None: nobody knows."""
     if cold_start(found) is not None:
         return []
     signal = signal_by_size(found.groups)
-    now = config.per_device_train_batch_size * config.gradient_accumulation_steps
-    size = best_size(signal, max(now, BATCH[0]))
+    # The batch is recommended too, so that the given one is no bound.
+    size = best_size(signal, BATCH[1])
     found_advice = [
         Advice(
-            option="num_generations", value=size, now=config.num_generations,
-            reason=f"{signal(size):.0%} of groups of {size} have signal, and a completion is worth "
-            f"{efficiency(signal, size):.2f} of one with a perfect baseline; of {2 * size}, "
-            f"{efficiency(signal, 2 * size):.2f}",
+            option="num_generations", value=size, now=config.num_generations, reason=_worth(found, signal, size)
         ),
-        _batch(signal(size), size, config),
+        _batch(signal(size), size, config, prompts),
+        *_evaluation(size, config),
         _length(found, config, context),
         _rate(found, config),
     ]  # fmt: skip
     return [*found_advice, _beta(found, config)] if config.beta else found_advice
 
 
-def _batch(signal: float, size: int, config: RLOOConfig) -> Advice:
+def _worth(found: Measurement, signal: Callable[[int], float], size: int) -> str:
+    """Why this size; and which of the numbers nobody has measured."""
+    seen = measured_size(found.groups)
+    beyond = "" if 2 * size <= seen else f" (groups of more than {seen} were not sampled: theirs is an extrapolation)"
+    return (
+        f"{signal(size):.0%} of groups of {size} have signal, and a completion is worth {efficiency(signal, size):.2f} "
+        f"of one with a perfect baseline; of {2 * size}, {efficiency(signal, 2 * size):.2f}{beyond}"
+    )
+
+
+def _batch(signal: float, size: int, config: RLOOConfig, available: int | None) -> Advice:
     least, most = (math.ceil(bound / size) for bound in BATCH)
     # In fours: batches of round numbers.
     prompts = min(max(4 * round(SIGNAL_GROUPS / max(signal, 1e-6) / 4), least), most)
+    bound = ""
+    if available is not None and available < prompts:
+        # A rollout has no prompt twice, so a larger one would be refused.
+        prompts, bound = available, f"; the data set has no more than {available} prompts"
     return Advice(
         option="per_device_train_batch_size", value=prompts * size, now=config.per_device_train_batch_size,
         reason=f"{prompts} prompts × {size}: about {prompts * signal:.0f} groups have signal "
         f"in an update (wanted: {SIGNAL_GROUPS}, with "
-        f"{BATCH[0]} to {BATCH[1]} completions); memory does not depend on it",
+        f"{BATCH[0]} to {BATCH[1]} completions{bound}); memory does not depend on it",
     )  # fmt: skip
+
+
+def _evaluation(size: int, config: RLOOConfig) -> list[Advice]:
+    """Evaluations have whole groups too, of the size that is recommended where no other was given."""
+    now = config.per_device_eval_batch_size
+    if config.num_generations_eval is not None or now % size == 0:
+        return []
+    reason = f"evaluation has whole groups too, of {size} unless num_generations_eval says otherwise"
+    return [Advice(option="per_device_eval_batch_size", value=size * math.ceil(now / size), now=now, reason=reason)]
 
 
 def _length(found: Measurement, config: RLOOConfig, context: int | None) -> Advice:
@@ -106,10 +141,10 @@ def _length(found: Measurement, config: RLOOConfig, context: int | None) -> Advi
 
 def _beta(found: Measurement, config: RLOOConfig) -> Advice:
     """The best policy at weight β is π_ref · exp(r/β), and for small tilts its KL is Var(r) / 2β²."""
-    spread = math.sqrt(fmean(pvariance(group) for group in found.groups if len(group) > 1))
-    value = min(max(spread / math.sqrt(2 * KL_BUDGET), BETA[0]), BETA[1])
+    spread = spread_within(found.groups)
+    value = _rounded(min(max(spread / math.sqrt(2 * KL_BUDGET), BETA[0]), BETA[1]))
     return Advice(
-        option="beta", value=_rounded(value), now=config.beta,
+        option="beta", value=value, now=config.beta,
         reason=f"scores of a prompt differ by {spread:.2g} (standard deviation): with this weight the best policy is "
         f"about {spread**2 / (2 * value**2):.2g} nats per completion away from the reference (σ²/2β²)",
     )  # fmt: skip

@@ -6,13 +6,14 @@ import dataclasses
 import math
 from dataclasses import dataclass
 from pathlib import Path
-from statistics import fmean, pstdev
+from statistics import fmean
 from typing import Any
 
 from rloom.config.older_names import RENAMED
 from rloom.observe.numbers import GIB, duration
 from rloom.preflight.dry_run import Measurement
 from rloom.preflight.estimate import Estimate
+from rloom.preflight.group_size import comparable, have_signal, spread_within
 from rloom.preflight.recommend import Advice
 from rloom.rewards.calling.addresses import may_hold_secret
 from rloom.rewards.check import Report
@@ -30,9 +31,10 @@ class Summary:
     """All of it."""
 
     found: Measurement
+    recipe: dict[str, Any]  # what `rloom train` is to be given next; secrets among it
     rewards: list[Report]
     estimate: Estimate | None  # with the options as they were given; None: of unknown length
-    recommended: Estimate | None  # with those that are recommended
+    recommended: Estimate | None  # with the recipe's
     advice: list[Advice]
     problems: list[str]  # reasons not to train like this
     notes: list[str]
@@ -55,16 +57,17 @@ class Summary:
 
     def base(self) -> dict[str, Any]:
         """What the given model does: scores, their spread within groups, lengths."""
-        groups = [group for group in self.found.groups if group]
-        scores, lengths = [score for group in groups for score in group], self.found.completion_tokens
+        groups, lengths = self.found.groups, self.found.completion_tokens
+        scores, compared = [score for group in groups for score in group], comparable(groups)
         values = sorted(set(scores))
         return {
-            "prompts": len(self.found.groups),
+            "prompts": len(groups),
             "completions": len(self.found.records),
             "mean_score": fmean(scores) if scores else None,
             "success": fmean(score == values[1] for score in scores) if len(values) == 2 else None,
-            "std_within_groups": math.sqrt(fmean(pstdev(group) ** 2 for group in groups)) if groups else None,
-            "groups_with_signal": fmean(len(set(group)) > 1 for group in groups) if groups else 0.0,
+            "std_within_groups": spread_within(groups) if compared else None,
+            "groups_with_signal": have_signal(groups) if compared else 0.0,
+            "groups_left_out": len(groups) - len(compared),
             "mean_length": fmean(lengths),
             "longest": max(lengths),
             "truncated": fmean(record.completion.truncated for record in self.found.records),
@@ -91,6 +94,8 @@ class Summary:
         within = "" if base["std_within_groups"] is None else f", ± {base['std_within_groups']:.2g} within groups"
         count = f"{base['completions']} completions of {base['prompts']} prompts"
         signal = f"{base['groups_with_signal']:.0%} of groups have signal"
+        if left_out := base["groups_left_out"]:
+            signal += f" ({left_out} with fewer than two scores left out)"
         lengths = f"{base['mean_length']:.0f} tokens on average, at most {base['longest']}"
         return [f"{count}: {scores}{success}{within}; {signal}", f"{lengths}; {base['truncated']:.0%} truncated"]
 
@@ -148,12 +153,13 @@ def recipe(given: dict[str, Any], advice: list[Advice]) -> dict[str, Any]:
 
 
 def write_recipe(path: str | Path, options: dict[str, Any], advice: list[Advice]) -> None:
-    """Write a recipe that `rloom train --config` takes, with the reasons as comments. Recipes are shared: what may be
-    secret is left out, and a comment names it."""
+    """Write a recipe that `rloom train --config` takes, with the reasons of what is in it as comments. Recipes are
+    shared: what may be secret is left out, and a comment names it."""
     import yaml
 
     kept = {name: value for name, value in without_secrets(options).items() if not may_hold_secret(value)}
-    comments = [f"# {one.option}: {one.reason}" for one in advice]
+    followed = [one for one in advice if options.get(one.option) == one.value]
+    comments = [f"# {one.option}: {one.reason}" for one in followed]
     comments += [
         f"# {name}: it, or a part of it, is left out, as a secret; give it to `rloom train` as a flag"
         for name, value in options.items()
