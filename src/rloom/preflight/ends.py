@@ -21,11 +21,13 @@ def end_problems(
     found = prompt_problems(encoder, row)
     completions = [record.completion for record in records]
     names = ", ".join(str(tokenizer.convert_ids_to_tokens(end)) for end in ends)
-    for token, share in passed_over(completions, tokenizer.all_special_ids, ends).items():
-        name = tokenizer.convert_ids_to_tokens(token)
+    over = passed_over(completions, tokenizer.all_special_ids, ends)
+    if over:
+        shares = " and ".join(f"{share:.0%} after {tokenizer.convert_ids_to_tokens(t)}" for t, share in over.items())
+        tokens = " or ".join(f"stop_token_id={token} ({tokenizer.convert_ids_to_tokens(token)})" for token in over)
         found.append(
-            f"{share:.0%} of completions go on after {name}, and generation stops at {names} only: if {name} ends the "
-            f"model's turns, set stop_token_id={token}"
+            f"completions go on, {shares}, and generation stops at {names} only: if that ends the model's turns, set "
+            f"{tokens}"
         )
     if completions and all(completion.truncated for completion in completions):
         found.append(

@@ -20,6 +20,8 @@ from rloom.preflight.group_size import (
     spread_within,
 )
 
+FURTHEST = 100
+"""The learning rate that is recommended is at most so many times the one that was measured, or a part of it."""
 SIGNAL_GROUPS = 16
 """Groups with signal that an update shall have."""
 BATCH = (64, 512)
@@ -156,12 +158,17 @@ def _rate(found: Measurement, config: RLOOConfig) -> Advice:
         reason = "not measured: no group of the last update had signal, or the weights did not move"
         return Advice(option="learning_rate", value=now, now=now, reason=reason)
     # Small steps move the policy by a KL that grows with their square.
-    value = _rounded(now * math.sqrt(STEP / found.movement))
-    value = min(max(value, now / 100), now * 100)
+    wanted = now * math.sqrt(STEP / found.movement)
+    value = _rounded(min(max(wanted, now / FURTHEST), now * FURTHEST))
     reason = (
         f"one update at {now:g} moves the policy by {found.movement:.1g} nats per token; wanted: {STEP:g}, which is "
-        "careful: up to three times this rate may learn faster"
     )
+    if now / FURTHEST <= wanted <= now * FURTHEST:
+        reason += "careful: up to three times this rate may learn faster"
+    else:
+        reason += (
+            f"further than {FURTHEST} times the given rate, and is not extrapolated: run preflight again with this one"
+        )
     return Advice(option="learning_rate", value=value, now=now, reason=reason)
 
 
