@@ -227,6 +227,32 @@ def test_a_run_of_the_command_line(tmp_path, monkeypatch, capsys):
     assert "call rloom.replay(trainer, step) with its trainer" in capsys.readouterr().err
 
 
+def test_a_replay_pushes_nothing(tmp_path, monkeypatch, capsys):
+    """A trainer with push_to_hub makes its repository when it is made, by the name of a replay's scratch folder."""
+    made = []
+
+    def init_hf_repo(trainer, token=None):
+        made.append(trainer.args.output_dir)
+        trainer.hub_model_id = trainer.args.hub_model_id
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("transformers.Trainer.init_hf_repo", init_hf_repo)
+    monkeypatch.setattr("transformers.Trainer._push_from_checkpoint", lambda *args: None)
+    monkeypatch.setattr("transformers.Trainer._finish_current_push", lambda self: None)
+    save_llama(tmp_path / "model")
+    save_jsonl(tmp_path / "prompts.jsonl", prompts(8))
+    command = "train --model model --data prompts.jsonl --reward length(maximum=4) --output_dir out --max_steps 2"
+    command += " --max_completion_length 6 --per_device_train_batch_size 4 --use_cpu --no_gradient_checkpointing"
+    command += " --push_to_hub --hub_model_id me/mine --hub_strategy end --hub_private_repo yes"
+    monkeypatch.setattr("rloom.cli.train.save_trained", lambda *args, **kwargs: None)
+    assert main(command.split()) == 0
+    assert made == ["out"]
+    capsys.readouterr()
+    assert main(["replay", "out", "--step", "2", "--no-new-scores"]) == 0
+    assert "DIFFERS" not in capsys.readouterr().out
+    assert made == ["out"]
+
+
 def test_addresses_with_a_password_are_not_noted_and_have_to_be_given_again(tmp_path, capsys):
     """Wherever they stand: replay says which option it is."""
     address, server = "https://me:s3cret@host/score?key=abc", {"where": ["http://u:hidden@h"]}

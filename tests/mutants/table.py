@@ -1439,6 +1439,12 @@ MUTANTS = [
         "tests/integration/test_replay.py::test_a_run_of_the_command_line",
     ),
     Mutant(
+        "cli/replay.py",
+        '"report_to": "none", "push_to_hub": False}',
+        '"report_to": "none"}',
+        "tests/integration/test_replay.py::test_a_replay_pushes_nothing",
+    ),
+    Mutant(
         "preflight/estimate.py",
         "        changed.gradient_accumulation_steps = changed.steps_per_generation = 1",
         "        pass",

@@ -60,7 +60,7 @@ def run(options: Namespace) -> int:
 
     with tempfile.TemporaryDirectory() as scratch:
         with as_usage():
-            plan = make_plan({**values, "output_dir": scratch, "report_to": "none"})
+            plan = make_plan({**_not_public(values), "output_dir": scratch})
         found = replay(
             make_trainer(plan), options.step, options.sample, run=options.run, call_rewards=not options.no_new_scores
         )
@@ -69,6 +69,12 @@ def run(options: Namespace) -> int:
     else:
         _show(found)
     return 0 if _is_same(found) else 1
+
+
+def _not_public(values: dict[str, Any]) -> dict[str, Any]:
+    """What a run was made from, without what tells others of it: a trainer that pushes makes a repository at once."""
+    kept = {name: value for name, value in values.items() if not name.startswith("hub_")}
+    return {**kept, "report_to": "none", "push_to_hub": False}
 
 
 def write_command(folder: str | Path, values: dict[str, Any]) -> None:
