@@ -1445,6 +1445,12 @@ MUTANTS = [
         "tests/integration/test_replay.py::test_a_replay_pushes_nothing",
     ),
     Mutant(
+        "observe/page/server.py",
+        'return re.sub(r":\\d*\\Z", "", host)',
+        "return host",
+        "tests/unit/test_page.py::test_a_tunnel_has_a_port_of_its_own[localhost:8080]",
+    ),
+    Mutant(
         "preflight/estimate.py",
         "        changed.gradient_accumulation_steps = changed.steps_per_generation = 1",
         "        pass",

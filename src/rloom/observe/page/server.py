@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hmac
 import ipaddress
+import re
 import secrets
 import threading
 from collections.abc import Callable, Sequence
@@ -73,7 +74,7 @@ class PageServer(ThreadingHTTPServer):
         bound = self.server_address[1]
         self.cookie = f"rloom_{bound}"
         shown = f"[{host}]" if ":" in host else host
-        self.names = own_names(shown, bound) if loopback else None
+        self.names = own_names(shown) if loopback else None
         self.url = f"http://{shown}:{bound}/" + (f"?token={self.token}" if self.token else "")
 
     def begin(self) -> None:
@@ -97,15 +98,23 @@ def is_loopback(host: str) -> bool:
         return host == "localhost"
 
 
-def own_names(host: str, port: int) -> set[str]:
-    """What a browser on this machine may call a server on the loopback, as the header `Host` has it.
+def own_names(host: str) -> set[str]:
+    """What a browser on this machine may call a server on the loopback.
 
-    >>> sorted(own_names("127.0.0.2", 8000))
-    ['127.0.0.1:8000', '127.0.0.2:8000', '[::1]:8000', 'localhost:8000']
+    >>> sorted(own_names("127.0.0.2"))
+    ['127.0.0.1', '127.0.0.2', '[::1]', 'localhost']
     """
-    # Browsers write names small, and leave out port 80.
-    names = {host.lower(), "127.0.0.1", "localhost", "[::1]"}
-    return {f"{name}:{port}" for name in names} | (names if port == 80 else set())
+    return {host.lower(), "127.0.0.1", "localhost", "[::1]"}
+
+
+def without_port(host: str) -> str:
+    """The name in a header `Host`. Its port may be any: a tunnel has one of its own at the browser's end. A foreign
+    page that points its name here (DNS rebinding) still sends that name.
+
+    >>> [without_port(host) for host in ("localhost:8080", "127.0.0.1", "[::1]:80", "evil.com:8080", "localhost:a")]
+    ['localhost', '127.0.0.1', '[::1]', 'evil.com', 'localhost:a']
+    """
+    return re.sub(r":\d*\Z", "", host)
 
 
 def _family(host: str) -> Any:
@@ -137,7 +146,7 @@ class Handler(BaseHTTPRequestHandler):
     # -- who may ask
 
     def _is_welcome(self, given: dict[str, str]) -> bool:
-        if self.server.names is not None and self.headers.get("Host", "") not in self.server.names:
+        if self.server.names is not None and without_port(self.headers.get("Host", "")) not in self.server.names:
             return False
         if self.headers.get("Sec-Fetch-Site", "none") not in ("none", "same-origin"):
             return False
