@@ -1451,6 +1451,12 @@ MUTANTS = [
         "tests/unit/test_page.py::test_a_tunnel_has_a_port_of_its_own[localhost:8080]",
     ),
     Mutant(
+        "training/loop.py",
+        "return best or self.control.should_save",
+        "return best",
+        "tests/integration/test_early_stop.py::test_the_checkpoint_is_written_where_only_the_best_are",
+    ),
+    Mutant(
         "preflight/estimate.py",
         "        changed.gradient_accumulation_steps = changed.steps_per_generation = 1",
         "        pass",
