@@ -59,7 +59,7 @@ def test_a_hundred_samples_of_a_killed_run_come_out_as_they_were_stored(killed, 
     assert contents(folder) == before
 
 
-def make_trainer(folder: Path, reward, **options):
+def make_trainer(folder: Path, reward, eval_dataset=None, **options):
     config = rloom.RLOOConfig(
         str(folder),
         **{
@@ -69,7 +69,7 @@ def make_trainer(folder: Path, reward, **options):
         },
     )  # fmt: skip
     rows = [{"prompt": text} for text in ("ab", "hello", "1+1=", "why.")]
-    return rloom.RLOOTrainer(make_model(), reward, config, rows, processing_class=make_tokenizer())
+    return rloom.RLOOTrainer(make_model(), reward, config, rows, eval_dataset, processing_class=make_tokenizer())
 
 
 def by_length(completions, **kwargs):
@@ -149,6 +149,17 @@ def test_other_weights_and_options_are_differences(tmp_path):
     assert same.gradient_norm == pytest.approx(logged, rel=1e-5)
     assert found.differences[1].startswith(f"the gradient's norm was logged as {logged:.6g} and is ")
     assert len(found.differences) == 2
+
+
+def test_a_run_that_began_with_an_evaluation(tmp_path):
+    """An evaluation would take what is stored for the first update."""
+    options = {"eval_on_start": True, "eval_dataset": [{"prompt": "ab"}], "logging_steps": 1}
+    make_trainer(tmp_path / "run", by_length, **options).train()
+    for step in (1, 3):
+        again = make_trainer(tmp_path / f"again{step}", by_length, **options)
+        found = rloom.replay(again, step, run=tmp_path / "run", call_rewards=False)
+        assert found.differences == []
+        assert [one.differences for one in found.samples] == [[]] * 8
 
 
 def picky(completions, **kwargs):

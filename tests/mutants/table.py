@@ -1457,6 +1457,12 @@ MUTANTS = [
         "tests/integration/test_early_stop.py::test_the_checkpoint_is_written_where_only_the_best_are",
     ),
     Mutant(
+        "training/replay.py",
+        "trainer.args.eval_on_start = str(scratch), False",
+        "trainer.args.eval_on_start = str(scratch), trainer.args.eval_on_start",
+        "tests/integration/test_replay.py::test_a_run_that_began_with_an_evaluation",
+    ),
+    Mutant(
         "preflight/estimate.py",
         "        changed.gradient_accumulation_steps = changed.steps_per_generation = 1",
         "        pass",

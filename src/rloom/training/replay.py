@@ -136,7 +136,7 @@ def _nearest(run: RunReader, step: int) -> tuple[int, Path] | None:
 
 def _move(trainer: Any, scratch: Path) -> None:
     """Let the trainer write to a folder of its own, and neither log, save nor evaluate."""
-    trainer.args.output_dir = str(scratch)
+    trainer.args.output_dir, trainer.args.eval_on_start = str(scratch), False
     trainer.folder = OutputFolder(str(scratch), main=True)
     trainer.store = trainer.journal.store = RunStore(scratch)
     silent = (DefaultFlowCallback, View, Diagnose, SampleTable)
