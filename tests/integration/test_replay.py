@@ -162,6 +162,25 @@ def test_a_run_that_began_with_an_evaluation(tmp_path):
         assert [one.differences for one in found.samples] == [[]] * 8
 
 
+def test_a_run_that_was_begun_from_another_runs_checkpoint(tmp_path):
+    """Until it has a checkpoint of its own, that one has to be named."""
+    options = {"max_steps": 4, "save_steps": 2, "logging_steps": 1}
+    make_trainer(tmp_path / "first", by_length, **{**options, "max_steps": 2}).train()
+    first, run = tmp_path / "first" / "checkpoint-2", tmp_path / "run"
+    make_trainer(run, by_length, **options).train(resume_from_checkpoint=str(first))
+    again = make_trainer(tmp_path / "again", by_length, **options)
+    with pytest.raises(DataError, match=r"begin with update 3, and it has no checkpoint before 4: .*--checkpoint"):
+        rloom.replay(again, 4, run=run)
+    with pytest.raises(DataError, match=r"checkpoint-9 is no folder"):
+        rloom.replay(again, 4, run=run, checkpoint=tmp_path / "first" / "checkpoint-9")
+    with pytest.raises(ConfigError, match=r"written after update 2, which is not before update 2"):
+        rloom.replay(again, 2, run=tmp_path / "first", checkpoint=first)
+    found = rloom.replay(again, 4, run=run, checkpoint=first)
+    assert found.resumed_from == 2
+    assert found.differences == []
+    assert [one.differences for one in found.samples] == [[]] * 8
+
+
 def picky(completions, **kwargs):
     """Has no opinion on some."""
     return [None if "a" in text or len(text) % 2 else float(len(text)) for text in completions]
@@ -210,6 +229,8 @@ def test_a_run_of_the_command_line(tmp_path, monkeypatch, capsys):
     assert [one["sample"] for one in found["samples"]] == [1, 2]
     assert main(["replay", "out", "--step", "1", "--no-new-scores"]) == 0
     assert "update 1, from the run's start: gradient norm" in (shown := capsys.readouterr().out)
+    assert main(["replay", "out", "--step", "1", "--checkpoint", "out/checkpoint-2"]) == 1
+    assert "written after update 2" in capsys.readouterr().err
     # What is to be known of the whole is last: an update may have hundreds of samples.
     assert shown.rstrip().endswith("4 samples come out as they were stored")
     assert "DIFFERS" not in shown

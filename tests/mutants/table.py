@@ -900,8 +900,8 @@ MUTANTS = [
     ),
     Mutant(
         "training/replay.py",
-        "        if number <= step and checkpoint.damage(folder) is None:",
-        "        if number <= step + 1 and checkpoint.damage(folder) is None:",
+        "        if number < step and damage(folder) is None:",
+        "        if number <= step and damage(folder) is None:",
         "tests/integration/test_replay.py::test_scores_are_the_stored_ones_and_a_new_call_stands_beside_them",
     ),
     Mutant(
@@ -1461,6 +1461,12 @@ MUTANTS = [
         "trainer.args.eval_on_start = str(scratch), False",
         "trainer.args.eval_on_start = str(scratch), trainer.args.eval_on_start",
         "tests/integration/test_replay.py::test_a_run_that_began_with_an_evaluation",
+    ),
+    Mutant(
+        "training/replay.py",
+        "    if first > 1:",
+        "    if False:",
+        "tests/integration/test_replay.py::test_a_run_that_was_begun_from_another_runs_checkpoint",
     ),
     Mutant(
         "preflight/estimate.py",
