@@ -1469,6 +1469,12 @@ MUTANTS = [
         "tests/integration/test_replay.py::test_a_run_that_was_begun_from_another_runs_checkpoint",
     ),
     Mutant(
+        "observe/doctor.py",
+        "for end in range(len(entries), 0, -1) if",
+        "for end in [n for n in range(len(entries), 0, -1) if is_update(entries[n - 1])] if",
+        "tests/unit/test_diagnose.py::test_what_lasts_is_found_at_the_end_of_a_long_history",
+    ),
+    Mutant(
         "preflight/estimate.py",
         "        changed.gradient_accumulation_steps = changed.steps_per_generation = 1",
         "        pass",
