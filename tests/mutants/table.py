@@ -1015,7 +1015,7 @@ MUTANTS = [
     ),
     Mutant(
         "observe/row_table.py",
-        "            if names != self.names or len(base) != len(self._base):",
+        "            if names != self._loaded or len(base) != len(self._base):",
         "            if len(base):",
         "tests/unit/test_runs.py::test_an_index_that_has_not_grown_is_mapped_once",
     ),
@@ -1473,6 +1473,12 @@ MUTANTS = [
         "for end in range(len(entries), 0, -1) if",
         "for end in [n for n in range(len(entries), 0, -1) if is_update(entries[n - 1])] if",
         "tests/unit/test_diagnose.py::test_what_lasts_is_found_at_the_end_of_a_long_history",
+    ),
+    Mutant(
+        "observe/row_table.py",
+        "            if names != self._loaded:\n",
+        "            if names != self.names:\n",
+        "tests/unit/test_runs.py::test_lines_beyond_an_index_that_was_given_up_are_read_once",
     ),
     Mutant(
         "preflight/estimate.py",
