@@ -1481,6 +1481,12 @@ MUTANTS = [
         "tests/unit/test_runs.py::test_lines_beyond_an_index_that_was_given_up_are_read_once",
     ),
     Mutant(
+        "observe/page/live.py",
+        "        if stamp == self._state_stamp:",
+        "        if self._state_stamp is not None:",
+        "tests/unit/test_page.py::test_a_run_of_trl_that_goes_on_is_read_again",
+    ),
+    Mutant(
         "preflight/estimate.py",
         "        changed.gradient_accumulation_steps = changed.steps_per_generation = 1",
         "        pass",

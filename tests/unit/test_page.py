@@ -507,6 +507,33 @@ def test_a_page_whose_store_loses_files_while_it_is_read_goes_on(tmp_path, monke
         run.catch_up()
 
 
+def test_a_run_of_trl_that_goes_on_is_read_again(tmp_path, monkeypatch):
+    """Its logs are in its checkpoints alone."""
+
+    def save(step: int, **changes) -> None:
+        logs = [{"step": s, "loss": 0.1, "reward": s / 10, **changes} for s in range(1, step + 1)]
+        (tmp_path / f"checkpoint-{step}").mkdir(exist_ok=True)
+        state = tmp_path / f"checkpoint-{step}" / "trainer_state.json"
+        state.write_text(json.dumps({"global_step": step, "max_steps": 100, "log_history": logs}))
+
+    monkeypatch.setattr(live, "FRESH_SECONDS", 0.0)
+    save(9)
+    run, read = LiveRun(tmp_path), RunReader.metrics
+    assert answers.metrics(run)["logs"] == 9
+    monkeypatch.setattr(RunReader, "metrics", lambda reader: pytest.fail("nothing is new"))
+    info = answers.run_info(run, 0)
+    assert (info["logs"], info["live"], info["step"], info["generation"]) == (9, True, 9, 0)
+    monkeypatch.setattr(RunReader, "metrics", read)
+    (tmp_path / "checkpoint-20").mkdir()
+    (tmp_path / "checkpoint-20" / "trainer_state.json").write_text("{half")
+    assert answers.metrics(run)["logs"] == 9
+    save(20)
+    assert answers.metrics(run, after=9)["steps"] == list(range(10, 21))
+    assert answers.run_info(run, 0)["generation"] == 0
+    save(20, entropy=1.0)
+    assert answers.run_info(run, 0)["generation"] == 1
+
+
 def test_of_many_logs_some_are_sent_and_all_evaluations(tmp_path, monkeypatch):
     monkeypatch.setattr(answers, "MOST_LOGS", 10)
     store = RunStore(tmp_path)

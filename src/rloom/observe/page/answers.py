@@ -38,6 +38,8 @@ def run_info(run: LiveRun, number: int) -> dict[str, Any]:
     records, names = run.snapshot()
     reader, table = run.reader, run.reader.table
     written = [path.stat().st_mtime for path in (*parts_of(reader.store)[-1:], reader.store / METRICS) if path.exists()]
+    # A run without a store says nothing between its checkpoints.
+    written = written or [nanoseconds / 1e9 for *_, nanoseconds in reader.state_stamp()]
     last = int(run.entries[-1]["step"]) if run.entries else 0
     return {
         "run": number,

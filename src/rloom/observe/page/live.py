@@ -59,6 +59,7 @@ class LiveRun:
         self._lock, self._table_lock = threading.Lock(), threading.Lock()
         self._read_at = -FRESH_SECONDS
         self._stamp: tuple[int, int, int] | None = None
+        self._state_stamp: tuple[tuple[str, int, int], ...] | None = None
         self._searches: dict[str, tuple[str, TextSearch]] = {}
 
     # -- staying up to date
@@ -144,7 +145,7 @@ class LiveRun:
             found = path.stat()
         except OSError:
             if self._stamp is None:
-                self.entries, self._stamp = self.reader.metrics(), (0, 0, 0)
+                self._read_states()
             return
         stamp = (found.st_ino, found.st_size, found.st_mtime_ns)
         if stamp == self._stamp:
@@ -156,6 +157,15 @@ class LiveRun:
         else:
             self.entries = self.entries + new
         self._stamp = stamp
+
+    def _read_states(self) -> None:
+        """Of a run without a store, as TRL leaves it: the logs are in its checkpoints, which are written one by one."""
+        stamp = self.reader.state_stamp()
+        if stamp == self._state_stamp:
+            return
+        before, self.entries, self._state_stamp = self.entries, self.reader.metrics(), stamp
+        if self.entries[: len(before)] != before:
+            self.generation += 1
 
     # -- rows
 
