@@ -1487,6 +1487,12 @@ MUTANTS = [
         "tests/unit/test_page.py::test_a_run_of_trl_that_goes_on_is_read_again",
     ),
     Mutant(
+        "observe/page/answers.py",
+        "np.where(known, values, -np.inf).astype(float), starts)",
+        "np.where(known, values, 0).astype(float), starts)",
+        "tests/unit/test_page.py::test_the_course_of_a_prompt_is_that_of_its_groups_one_by_one",
+    ),
+    Mutant(
         "preflight/estimate.py",
         "        changed.gradient_accumulation_steps = changed.steps_per_generation = 1",
         "        pass",

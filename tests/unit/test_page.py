@@ -16,6 +16,7 @@ import urllib.error
 import urllib.request
 from concurrent.futures import ThreadPoolExecutor
 from html.parser import HTMLParser
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -31,7 +32,7 @@ from rloom.observe.page.query import Query
 from rloom.observe.page.server import SCRIPTS, STATIC, PageServer
 from rloom.observe.page.terminal import show_text
 from rloom.observe.page.text_search import TextSearch
-from rloom.observe.row_index import remove_index
+from rloom.observe.row_index import IndexNames, remove_index
 from rloom.observe.row_json import packed_ids
 from rloom.observe.runs import RunReader, packed
 from rloom.observe.store import FOLDER, RunStore
@@ -505,6 +506,28 @@ def test_a_page_whose_store_loses_files_while_it_is_read_goes_on(tmp_path, monke
     monkeypatch.setattr(run.reader.table, "refresh", lambda: (_ for _ in ()).throw(OSError("gone")))
     with pytest.raises(OSError, match="gone"):
         run.catch_up()
+
+
+def test_the_course_of_a_prompt_is_that_of_its_groups_one_by_one(monkeypatch):
+    """In whatever order rows are, also of rows without a reward or a group; and rewards are looked at once for all."""
+    names, draw = IndexNames(modes=["train"], scores=["f"]), np.random.default_rng(0)
+    records = np.zeros(400, names.dtype())
+    records["prompt"], records["step"] = draw.integers(7, 9, 400), np.sort(draw.integers(0, 9, 400))
+    records["group"] = draw.integers(-1, 6, 400)
+    records["reward"] = draw.choice([np.nan, np.inf, -1.0, 0.5, 2.0], 400, p=[0.4, 0.3, 0.1, 0.1, 0.1])
+    wanted, looked, isfinite = [], [], np.isfinite
+    for step, group in sorted({(int(r["step"]), int(r["group"])) for r in records if r["prompt"] == 7}):
+        same = [r for r in records if (r["prompt"], r["step"], r["group"]) == (7, step, group)]
+        known = [float(r["reward"]) for r in same if math.isfinite(r["reward"])]
+        ends = (min(known), pytest.approx(sum(known) / len(known)), max(known)) if known else (None,) * 3
+        one = {"step": step, "group": group, "count": len(same)}
+        wanted.append(one | dict(zip(("min", "mean", "max"), ends, strict=True)))
+    monkeypatch.setattr(answers.np, "isfinite", lambda values: looked.append(1) or isfinite(values))
+    run = SimpleNamespace(snapshot=lambda: (records, names))
+    assert answers.prompt_course(run, Query(prompt=7))["groups"] == wanted
+    assert len(looked) == 1
+    assert any(one["min"] is None for one in wanted)
+    assert answers.prompt_course(run, Query(prompt=1)) == {"groups": []}
 
 
 def test_a_run_of_trl_that_goes_on_is_read_again(tmp_path, monkeypatch):
