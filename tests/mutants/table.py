@@ -1493,6 +1493,12 @@ MUTANTS = [
         "tests/unit/test_page.py::test_the_course_of_a_prompt_is_that_of_its_groups_one_by_one",
     ),
     Mutant(
+        "observe/page/terminal.py",
+        'Text(printable(f"time of an update: {times}"))',
+        'Text(f"time of an update: {times}")',
+        "tests/unit/test_page.py::test_no_name_of_a_metric_reaches_the_terminal_as_it_is",
+    ),
+    Mutant(
         "preflight/estimate.py",
         "        changed.gradient_accumulation_steps = changed.steps_per_generation = 1",
         "        pass",

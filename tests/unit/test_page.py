@@ -803,6 +803,17 @@ def test_text_form_says_what_matters_and_nothing_hostile(folder, capsys):
     assert "update 0.5 s" in text
 
 
+def test_no_name_of_a_metric_reaches_the_terminal_as_it_is(tmp_path):
+    """A foreign log may have any."""
+    bad = "\x1b]0;owned\x07\x1b[31m"
+    logged = {"step": 1, "loss": 0.1, f"time/{bad}": 1.0, f"rewards/{bad}/mean": 1.0}
+    (tmp_path / "trainer_state.json").write_text(json.dumps({"log_history": [logged]}))
+    console = Console(file=io.StringIO(), width=200)
+    show_text([str(tmp_path)], console)
+    assert "\x1b" not in console.file.getvalue()
+    assert console.file.getvalue().count("\\x1b]0;owned") == 2
+
+
 def test_what_trl_leaves_can_be_shown_too(tmp_path, capsys):
     history = [{"loss": 0.1, "reward": s / 10, "step": s} for s in range(1, 6)]
     (tmp_path / "trainer_state.json").write_text(json.dumps({"log_history": history, "max_steps": 5}))

@@ -43,7 +43,7 @@ def _show(run: LiveRun, number: int, console: Console) -> None:
         console.print(Text(printable(f"  {label}: {words}")))
     console.print(_curves(logged["series"]))
     if times := _times(logged["series"]):
-        console.print(Text(f"time of an update: {times}"))
+        console.print(Text(printable(f"time of an update: {times}")))
     for one in info["diagnoses"]:
         console.print(Text(printable(f"diagnosis at update {one['step']}: {one['diagnosis']}"), style="yellow"))
     _completions(run, console)
