@@ -1499,6 +1499,12 @@ MUTANTS = [
         "tests/unit/test_page.py::test_no_name_of_a_metric_reaches_the_terminal_as_it_is",
     ),
     Mutant(
+        "observe/row_json.py",
+        "    if not levels or id(value) in inside:",
+        "    if id(value) in inside:",
+        "tests/unit/test_store.py::test_what_is_nested_deeply_can_be_read_by_all[text-900]",
+    ),
+    Mutant(
         "preflight/estimate.py",
         "        changed.gradient_accumulation_steps = changed.steps_per_generation = 1",
         "        pass",

@@ -29,7 +29,7 @@ from rloom.observe.page import answers, live, query, text_search
 from rloom.observe.page.export import document, export, sampled_rows
 from rloom.observe.page.live import LiveRun
 from rloom.observe.page.query import Query
-from rloom.observe.page.server import SCRIPTS, STATIC, PageServer
+from rloom.observe.page.server import ANSWERS, SCRIPTS, STATIC, PageServer
 from rloom.observe.page.terminal import show_text
 from rloom.observe.page.text_search import TextSearch
 from rloom.observe.row_index import IndexNames, remove_index
@@ -604,6 +604,17 @@ def test_a_server_answers_to_the_address_that_it_prints(folder):
             urllib.request.urlopen(urllib.request.Request(server.url, headers={"Host": "evil.example"}), timeout=20)
         with refused.value:
             assert refused.value.code == 403
+
+
+def test_a_row_that_is_nested_too_deeply_is_an_answer_too(server, monkeypatch):
+    """The store of an older version may hold one, which JSON's reader refuses, or its writer."""
+    deep: list = []
+    for _ in range(5000):
+        deep = [deep]
+    for answer in (lambda *given: json.loads("[" * 5000), lambda *given: deep):
+        monkeypatch.setitem(ANSWERS, "facts", answer)
+        status, body = ask(server, "/api/facts")
+        assert (status.status, json.loads(body)["error"]) == (400, "a row here is nested too deeply to be shown")
 
 
 @pytest.mark.parametrize("host", ["localhost:8080", "127.0.0.1:8080", "[::1]:8080", "localhost", "[::1]"])

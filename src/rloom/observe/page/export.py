@@ -15,7 +15,7 @@ from rloom.observe.page.live import LiveRun
 from rloom.observe.page.query import Query
 from rloom.observe.page.server import SCRIPTS, STATIC, STYLES
 from rloom.observe.row_index import rows_of_step
-from rloom.observe.row_json import strict_json
+from rloom.observe.row_json import shallow, strict_json
 
 SAMPLE = 400
 """Completions of each run that an export holds, unless another number is asked for."""
@@ -103,7 +103,7 @@ def sampled_rows(run: LiveRun, sample: int) -> list[dict[str, Any]]:
     for step, mode, group in sorted(wanted):
         rows += answers.group(run, step, group, names.modes[mode])["rows"] if group >= 0 else []
     # The texts of tokens are short, and as many as their values.
-    return [{name: value if name == "tokens" else _cut(value) for name, value in row.items()} for row in rows]
+    return [{name: value if name == "tokens" else _cut(shallow(value)) for name, value in row.items()} for row in rows]
 
 
 def _interesting(records: np.ndarray, sample: int) -> list[int]:

@@ -183,18 +183,16 @@ class Handler(BaseHTTPRequestHandler):
             self._send(HTTPStatus.NOT_FOUND, b"there is no such file", "text/plain")
 
     def _answer(self, what: str, given: dict[str, str]) -> None:
+        status, found = HTTPStatus.NOT_FOUND, '{"error": "there is no such answer"}'
         try:
-            found = ANSWERS[what](self.server, given) if what in ANSWERS else None
+            if what in ANSWERS:
+                status, found = HTTPStatus.OK, strict_json(ANSWERS[what](self.server, given))
         except (DataError, ValueError, OSError) as error:
-            self._send_json(HTTPStatus.BAD_REQUEST, {"error": str(error)})
-            return
-        if found is None:
-            self._send_json(HTTPStatus.NOT_FOUND, {"error": "there is no such answer"})
-        else:
-            self._send_json(HTTPStatus.OK, found)
-
-    def _send_json(self, status: HTTPStatus, value: Any) -> None:
-        self._send(status, strict_json(value).encode(), "application/json")
+            status, found = HTTPStatus.BAD_REQUEST, strict_json({"error": str(error)})
+        except RecursionError:
+            # The store of an older version may hold such a row.
+            status, found = HTTPStatus.BAD_REQUEST, '{"error": "a row here is nested too deeply to be shown"}'
+        self._send(status, found.encode(), "application/json")
 
     def _send(self, status: HTTPStatus, body: bytes, kind: str) -> None:
         self.send_response(status)
