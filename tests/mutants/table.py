@@ -1505,6 +1505,12 @@ MUTANTS = [
         "tests/unit/test_store.py::test_what_is_nested_deeply_can_be_read_by_all[text-900]",
     ),
     Mutant(
+        "observe/doctor.py",
+        "    except (TypeError, ValueError, OverflowError):",
+        "    except (TypeError, OverflowError):",
+        "tests/unit/test_doctor.py::test_a_log_whose_steps_are_none_is_counted[NaN]",
+    ),
+    Mutant(
         "preflight/estimate.py",
         "        changed.gradient_accumulation_steps = changed.steps_per_generation = 1",
         "        pass",

@@ -109,7 +109,7 @@ def examine(entries: Entries, args: RLOOConfig) -> list[Finding]:
     found: dict[str, Finding] = {}
     # Counted from the end, so that the last log is always looked at.
     for end in reversed(ends[::-1][:: max(1, stride)]):
-        logs, step = logs_of(entries, end), int(entries[end - 1].get("step") or end)
+        logs, step = logs_of(entries, end), _step(entries[end - 1], end)
         for rule in RULES:
             line = apply(rule, logs, args)
             if line is None:
@@ -119,6 +119,18 @@ def examine(entries: Entries, args: RLOOConfig) -> list[Finding]:
             )
             known.line, known.last, known.lasts = line, step, end == ends[-1]
     return list(found.values())
+
+
+def _step(entry: dict[str, Any], otherwise: int) -> int:
+    """The step of a log. Foreign logs may have anything there.
+
+    >>> [_step({"step": step}, 7) for step in (3, "3", 3.0, None, float("nan"), "three", [3])]
+    [3, 3, 3, 7, 7, 7, 7]
+    """
+    try:
+        return int(entry.get("step") or otherwise)
+    except (TypeError, ValueError, OverflowError):
+        return otherwise
 
 
 def is_update(entry: dict[str, Any]) -> bool:
