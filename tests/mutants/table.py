@@ -1511,6 +1511,12 @@ MUTANTS = [
         "tests/unit/test_doctor.py::test_a_log_whose_steps_are_none_is_counted[NaN]",
     ),
     Mutant(
+        "observe/page/live.py",
+        "        run.name = name\n",
+        "        pass\n",
+        "tests/unit/test_page.py::test_runs_in_folders_of_one_name_are_told_apart",
+    ),
+    Mutant(
         "preflight/estimate.py",
         "        changed.gradient_accumulation_steps = changed.steps_per_generation = 1",
         "        pass",

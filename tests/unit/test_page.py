@@ -814,6 +814,22 @@ def test_text_form_says_what_matters_and_nothing_hostile(folder, capsys):
     assert "update 0.5 s" in text
 
 
+def test_runs_in_folders_of_one_name_are_told_apart(tmp_path):
+    """Everywhere, also without colours: on the page, in a file and in the terminal."""
+    folders = [tmp_path / seed / "out" for seed in ("seed1", "seed2")]
+    for folder in folders:
+        make_run(folder, steps=1)
+    names = ["seed1/out", "seed2/out"]
+    for server in serving([*map(str, folders)]):
+        assert [run["name"] for run in get(server, "/api/runs")["runs"]] == names
+    export([*map(str, folders)], tmp_path / "page.html")
+    console = Console(file=io.StringIO(), width=200)
+    show_text([*map(str, folders)], console)
+    for text in ((tmp_path / "page.html").read_text(), console.file.getvalue()):
+        assert all(name in text for name in names)
+    assert [run.name for run in live.live_runs([folders[0], folders[0]])] == ["out", "out"]
+
+
 def test_no_name_of_a_metric_reaches_the_terminal_as_it_is(tmp_path):
     """A foreign log may have any."""
     bad = "\x1b]0;owned\x07\x1b[31m"

@@ -43,7 +43,7 @@ def run_info(run: LiveRun, number: int) -> dict[str, Any]:
     last = int(run.entries[-1]["step"]) if run.entries else 0
     return {
         "run": number,
-        "name": reader.name,
+        "name": run.name,
         "rows": len(records),
         "complete": table.complete,
         "share": table.share,

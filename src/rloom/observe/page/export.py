@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from rloom.observe.page import answers
-from rloom.observe.page.live import LiveRun
+from rloom.observe.page.live import LiveRun, live_runs
 from rloom.observe.page.query import Query
 from rloom.observe.page.server import SCRIPTS, STATIC, STYLES
 from rloom.observe.row_index import rows_of_step
@@ -29,7 +29,7 @@ SHORT = 40
 
 def export(folders: Sequence[str], path: str | Path, *, sample: int = SAMPLE) -> int:
     """Write the page of runs to a file. Returns its size in bytes."""
-    runs = [LiveRun(folder) for folder in folders]
+    runs = live_runs(folders)
     for run in runs:
         run.catch_up()
     data = {"runs": [_run_data(run, number, sample) for number, run in enumerate(runs)]}

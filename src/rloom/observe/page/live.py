@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import threading
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -48,11 +49,35 @@ class Found:
     final: bool = True
 
 
+def live_runs(folders: Sequence[str | Path]) -> list[LiveRun]:
+    """Runs that are shown together. Each has a name of its own, unless it is there twice."""
+    runs = [LiveRun(folder) for folder in folders]
+    for run, name in zip(runs, names_of([run.reader.folder for run in runs]), strict=True):
+        run.name = name
+    return runs
+
+
+def names_of(folders: Sequence[Path]) -> list[str]:
+    """The shortest ends of paths that tell them apart.
+
+    >>> names_of([Path("/runs/seed1/out"), Path("/runs/seed2/out"), Path("/runs/other")])
+    ['seed1/out', 'seed2/out', 'other']
+    """
+    paths = [folder.resolve().parts for folder in folders]
+    names = []
+    for parts in paths:
+        sizes = range(1, len(parts) + 1)
+        alone = (size for size in sizes if all(parts == one or parts[-size:] != one[-size:] for one in paths))
+        names.append(str(Path(*parts[-next(alone, len(parts)) :])))
+    return names
+
+
 class LiveRun:
     """A run that is read while it goes on. Its methods may be called from several threads."""
 
     def __init__(self, folder: str | Path) -> None:
         self.reader = RunReader(folder)
+        self.name = self.reader.name
         self.entries: list[dict[str, Any]] = []
         # Changes when entries were dropped: whoever has some must take all anew.
         self.generation = 0

@@ -22,7 +22,7 @@ from urllib.parse import parse_qsl, urlsplit
 
 from rloom.errors import DataError
 from rloom.observe.page import answers
-from rloom.observe.page.live import LiveRun
+from rloom.observe.page.live import LiveRun, live_runs
 from rloom.observe.page.query import Query
 from rloom.observe.row_json import strict_json
 
@@ -66,7 +66,7 @@ class PageServer(ThreadingHTTPServer):
     daemon_threads = True
 
     def __init__(self, folders: Sequence[str], host: str = "127.0.0.1", port: int = 0) -> None:
-        self.runs = [LiveRun(folder) for folder in folders]
+        self.runs = live_runs(folders)
         loopback = is_loopback(host)
         self.token = None if loopback else secrets.token_urlsafe(24)
         self.address_family = _family(host)
