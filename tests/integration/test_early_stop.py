@@ -13,9 +13,10 @@ def zero(completions, **kwargs):
     return [0.0] * len(completions)
 
 
-def run(config, rows, resume=None, **changes):
+def run(config, rows, resume=None, eval_dataset=None, **changes):
     options = {"max_steps": 9, "early_stop_on": ["scores_are_constant"], "early_stop_patience": 3, **changes}
-    trainer = RLOOTrainer(make_model(), zero, config(**options), rows, processing_class=make_tokenizer())
+    data = {"train_dataset": rows, "eval_dataset": eval_dataset}
+    trainer = RLOOTrainer(make_model(), zero, config(**options), **data, processing_class=make_tokenizer())
     trainer.train(resume_from_checkpoint=resume)
     return trainer
 
@@ -31,6 +32,16 @@ def test_a_diagnosis_at_three_logs_in_a_row_ends_the_run(config, rows, tmp_path,
     said = capsys.readouterr().out
     assert "stopped after update 5 of 9: scores_are_constant" in said
     assert "those of update 5, as the diagnosis found them; there is no earlier checkpoint" in said
+
+
+def test_the_checkpoint_is_written_where_only_the_best_are(config, rows, tmp_path, caplog):
+    """transformers decides after the evaluation of that update, which is no better than the first."""
+    best = {"save_strategy": "best", "eval_strategy": "steps", "eval_steps": 1, "metric_for_best_model": "reward"}
+    trainer = run(config, rows, eval_dataset=rows[:2], **best)
+    assert trainer.state.global_step == 5
+    assert any("with a checkpoint" in message for message in caplog.messages)
+    assert sorted(path.name for path in (tmp_path / "out").glob("checkpoint-*")) == ["checkpoint-1", "checkpoint-5"]
+    assert trainer.state.best_global_step == 1
 
 
 def test_an_earlier_checkpoint_is_named(config, rows, tmp_path, capsys):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import threading
+import unicodedata
 
 import numpy as np
 import pytest
@@ -12,6 +13,7 @@ from rloom.observe import read_store
 from rloom.observe.page.export import export
 from rloom.observe.page.server import PageServer
 from rloom.observe.store import RunStore
+from rloom.printable import printable
 from tests.browser import CHROMIUM, Browser
 from tests.unit.test_page import make_run
 
@@ -19,6 +21,7 @@ pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="needs Chromium: apt-ge
 
 IDS = "[...document.querySelectorAll('#rows .row')].map((row) => row.dataset.id)"
 TITLE = "document.title"
+RANGES = "(all, code) => all.at(-1)?.[1] === code - 1 ? (all.at(-1)[1] = code, all) : [...all, [code, code]]"
 FIELDS = ("reward_min", "text", "step_max", "stop_reason", "num_tokens_max", "score:right_min", "advantage_max")
 
 
@@ -158,6 +161,18 @@ def test_hostile_completions_are_text_and_nothing_else(browser, server):
     assert "\\u202e" in text
     assert browser.run(TITLE) == title
     assert browser.complaints() == []
+
+
+def test_what_is_not_printable_is_spelt_out_as_in_a_terminal(browser, server):
+    """All characters that Unicode 3.2 had (later ones are known to some versions): tags, soft hyphens, directions."""
+    opened(browser, server.url, "curves")
+    assigned = [code for code in range(0x110000) if unicodedata.ucd_3_2_0.category(chr(code)) != "Cn"]
+    spelt = "(code) => Rloom.visible(String.fromCodePoint(code)) !== String.fromCodePoint(code)"
+    found = browser.run(f"[...Array(0x110000).keys()].filter({spelt}).reduce({RANGES}, [])")
+    codes = {code for first, last in found for code in range(first, last + 1)}
+    assert [code for code in assigned if (code in codes) != (printable(chr(code)) != chr(code))] == []
+    text = "ok\U000e0069\u00ad\u180e\u200b\xa0\x1b\r\n\t \U0001f600é"
+    assert browser.run(f"Rloom.visible({json.dumps(text)})") == printable(text)
 
 
 def test_keys_alone_lead_to_the_values_of_a_token(browser, server):

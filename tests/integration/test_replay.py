@@ -59,7 +59,7 @@ def test_a_hundred_samples_of_a_killed_run_come_out_as_they_were_stored(killed, 
     assert contents(folder) == before
 
 
-def make_trainer(folder: Path, reward, **options):
+def make_trainer(folder: Path, reward, eval_dataset=None, **options):
     config = rloom.RLOOConfig(
         str(folder),
         **{
@@ -69,7 +69,7 @@ def make_trainer(folder: Path, reward, **options):
         },
     )  # fmt: skip
     rows = [{"prompt": text} for text in ("ab", "hello", "1+1=", "why.")]
-    return rloom.RLOOTrainer(make_model(), reward, config, rows, processing_class=make_tokenizer())
+    return rloom.RLOOTrainer(make_model(), reward, config, rows, eval_dataset, processing_class=make_tokenizer())
 
 
 def by_length(completions, **kwargs):
@@ -151,6 +151,36 @@ def test_other_weights_and_options_are_differences(tmp_path):
     assert len(found.differences) == 2
 
 
+def test_a_run_that_began_with_an_evaluation(tmp_path):
+    """An evaluation would take what is stored for the first update."""
+    options = {"eval_on_start": True, "eval_dataset": [{"prompt": "ab"}], "logging_steps": 1}
+    make_trainer(tmp_path / "run", by_length, **options).train()
+    for step in (1, 3):
+        again = make_trainer(tmp_path / f"again{step}", by_length, **options)
+        found = rloom.replay(again, step, run=tmp_path / "run", call_rewards=False)
+        assert found.differences == []
+        assert [one.differences for one in found.samples] == [[]] * 8
+
+
+def test_a_run_that_was_begun_from_another_runs_checkpoint(tmp_path):
+    """Until it has a checkpoint of its own, that one has to be named."""
+    options = {"max_steps": 4, "save_steps": 2, "logging_steps": 1}
+    make_trainer(tmp_path / "first", by_length, **{**options, "max_steps": 2}).train()
+    first, run = tmp_path / "first" / "checkpoint-2", tmp_path / "run"
+    make_trainer(run, by_length, **options).train(resume_from_checkpoint=str(first))
+    again = make_trainer(tmp_path / "again", by_length, **options)
+    with pytest.raises(DataError, match=r"begin with update 3, and it has no checkpoint before 4: .*--checkpoint"):
+        rloom.replay(again, 4, run=run)
+    with pytest.raises(DataError, match=r"checkpoint-9 is no folder"):
+        rloom.replay(again, 4, run=run, checkpoint=tmp_path / "first" / "checkpoint-9")
+    with pytest.raises(ConfigError, match=r"written after update 2, which is not before update 2"):
+        rloom.replay(again, 2, run=tmp_path / "first", checkpoint=first)
+    found = rloom.replay(again, 4, run=run, checkpoint=first)
+    assert found.resumed_from == 2
+    assert found.differences == []
+    assert [one.differences for one in found.samples] == [[]] * 8
+
+
 def picky(completions, **kwargs):
     """Has no opinion on some."""
     return [None if "a" in text or len(text) % 2 else float(len(text)) for text in completions]
@@ -199,6 +229,8 @@ def test_a_run_of_the_command_line(tmp_path, monkeypatch, capsys):
     assert [one["sample"] for one in found["samples"]] == [1, 2]
     assert main(["replay", "out", "--step", "1", "--no-new-scores"]) == 0
     assert "update 1, from the run's start: gradient norm" in (shown := capsys.readouterr().out)
+    assert main(["replay", "out", "--step", "1", "--checkpoint", "out/checkpoint-2"]) == 1
+    assert "written after update 2" in capsys.readouterr().err
     # What is to be known of the whole is last: an update may have hundreds of samples.
     assert shown.rstrip().endswith("4 samples come out as they were stored")
     assert "DIFFERS" not in shown
@@ -225,6 +257,32 @@ def test_a_run_of_the_command_line(tmp_path, monkeypatch, capsys):
     (tmp_path / "out" / "_rloom_command.json").unlink()
     assert main(["replay", "out", "--step", "1"]) == 1
     assert "call rloom.replay(trainer, step) with its trainer" in capsys.readouterr().err
+
+
+def test_a_replay_pushes_nothing(tmp_path, monkeypatch, capsys):
+    """A trainer with push_to_hub makes its repository when it is made, by the name of a replay's scratch folder."""
+    made = []
+
+    def init_hf_repo(trainer, token=None):
+        made.append(trainer.args.output_dir)
+        trainer.hub_model_id = trainer.args.hub_model_id
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("transformers.Trainer.init_hf_repo", init_hf_repo)
+    monkeypatch.setattr("transformers.Trainer._push_from_checkpoint", lambda *args: None)
+    monkeypatch.setattr("transformers.Trainer._finish_current_push", lambda self: None)
+    save_llama(tmp_path / "model")
+    save_jsonl(tmp_path / "prompts.jsonl", prompts(8))
+    command = "train --model model --data prompts.jsonl --reward length(maximum=4) --output_dir out --max_steps 2"
+    command += " --max_completion_length 6 --per_device_train_batch_size 4 --use_cpu --no_gradient_checkpointing"
+    command += " --push_to_hub --hub_model_id me/mine --hub_strategy end --hub_private_repo yes"
+    monkeypatch.setattr("rloom.cli.train.save_trained", lambda *args, **kwargs: None)
+    assert main(command.split()) == 0
+    assert made == ["out"]
+    capsys.readouterr()
+    assert main(["replay", "out", "--step", "2", "--no-new-scores"]) == 0
+    assert "DIFFERS" not in capsys.readouterr().out
+    assert made == ["out"]
 
 
 def test_addresses_with_a_password_are_not_noted_and_have_to_be_given_again(tmp_path, capsys):

@@ -13,7 +13,7 @@ from rloom import RLOOConfig, RLOOTrainer
 from rloom.observe import diagnose, doctor
 from rloom.observe.courses import Course, Logs
 from rloom.observe.diagnose import RULES
-from rloom.observe.doctor import Doctor, examine, lasting
+from rloom.observe.doctor import Doctor, examine, lasting, logs_of
 from tests.conftest import make_model, make_tokenizer
 
 
@@ -266,6 +266,19 @@ def test_a_history_is_read_as_the_run_was(args):
     long = [dict(history[n % 50], step=n) for n in range(5000)] + history
     assert examine(long, args)[-1].lasts
     assert examine(long, args)[-1].last == 600
+
+
+def test_what_lasts_is_found_at_the_end_of_a_long_history(args, monkeypatch):
+    """It is asked at every log: looking at all of them each time made a run slower and slower."""
+    looked, known = [], doctor.is_update
+    monkeypatch.setattr(doctor, "is_update", lambda entry: looked.append(entry) or known(entry))
+    history = [{"loss": 0.0, "kl": 0.0 if n < 3995 else 3.0} for n in range(4000)]
+    history.insert(3998, {"eval_reward": 1.0})
+    assert lasting(["kl_explodes"], history, args, patience=3).startswith("kl_explodes")
+    assert len(looked) == 4
+    # Each of the views ends with its own log.
+    assert [logs_of(history, end)["kl"].last() for end in (3995, 3997, 4001)] == [0.0, 2.0, 3.0]
+    assert len(logs_of(history, 3000)["kl"]) == len(logs_of(history)["kl"]) + 1 == 1000
 
 
 def test_what_lasts_follows_from_the_history_alone(args):

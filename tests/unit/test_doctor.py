@@ -56,6 +56,13 @@ def test_a_run_that_goes_on_is_read_from_its_logs(ended):
     assert found.options.learning_rate == 2e-3
 
 
+@pytest.mark.parametrize("step", ["NaN", "Infinity", '"three"', "[]", "null"])
+def test_a_log_whose_steps_are_none_is_counted(tmp_path, capsys, step):
+    (tmp_path / "logs.jsonl").write_text(f'{{"step": {step}, "loss": 0.1, "kl": 5.0}}\n' * 6)
+    (diagnosis,) = found(capsys, tmp_path / "logs.jsonl")["diagnoses"]
+    assert (diagnosis["name"], diagnosis["last"]) == ("kl_explodes", 6)
+
+
 def test_a_run_that_was_stored_and_never_logged(ended):
     """Its completions tell some of what logs would have said."""
     whole = read_history(ended).entries

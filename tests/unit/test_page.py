@@ -16,6 +16,7 @@ import urllib.error
 import urllib.request
 from concurrent.futures import ThreadPoolExecutor
 from html.parser import HTMLParser
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -28,10 +29,10 @@ from rloom.observe.page import answers, live, query, text_search
 from rloom.observe.page.export import document, export, sampled_rows
 from rloom.observe.page.live import LiveRun
 from rloom.observe.page.query import Query
-from rloom.observe.page.server import SCRIPTS, STATIC, PageServer, own_names
+from rloom.observe.page.server import ANSWERS, SCRIPTS, STATIC, PageServer
 from rloom.observe.page.terminal import show_text
 from rloom.observe.page.text_search import TextSearch
-from rloom.observe.row_index import remove_index
+from rloom.observe.row_index import IndexNames, remove_index
 from rloom.observe.row_json import packed_ids
 from rloom.observe.runs import RunReader, packed
 from rloom.observe.store import FOLDER, RunStore
@@ -507,6 +508,55 @@ def test_a_page_whose_store_loses_files_while_it_is_read_goes_on(tmp_path, monke
         run.catch_up()
 
 
+def test_the_course_of_a_prompt_is_that_of_its_groups_one_by_one(monkeypatch):
+    """In whatever order rows are, also of rows without a reward or a group; and rewards are looked at once for all."""
+    names, draw = IndexNames(modes=["train"], scores=["f"]), np.random.default_rng(0)
+    records = np.zeros(400, names.dtype())
+    records["prompt"], records["step"] = draw.integers(7, 9, 400), np.sort(draw.integers(0, 9, 400))
+    records["group"] = draw.integers(-1, 6, 400)
+    records["reward"] = draw.choice([np.nan, np.inf, -1.0, 0.5, 2.0], 400, p=[0.4, 0.3, 0.1, 0.1, 0.1])
+    wanted, looked, isfinite = [], [], np.isfinite
+    for step, group in sorted({(int(r["step"]), int(r["group"])) for r in records if r["prompt"] == 7}):
+        same = [r for r in records if (r["prompt"], r["step"], r["group"]) == (7, step, group)]
+        known = [float(r["reward"]) for r in same if math.isfinite(r["reward"])]
+        ends = (min(known), pytest.approx(sum(known) / len(known)), max(known)) if known else (None,) * 3
+        one = {"step": step, "group": group, "count": len(same)}
+        wanted.append(one | dict(zip(("min", "mean", "max"), ends, strict=True)))
+    monkeypatch.setattr(answers.np, "isfinite", lambda values: looked.append(1) or isfinite(values))
+    run = SimpleNamespace(snapshot=lambda: (records, names))
+    assert answers.prompt_course(run, Query(prompt=7))["groups"] == wanted
+    assert len(looked) == 1
+    assert any(one["min"] is None for one in wanted)
+    assert answers.prompt_course(run, Query(prompt=1)) == {"groups": []}
+
+
+def test_a_run_of_trl_that_goes_on_is_read_again(tmp_path, monkeypatch):
+    """Its logs are in its checkpoints alone."""
+
+    def save(step: int, **changes) -> None:
+        logs = [{"step": s, "loss": 0.1, "reward": s / 10, **changes} for s in range(1, step + 1)]
+        (tmp_path / f"checkpoint-{step}").mkdir(exist_ok=True)
+        state = tmp_path / f"checkpoint-{step}" / "trainer_state.json"
+        state.write_text(json.dumps({"global_step": step, "max_steps": 100, "log_history": logs}))
+
+    monkeypatch.setattr(live, "FRESH_SECONDS", 0.0)
+    save(9)
+    run, read = LiveRun(tmp_path), RunReader.metrics
+    assert answers.metrics(run)["logs"] == 9
+    monkeypatch.setattr(RunReader, "metrics", lambda reader: pytest.fail("nothing is new"))
+    info = answers.run_info(run, 0)
+    assert (info["logs"], info["live"], info["step"], info["generation"]) == (9, True, 9, 0)
+    monkeypatch.setattr(RunReader, "metrics", read)
+    (tmp_path / "checkpoint-20").mkdir()
+    (tmp_path / "checkpoint-20" / "trainer_state.json").write_text("{half")
+    assert answers.metrics(run)["logs"] == 9
+    save(20)
+    assert answers.metrics(run, after=9)["steps"] == list(range(10, 21))
+    assert answers.run_info(run, 0)["generation"] == 0
+    save(20, entropy=1.0)
+    assert answers.run_info(run, 0)["generation"] == 1
+
+
 def test_of_many_logs_some_are_sent_and_all_evaluations(tmp_path, monkeypatch):
     monkeypatch.setattr(answers, "MOST_LOGS", 10)
     store = RunStore(tmp_path)
@@ -536,7 +586,9 @@ def test_every_answer_forbids_scripts_of_others(server):
     assert b"style=" not in body
 
 
-@pytest.mark.parametrize("host", ["evil.example", "127.0.0.1.evil.example:80", "", "localhost", "127.0.0.1:1"])
+@pytest.mark.parametrize(
+    "host", ["evil.example", "127.0.0.1.evil.example:80", "", ":80", "localhost:80:80", "localhost.", "[::1]evil:80"]
+)
 def test_another_name_for_this_machine_is_refused(server, host):
     answer, body = ask(server, "/api/rows", Host=host)
     assert answer.status == 403
@@ -554,9 +606,21 @@ def test_a_server_answers_to_the_address_that_it_prints(folder):
             assert refused.value.code == 403
 
 
-def test_port_80_is_left_out_by_browsers():
-    assert {"127.0.0.1", "localhost:80", "[::1]"} <= own_names("127.0.0.1", 80)
-    assert not {"127.0.0.1", "localhost", "[::1]"} & own_names("127.0.0.1", 8080)
+def test_a_row_that_is_nested_too_deeply_is_an_answer_too(server, monkeypatch):
+    """The store of an older version may hold one, which JSON's reader refuses, or its writer."""
+    deep: list = []
+    for _ in range(5000):
+        deep = [deep]
+    for answer in (lambda *given: json.loads("[" * 5000), lambda *given: deep):
+        monkeypatch.setitem(ANSWERS, "facts", answer)
+        status, body = ask(server, "/api/facts")
+        assert (status.status, json.loads(body)["error"]) == (400, "a row here is nested too deeply to be shown")
+
+
+@pytest.mark.parametrize("host", ["localhost:8080", "127.0.0.1:8080", "[::1]:8080", "localhost", "[::1]"])
+def test_a_tunnel_has_a_port_of_its_own(server, host):
+    """`ssh -L 8080:127.0.0.1:PORT`, as docs/page.md has it. Browsers leave out port 80."""
+    assert ask(server, "/api/rows", Host=host)[0].status == 200
 
 
 def test_requests_of_other_sites_are_refused(server):
@@ -748,6 +812,33 @@ def test_text_form_says_what_matters_and_nothing_hostile(folder, capsys):
     assert "\u202e" not in text
     assert "▁" in text
     assert "update 0.5 s" in text
+
+
+def test_runs_in_folders_of_one_name_are_told_apart(tmp_path):
+    """Everywhere, also without colours: on the page, in a file and in the terminal."""
+    folders = [tmp_path / seed / "out" for seed in ("seed1", "seed2")]
+    for folder in folders:
+        make_run(folder, steps=1)
+    names = ["seed1/out", "seed2/out"]
+    for server in serving([*map(str, folders)]):
+        assert [run["name"] for run in get(server, "/api/runs")["runs"]] == names
+    export([*map(str, folders)], tmp_path / "page.html")
+    console = Console(file=io.StringIO(), width=200)
+    show_text([*map(str, folders)], console)
+    for text in ((tmp_path / "page.html").read_text(), console.file.getvalue()):
+        assert all(name in text for name in names)
+    assert [run.name for run in live.live_runs([folders[0], folders[0]])] == ["out", "out"]
+
+
+def test_no_name_of_a_metric_reaches_the_terminal_as_it_is(tmp_path):
+    """A foreign log may have any."""
+    bad = "\x1b]0;owned\x07\x1b[31m"
+    logged = {"step": 1, "loss": 0.1, f"time/{bad}": 1.0, f"rewards/{bad}/mean": 1.0}
+    (tmp_path / "trainer_state.json").write_text(json.dumps({"log_history": [logged]}))
+    console = Console(file=io.StringIO(), width=200)
+    show_text([str(tmp_path)], console)
+    assert "\x1b" not in console.file.getvalue()
+    assert console.file.getvalue().count("\\x1b]0;owned") == 2
 
 
 def test_what_trl_leaves_can_be_shown_too(tmp_path, capsys):

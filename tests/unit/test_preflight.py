@@ -512,6 +512,25 @@ def test_groups_that_are_drawn_anew_are_paid_for(config):
 # -- ends
 
 
+@pytest.mark.parametrize(("movement", "expected"), [(1e-12, 1e-4), (1e9, 1e-8)])
+def test_a_rate_far_from_the_given_one_is_round_and_not_extrapolated(movement, expected, config):
+    found = measured([[0.0, 1.0]] * 8)
+    found.movement = movement
+    (advice,) = [one for one in recommend(found, config(), context=None) if one.option == "learning_rate"]
+    assert advice.value == expected
+    assert "more than a factor of 100 is missing: run preflight again" in advice.reason
+
+
+def test_several_tokens_that_are_passed_over_are_one_line():
+    tokenizer = make_tokenizer()
+    encoder = SimpleNamespace(vision=None, processing_class=tokenizer)
+    encoder.encode = lambda rows: [SimpleNamespace(token_ids=[5, 6])]
+    drawn = Completion(token_ids=[7, 0, 1, 8, 2], stop_reason="eos")
+    (line,) = end_problems(encoder, tokenizer, {"prompt": "ab"}, [SimpleNamespace(completion=drawn)], [2])
+    assert "100% after <pad> and 100% after <bos>" in line
+    assert "set stop_token_id=0 (<pad>) or stop_token_id=1 (<bos>)" in line
+
+
 def test_ends_that_are_passed_over():
     tokenizer = make_tokenizer()
     encoder = SimpleNamespace(vision=None, processing_class=tokenizer)

@@ -11,8 +11,9 @@ import numpy as np
 import pytest
 
 from rloom.errors import DataError
-from rloom.observe import RunReader, read_store
+from rloom.observe import RunReader, read_store, row_table
 from rloom.observe.row_index import NAMES, RECORDS, IndexBuilder, IndexNames, joined, tail_of
+from rloom.observe.row_table import RowTable
 from rloom.observe.runs import packed, unpacked
 from rloom.observe.store import FOLDER, RunStore
 
@@ -216,6 +217,32 @@ def test_an_index_that_cannot_be_written_costs_no_row(tmp_path, monkeypatch, cap
     write(store, 3)
     assert "the index" in caplog.text
     assert [row["step"] for row in check(tmp_path).completions()] == [1] * 6 + [2] * 6 + [3] * 6
+
+
+def test_lines_beyond_an_index_that_was_given_up_are_read_once(tmp_path, monkeypatch):
+    """They may hold a name that the index has not: a score, a mode, a stop reason."""
+    store = RunStore(tmp_path)
+    write(store, 1)
+    store._give_up_index(OSError("no space left on device"))
+    write(store, 2, names=("right", "short", "late"))
+    store.write([{**row, "stop_reason": "stopped"} for row in rows_of(3)], 3, "eval")
+    read, part_records = [], row_table.part_records
+
+    def counted(*given, **options):
+        read.append(part_records(*given, **options))
+        return read[-1]
+
+    monkeypatch.setattr(row_table, "part_records", counted)
+    table = RowTable(store.folder)
+    for _ in range(3):
+        table.refresh()
+    assert [len(records) for records in read] == [12]
+    write(store, 4)
+    table.refresh()
+    assert [len(records) for records in read] == [12, 6]
+    assert (len(table), table.names.scores) == (24, ["right", "short", "late"])
+    assert table.names.stop_reasons[table.records["stop_reason"][12]] == "stopped"
+    check(tmp_path)
 
 
 def test_damaged_and_odd_lines_do_not_stop_a_reader(tmp_path):

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import errno
 import json
+import math
 import os
 from pathlib import Path
 
 import pytest
 
 from rloom.observe import read_store
+from rloom.observe.page.export import export
+from rloom.observe.row_json import is_shallow
 from rloom.observe.store import FOLDER, RunStore
 
 
@@ -79,6 +82,26 @@ def test_a_torn_line_longer_than_a_block(tmp_path):
         file.write("x" * (2**20 + 5))
     RunStore(tmp_path).resume(1)
     assert only_part(tmp_path).read_bytes().endswith(b"}\n")
+
+
+@pytest.mark.parametrize("depth", [90, 150, 900, 990, 5000])
+@pytest.mark.parametrize("value", ["text", math.nan])
+def test_what_is_nested_deeply_can_be_read_by_all(tmp_path, depth, value):
+    """A reward may log what a completion is as JSON."""
+    deep = value
+    for _ in range(depth):
+        deep = [deep]
+    loop = {"node": [deep]}
+    loop["itself"], loop["node again"] = loop, [loop]
+    kept = {"prompt": [{"role": "user", "content": "[" * 500}], "completion": "{" * 500, "reward": 0.5, "group": 0}
+    RunStore(tmp_path).write([{**kept, "extra": {"parsed": deep, "one": 1}}, {**kept, "extra": {"loop": loop}}], step=1)
+    first, second = read_store(tmp_path)
+    assert is_shallow(first)
+    assert is_shallow(second)
+    assert first["completion"] == second["completion"] == kept["completion"]
+    if value == "text":
+        assert (first["prompt"], first["extra"]["one"]) == (kept["prompt"], 1)
+    assert export([str(tmp_path)], tmp_path / "page.html") > 0
 
 
 DAMAGE = [b"{half\n", b"\0" * 4096 + b"\n", b"\xff\xfe\n", b"17\n", b'{"no": "step"}\n', b"[" * 10**5 + b"\n"]

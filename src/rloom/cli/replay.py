@@ -40,6 +40,11 @@ def add_arguments(parser: Parser) -> None:
     parser.add_argument(
         "--sample", type=int, nargs="+", help="Completions of it, by their place among the stored ones."
     )
+    parser.add_argument(
+        "--checkpoint",
+        metavar="FOLDER",
+        help="Where to begin; of a run that was begun from another folder's checkpoint: that one.",
+    )
     parser.add_argument("--no-new-scores", action="store_true", help="Do not call the rewards anew.")
     parser.add_argument(
         "--given",
@@ -60,15 +65,26 @@ def run(options: Namespace) -> int:
 
     with tempfile.TemporaryDirectory() as scratch:
         with as_usage():
-            plan = make_plan({**values, "output_dir": scratch, "report_to": "none"})
+            plan = make_plan({**_not_public(values), "output_dir": scratch})
         found = replay(
-            make_trainer(plan), options.step, options.sample, run=options.run, call_rewards=not options.no_new_scores
+            make_trainer(plan),
+            options.step,
+            options.sample,
+            run=options.run,
+            call_rewards=not options.no_new_scores,
+            checkpoint=options.checkpoint,
         )
     if options.json:
         print(json.dumps({**dataclasses.asdict(found), "same": _is_same(found)}))
     else:
         _show(found)
     return 0 if _is_same(found) else 1
+
+
+def _not_public(values: dict[str, Any]) -> dict[str, Any]:
+    """What a run was made from, without what tells others of it: a trainer that pushes makes a repository at once."""
+    kept = {name: value for name, value in values.items() if not name.startswith("hub_")}
+    return {**kept, "report_to": "none", "push_to_hub": False}
 
 
 def write_command(folder: str | Path, values: dict[str, Any]) -> None:

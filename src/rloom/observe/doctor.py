@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -28,10 +29,11 @@ ALL = "all"
 Entries = Sequence[dict[str, Any]]
 
 
-def logs_of(entries: Entries) -> Logs:
-    """What rules see. They use the beginning and the end; reading all entries of a long run would make each log
-    slow."""
-    return Logs([*entries[:KEPT], *entries[-KEPT:]] if len(entries) > 2 * KEPT else entries)
+def logs_of(entries: Entries, end: int | None = None) -> Logs:
+    """What rules see of the first `end` entries (None: of all). They use the beginning and the end; reading all entries
+    of a long run would make each log slow."""
+    end = len(entries) if end is None else end
+    return Logs([*entries[:KEPT], *entries[end - KEPT : end]] if end > 2 * KEPT else entries[:end])
 
 
 def apply(rule: Rule, logs: Logs, args: RLOOConfig) -> str | None:
@@ -107,7 +109,7 @@ def examine(entries: Entries, args: RLOOConfig) -> list[Finding]:
     found: dict[str, Finding] = {}
     # Counted from the end, so that the last log is always looked at.
     for end in reversed(ends[::-1][:: max(1, stride)]):
-        logs, step = logs_of(entries[:end]), int(entries[end - 1].get("step") or end)
+        logs, step = logs_of(entries, end), _step(entries[end - 1], end)
         for rule in RULES:
             line = apply(rule, logs, args)
             if line is None:
@@ -117,6 +119,18 @@ def examine(entries: Entries, args: RLOOConfig) -> list[Finding]:
             )
             known.line, known.last, known.lasts = line, step, end == ends[-1]
     return list(found.values())
+
+
+def _step(entry: dict[str, Any], otherwise: int) -> int:
+    """The step of a log. Foreign logs may have anything there.
+
+    >>> [_step({"step": step}, 7) for step in (3, "3", 3.0, None, float("nan"), "three", [3])]
+    [3, 3, 3, 7, 7, 7, 7]
+    """
+    try:
+        return int(entry.get("step") or otherwise)
+    except (TypeError, ValueError, OverflowError):
+        return otherwise
 
 
 def is_update(entry: dict[str, Any]) -> bool:
@@ -134,10 +148,12 @@ def lasting(names: Sequence[str], entries: Entries, args: RLOOConfig, patience: 
 
     It follows from the history alone, so that a resumed run stops where the run would have stopped.
     """
-    ends = [n for n, entry in enumerate(entries, 1) if is_update(entry)][-patience:]
+    # From the end: this is asked at every log of a run.
+    updates = (end for end in range(len(entries), 0, -1) if is_update(entries[end - 1]))
+    ends = list(itertools.islice(updates, patience))[::-1]
     if len(ends) < patience:
         return None
-    views = [logs_of(entries[:end]) for end in ends]
+    views = [logs_of(entries, end) for end in ends]
     rules: list[Rule] = [rule for rule in RULES if rule.__name__ in names]
     for rule in rules:
         lines = [apply(rule, view, args) for view in views]

@@ -13,6 +13,8 @@ import numpy as np
 TEXTS = ("prompt", "completion", "extra", "token_ids", "mask")
 """Fields that hold the user's or the model's texts, also as tokens."""
 LARGEST = float(np.finfo(np.float32).max)
+DEEPEST = 100
+"""Levels of lists and dicts that a row may have. Parsers give up at some 1,000, and code that calls itself before."""
 
 
 def packed_ids(token_ids: list[int]) -> str:
@@ -83,15 +85,55 @@ def strict_json(value: Any) -> str:
 
 def as_json(row: dict[str, Any]) -> str:
     """A row as JSON. Prompts and extra columns are the user's, and may hold any object. Values that are not finite
-    become null. Objects that JSON does not know, or that contain themselves, become text."""
+    become null. Objects that JSON does not know, or that contain themselves, become text, and so does what is nested
+    too deeply for readers.
+
+    >>> deep = json.loads("[" * 500 + "]" * 500)
+    >>> row = json.loads(as_json({"step": 1, "extra": {"parsed": deep, "other": [2]}}))
+    >>> row["extra"]["other"], is_shallow(row), is_shallow(deep)
+    ([2], True, False)
+    """
     # Most rows need no conversion, and copying them takes time: conversions are tried only after a failure.
     for plain in (None, finite, _text):
         try:
             made = row if plain is None else {n: plain(v) if n in TEXTS else v for n, v in row.items()}
-            return ENCODER.encode(made)
-        except (TypeError, ValueError, RecursionError):
+            line = ENCODER.encode(made)
+        except RecursionError:
+            # At first, JSON itself has gone too deep. It names what contains itself otherwise.
+            if plain is None:
+                return as_json(shallow(row))
             continue
+        except (TypeError, ValueError):
+            continue
+        # Brackets in texts count too, but few rows have so many: most are not looked at again.
+        if line.count("[") + line.count("{") <= DEEPEST or is_shallow(made):
+            return line
+        return as_json(shallow(made))
     raise ValueError(f"a row that is no JSON: {_text(row)}")
+
+
+def is_shallow(value: Any, levels: int = DEEPEST) -> bool:
+    """Whether lists and dicts are nested in at most so many levels."""
+    if not isinstance(value, (dict, list, tuple)):
+        return True
+    elements = value.values() if isinstance(value, dict) else value
+    return levels > 0 and all(is_shallow(one, levels - 1) for one in elements)
+
+
+def shallow(value: Any, levels: int = DEEPEST, inside: frozenset[int] = frozenset()) -> Any:
+    """A value whose lists and dicts below so many levels, or that are inside themselves, have become text.
+
+    >>> shallow({"a": [1, [2, [3]]]}, 2)
+    {'a': [1, '[2, [3]]']}
+    """
+    if not isinstance(value, (dict, list, tuple)):
+        return value
+    if not levels or id(value) in inside:
+        return _text(value)
+    inside |= {id(value)}
+    if isinstance(value, dict):
+        return {name: shallow(one, levels - 1, inside) for name, one in value.items()}
+    return [shallow(one, levels - 1, inside) for one in value]
 
 
 def _text(value: Any) -> str:

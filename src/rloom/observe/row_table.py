@@ -21,6 +21,7 @@ from rloom.observe.row_index import (
     line_of,
     part_records,
     read_index,
+    widened,
     write_index,
 )
 
@@ -56,6 +57,8 @@ class RowTable:
         # The share of the lines' bytes that the records cover.
         self.share = 1.0
         self._base: np.ndarray = self.records
+        # The names of the index on disk, as they were loaded. Reading further lines adds to the table's own.
+        self._loaded: IndexNames | None = None
         self._on_disk = False
         self._read: dict[int, _Read] = {}
 
@@ -79,7 +82,7 @@ class RowTable:
             self._read_part(part, start, last=part == parts[-1])
         self.complete, self.share = missing == 0, 1.0 - missing / max(total, 1)
         new = [one.records for _, one in sorted(self._read.items()) if len(one.records)]
-        self.records = joined([self._base, *new], self.names) if new else self._base
+        self.records = joined([self._base, *new], self.names) if new else widened(self._base, self.names)
         self.view = (self.records, self.names.copy(), len(self._base))
 
     def read_all(self) -> None:
@@ -139,15 +142,15 @@ class RowTable:
         self._on_disk = loaded is not None and fits(self.folder, loaded[1])
         if loaded is not None and self._on_disk:
             names, base = loaded
-            if names != self.names or len(base) != len(self._base):
+            if names != self._loaded or len(base) != len(self._base):
                 # What is mapped already stays, and searches that hold it too: each map counts as memory.
                 self._base = base
+            if names != self._loaded:
+                self.names, self._loaded, self._read = names, names.copy(), {}
         else:
-            names = IndexNames() if self._shrunk() else self.names
-            self._base = np.zeros(0, names.dtype())
-        if names != self.names:
-            self._read = {}
-        self.names = names
+            if self._shrunk():
+                self.names, self._loaded, self._read = IndexNames(), None, {}
+            self._base = np.zeros(0, self.names.dtype())
 
     def _shrunk(self) -> bool:
         """Whether lines that were read are gone: a run of an older version was resumed."""

@@ -98,6 +98,18 @@ class RunReader:
         newest = next((state for _, folder in self.checkpoints() if (state := _state_of(folder)) is not None), None)
         return max((state for state in (own, newest) if state is not None), key=_last_step, default=None)
 
+    def state_stamp(self) -> tuple[tuple[str, int, int], ...]:
+        """Path, size and time (ns) of the states that `_state` chooses from, the folder's own and the newest
+        checkpoint's: others when there is something new to read."""
+        found = []
+        for path in (self.folder / STATE, *(folder / STATE for _, folder in self.checkpoints())):
+            try:
+                file = path.stat()
+            except OSError:
+                continue
+            found.append((str(path), file.st_size, file.st_mtime_ns))
+        return tuple(found[:2])
+
     def checkpoints(self) -> list[tuple[int, Path]]:
         """Its checkpoints by step, newest first."""
         found = [(int(match[1]), path) for path in self.folder.glob("checkpoint-*")

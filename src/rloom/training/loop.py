@@ -94,6 +94,12 @@ class UpdateLoop(CheckpointedTrainer):
         # Callbacks also ran after the log, the evaluation and the checkpoint.
         self._agree()
 
+    def _determine_best_metric(self, metrics: dict[str, float], trial: Any) -> bool:
+        """Whether a checkpoint is due after an evaluation. With save_strategy="best", transformers saves if this is
+        True, and drops what a callback has asked for: an early stop, or a signal."""
+        best = super()._determine_best_metric(metrics, trial)
+        return best or self.control.should_save
+
     def _note_times(self) -> None:
         """Log where an update's time went. The loop comes here at the end of an epoch too, without an update."""
         if self.clock.leave("update"):

@@ -24,8 +24,8 @@ from rloom.observe.row_json import with_token_ids
 from rloom.observe.runs import RunReader
 from rloom.observe.store import RunStore
 from rloom.observe.view import View
-from rloom.training import checkpoint
 from rloom.training.callbacks import Diagnose, SampleTable
+from rloom.training.checkpoint import damage, step_of
 from rloom.training.folder import OutputFolder
 from rloom.training.passes import attention_for
 from rloom.training.playback import StoredEngine, StoredRewards, stored_groups
@@ -74,6 +74,7 @@ def replay(
     *,
     run: str | Path | None = None,
     call_rewards: bool = True,
+    checkpoint: str | Path | None = None,
 ) -> Replay:
     """Re-create update `step` of a run: its completions, advantages, and the gradient of samples.
 
@@ -89,10 +90,12 @@ def replay(
             gradients of their own.
         run: the run's folder; the trainer's `output_dir` if not given. It is only read.
         call_rewards: score the step's completions anew too, to be shown beside the stored scores.
+        checkpoint: where to begin, in place of the run's newest checkpoint before the update. A run that was begun from
+            a checkpoint of another folder needs that one, until it has some of its own.
     """
     reader = RunReader(trainer.args.output_dir if run is None else run)
     _check(trainer, reader, step)
-    begin = _nearest(reader, step - 1)
+    begin = _nearest(reader, step) if checkpoint is None else _given(Path(checkpoint), step)
     # Before the trainer is changed.
     options = changed_options(trainer, reader)
     with tempfile.TemporaryDirectory() as scratch:
@@ -127,16 +130,32 @@ def _check(trainer: Any, run: RunReader, step: int) -> None:
 
 
 def _nearest(run: RunReader, step: int) -> tuple[int, Path] | None:
-    """The newest whole checkpoint that is not after `step`."""
+    """The newest whole checkpoint before update `step`; None: the run's start."""
     for number, folder in run.checkpoints():
-        if number <= step and checkpoint.damage(folder) is None:
+        if number < step and damage(folder) is None:
             return number, folder
+    first = next(run.steps())[0]
+    if first > 1:
+        raise DataError(
+            f"the completions in {run.folder} begin with update {first}, and it has no checkpoint before {step}: "
+            "it was begun from another folder's, which has to be named (--checkpoint FOLDER, or checkpoint=)"
+        )
     return None
+
+
+def _given(folder: Path, step: int) -> tuple[int, Path]:
+    """A checkpoint that was named, where update `step` can be replayed from it."""
+    wrong, number = damage(folder) if folder.is_dir() else "is no folder", step_of(folder)
+    if wrong is not None or number is None:
+        raise DataError(f"the checkpoint {folder} {wrong}")
+    if number >= step:
+        raise ConfigError(f"{folder} was written after update {number}, which is not before update {step}")
+    return number, folder
 
 
 def _move(trainer: Any, scratch: Path) -> None:
     """Let the trainer write to a folder of its own, and neither log, save nor evaluate."""
-    trainer.args.output_dir = str(scratch)
+    trainer.args.output_dir, trainer.args.eval_on_start = str(scratch), False
     trainer.folder = OutputFolder(str(scratch), main=True)
     trainer.store = trainer.journal.store = RunStore(scratch)
     silent = (DefaultFlowCallback, View, Diagnose, SampleTable)

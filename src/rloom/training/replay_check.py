@@ -14,8 +14,10 @@ from rloom.training.identity import differences, facts_of
 CLOSE = 1e-4
 """How far apart two norms may be, as a share: they are summed in other orders."""
 
-NOT_OF_THE_UPDATE = {"report_to"}
-"""Options that a replay sets otherwise."""
+NOT_OF_THE_UPDATE = {
+    "report_to", "push_to_hub", "hub_model_id", "hub_strategy", "hub_private_repo", "hub_always_push", "hub_revision",
+}  # fmt: skip
+"""Options that a replay sets otherwise: it tells no tracker and no hub."""
 
 
 def changed_options(trainer: Any, run: RunReader) -> list[str]:

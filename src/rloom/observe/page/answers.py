@@ -38,10 +38,12 @@ def run_info(run: LiveRun, number: int) -> dict[str, Any]:
     records, names = run.snapshot()
     reader, table = run.reader, run.reader.table
     written = [path.stat().st_mtime for path in (*parts_of(reader.store)[-1:], reader.store / METRICS) if path.exists()]
+    # A run without a store says nothing between its checkpoints.
+    written = written or [nanoseconds / 1e9 for *_, nanoseconds in reader.state_stamp()]
     last = int(run.entries[-1]["step"]) if run.entries else 0
     return {
         "run": number,
-        "name": reader.name,
+        "name": run.name,
         "rows": len(records),
         "complete": table.complete,
         "share": table.share,
@@ -174,15 +176,31 @@ def prompt_course(run: LiveRun, query: Query) -> dict[str, Any]:
     """One prompt through training: for each of its groups the step, and the rewards' least, mean and largest."""
     records, names = run.snapshot()
     found = records[chosen(records, names, query)]
-    keys = np.stack([found["step"].astype(np.int64), found["group"].astype(np.int64)], 1)
-    groups, owner = np.unique(keys, axis=0, return_inverse=True) if len(found) else (keys, np.zeros(0, int))
-    made = []
-    for place, (step, number) in enumerate(groups.tolist()):
-        rewards = found["reward"][owner == place]
-        known = rewards[np.isfinite(rewards)].astype(float)
-        ends = [float(f(known)) for f in (np.min, np.mean, np.max)] if len(known) else [None] * 3
-        made.append({"step": step, "group": number, "count": len(rewards), **dict(zip(NAMES, ends, strict=True))})
-    return {"groups": made}
+    # The rows of a group in a row: a prompt may have thousands of groups, and each is then a stretch.
+    found = found[np.lexsort((found["group"], found["step"]))]
+    steps, numbers = found["step"].astype(np.int64), found["group"].astype(np.int64)
+    starts = np.flatnonzero(np.diff(steps, prepend=-1).astype(bool) | np.diff(numbers, prepend=-1).astype(bool))
+    counts = np.diff(starts, append=len(found))
+    columns = [steps[starts].tolist(), numbers[starts].tolist(), counts.tolist(), *_spans(found["reward"], starts)]
+    fields = ("step", "group", "count", *NAMES)
+    return {"groups": [dict(zip(fields, values, strict=True)) for values in zip(*columns, strict=True)]}
+
+
+def _spans(values: np.ndarray, starts: np.ndarray) -> list[list[float | None]]:
+    """The least, mean and largest finite value of each stretch; None where it has none.
+
+    >>> _spans(np.array([1.0, 3.0, np.nan, np.inf]), np.array([0, 2]))
+    [[1.0, None], [2.0, None], [3.0, None]]
+    """
+    if not len(starts):
+        return [[], [], []]
+    known = np.isfinite(values)
+    counts = np.add.reduceat(known.astype(int), starts)
+    least = np.minimum.reduceat(np.where(known, values, np.inf).astype(float), starts)
+    total = np.add.reduceat(np.where(known, values, 0).astype(float), starts)
+    largest = np.maximum.reduceat(np.where(known, values, -np.inf).astype(float), starts)
+    spans = (least, total / np.maximum(counts, 1), largest)
+    return [[value if count else None for value, count in zip(span.tolist(), counts, strict=True)] for span in spans]
 
 
 # -- distributions

@@ -11,11 +11,11 @@ from typing import Any
 import numpy as np
 
 from rloom.observe.page import answers
-from rloom.observe.page.live import LiveRun
+from rloom.observe.page.live import LiveRun, live_runs
 from rloom.observe.page.query import Query
 from rloom.observe.page.server import SCRIPTS, STATIC, STYLES
 from rloom.observe.row_index import rows_of_step
-from rloom.observe.row_json import strict_json
+from rloom.observe.row_json import shallow, strict_json
 
 SAMPLE = 400
 """Completions of each run that an export holds, unless another number is asked for."""
@@ -29,7 +29,7 @@ SHORT = 40
 
 def export(folders: Sequence[str], path: str | Path, *, sample: int = SAMPLE) -> int:
     """Write the page of runs to a file. Returns its size in bytes."""
-    runs = [LiveRun(folder) for folder in folders]
+    runs = live_runs(folders)
     for run in runs:
         run.catch_up()
     data = {"runs": [_run_data(run, number, sample) for number, run in enumerate(runs)]}
@@ -103,7 +103,7 @@ def sampled_rows(run: LiveRun, sample: int) -> list[dict[str, Any]]:
     for step, mode, group in sorted(wanted):
         rows += answers.group(run, step, group, names.modes[mode])["rows"] if group >= 0 else []
     # The texts of tokens are short, and as many as their values.
-    return [{name: value if name == "tokens" else _cut(value) for name, value in row.items()} for row in rows]
+    return [{name: value if name == "tokens" else _cut(shallow(value)) for name, value in row.items()} for row in rows]
 
 
 def _interesting(records: np.ndarray, sample: int) -> list[int]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import threading
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -48,17 +49,42 @@ class Found:
     final: bool = True
 
 
+def live_runs(folders: Sequence[str | Path]) -> list[LiveRun]:
+    """Runs that are shown together. Each has a name of its own, unless it is there twice."""
+    runs = [LiveRun(folder) for folder in folders]
+    for run, name in zip(runs, names_of([run.reader.folder for run in runs]), strict=True):
+        run.name = name
+    return runs
+
+
+def names_of(folders: Sequence[Path]) -> list[str]:
+    """The shortest ends of paths that tell them apart.
+
+    >>> names_of([Path("/runs/seed1/out"), Path("/runs/seed2/out"), Path("/runs/other")])
+    ['seed1/out', 'seed2/out', 'other']
+    """
+    paths = [folder.resolve().parts for folder in folders]
+    names = []
+    for parts in paths:
+        sizes = range(1, len(parts) + 1)
+        alone = (size for size in sizes if all(parts == one or parts[-size:] != one[-size:] for one in paths))
+        names.append(str(Path(*parts[-next(alone, len(parts)) :])))
+    return names
+
+
 class LiveRun:
     """A run that is read while it goes on. Its methods may be called from several threads."""
 
     def __init__(self, folder: str | Path) -> None:
         self.reader = RunReader(folder)
+        self.name = self.reader.name
         self.entries: list[dict[str, Any]] = []
         # Changes when entries were dropped: whoever has some must take all anew.
         self.generation = 0
         self._lock, self._table_lock = threading.Lock(), threading.Lock()
         self._read_at = -FRESH_SECONDS
         self._stamp: tuple[int, int, int] | None = None
+        self._state_stamp: tuple[tuple[str, int, int], ...] | None = None
         self._searches: dict[str, tuple[str, TextSearch]] = {}
 
     # -- staying up to date
@@ -144,7 +170,7 @@ class LiveRun:
             found = path.stat()
         except OSError:
             if self._stamp is None:
-                self.entries, self._stamp = self.reader.metrics(), (0, 0, 0)
+                self._read_states()
             return
         stamp = (found.st_ino, found.st_size, found.st_mtime_ns)
         if stamp == self._stamp:
@@ -156,6 +182,15 @@ class LiveRun:
         else:
             self.entries = self.entries + new
         self._stamp = stamp
+
+    def _read_states(self) -> None:
+        """Of a run without a store, as TRL leaves it: the logs are in its checkpoints, which are written one by one."""
+        stamp = self.reader.state_stamp()
+        if stamp == self._state_stamp:
+            return
+        before, self.entries, self._state_stamp = self.entries, self.reader.metrics(), stamp
+        if self.entries[: len(before)] != before:
+            self.generation += 1
 
     # -- rows
 

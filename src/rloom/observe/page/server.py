@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hmac
 import ipaddress
+import re
 import secrets
 import threading
 from collections.abc import Callable, Sequence
@@ -21,7 +22,7 @@ from urllib.parse import parse_qsl, urlsplit
 
 from rloom.errors import DataError
 from rloom.observe.page import answers
-from rloom.observe.page.live import LiveRun
+from rloom.observe.page.live import LiveRun, live_runs
 from rloom.observe.page.query import Query
 from rloom.observe.row_json import strict_json
 
@@ -65,7 +66,7 @@ class PageServer(ThreadingHTTPServer):
     daemon_threads = True
 
     def __init__(self, folders: Sequence[str], host: str = "127.0.0.1", port: int = 0) -> None:
-        self.runs = [LiveRun(folder) for folder in folders]
+        self.runs = live_runs(folders)
         loopback = is_loopback(host)
         self.token = None if loopback else secrets.token_urlsafe(24)
         self.address_family = _family(host)
@@ -73,7 +74,7 @@ class PageServer(ThreadingHTTPServer):
         bound = self.server_address[1]
         self.cookie = f"rloom_{bound}"
         shown = f"[{host}]" if ":" in host else host
-        self.names = own_names(shown, bound) if loopback else None
+        self.names = own_names(shown) if loopback else None
         self.url = f"http://{shown}:{bound}/" + (f"?token={self.token}" if self.token else "")
 
     def begin(self) -> None:
@@ -97,15 +98,23 @@ def is_loopback(host: str) -> bool:
         return host == "localhost"
 
 
-def own_names(host: str, port: int) -> set[str]:
-    """What a browser on this machine may call a server on the loopback, as the header `Host` has it.
+def own_names(host: str) -> set[str]:
+    """What a browser on this machine may call a server on the loopback.
 
-    >>> sorted(own_names("127.0.0.2", 8000))
-    ['127.0.0.1:8000', '127.0.0.2:8000', '[::1]:8000', 'localhost:8000']
+    >>> sorted(own_names("127.0.0.2"))
+    ['127.0.0.1', '127.0.0.2', '[::1]', 'localhost']
     """
-    # Browsers write names small, and leave out port 80.
-    names = {host.lower(), "127.0.0.1", "localhost", "[::1]"}
-    return {f"{name}:{port}" for name in names} | (names if port == 80 else set())
+    return {host.lower(), "127.0.0.1", "localhost", "[::1]"}
+
+
+def without_port(host: str) -> str:
+    """The name in a header `Host`. Its port may be any: a tunnel has one of its own at the browser's end. A foreign
+    page that points its name here (DNS rebinding) still sends that name.
+
+    >>> [without_port(host) for host in ("localhost:8080", "127.0.0.1", "[::1]:80", "evil.com:8080", "localhost:a")]
+    ['localhost', '127.0.0.1', '[::1]', 'evil.com', 'localhost:a']
+    """
+    return re.sub(r":\d*\Z", "", host)
 
 
 def _family(host: str) -> Any:
@@ -137,7 +146,7 @@ class Handler(BaseHTTPRequestHandler):
     # -- who may ask
 
     def _is_welcome(self, given: dict[str, str]) -> bool:
-        if self.server.names is not None and self.headers.get("Host", "") not in self.server.names:
+        if self.server.names is not None and without_port(self.headers.get("Host", "")) not in self.server.names:
             return False
         if self.headers.get("Sec-Fetch-Site", "none") not in ("none", "same-origin"):
             return False
@@ -174,18 +183,16 @@ class Handler(BaseHTTPRequestHandler):
             self._send(HTTPStatus.NOT_FOUND, b"there is no such file", "text/plain")
 
     def _answer(self, what: str, given: dict[str, str]) -> None:
+        status, found = HTTPStatus.NOT_FOUND, '{"error": "there is no such answer"}'
         try:
-            found = ANSWERS[what](self.server, given) if what in ANSWERS else None
+            if what in ANSWERS:
+                status, found = HTTPStatus.OK, strict_json(ANSWERS[what](self.server, given))
         except (DataError, ValueError, OSError) as error:
-            self._send_json(HTTPStatus.BAD_REQUEST, {"error": str(error)})
-            return
-        if found is None:
-            self._send_json(HTTPStatus.NOT_FOUND, {"error": "there is no such answer"})
-        else:
-            self._send_json(HTTPStatus.OK, found)
-
-    def _send_json(self, status: HTTPStatus, value: Any) -> None:
-        self._send(status, strict_json(value).encode(), "application/json")
+            status, found = HTTPStatus.BAD_REQUEST, strict_json({"error": str(error)})
+        except RecursionError:
+            # The store of an older version may hold such a row.
+            status, found = HTTPStatus.BAD_REQUEST, '{"error": "a row here is nested too deeply to be shown"}'
+        self._send(status, found.encode(), "application/json")
 
     def _send(self, status: HTTPStatus, body: bytes, kind: str) -> None:
         self.send_response(status)

@@ -11,7 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from rloom.observe.page import answers
-from rloom.observe.page.live import LiveRun
+from rloom.observe.page.live import LiveRun, live_runs
 from rloom.observe.sparkline import sparkline
 from rloom.printable import printable
 
@@ -29,8 +29,7 @@ NEWEST = 20
 def show_text(folders: Sequence[str], console: Console | None = None) -> None:
     """Print what runs have logged and written."""
     console = console or Console()
-    for number, folder in enumerate(folders):
-        run = LiveRun(folder)
+    for number, run in enumerate(live_runs(folders)):
         run.catch_up()
         _show(run, number, console)
 
@@ -43,7 +42,7 @@ def _show(run: LiveRun, number: int, console: Console) -> None:
         console.print(Text(printable(f"  {label}: {words}")))
     console.print(_curves(logged["series"]))
     if times := _times(logged["series"]):
-        console.print(Text(f"time of an update: {times}"))
+        console.print(Text(printable(f"time of an update: {times}")))
     for one in info["diagnoses"]:
         console.print(Text(printable(f"diagnosis at update {one['step']}: {one['diagnosis']}"), style="yellow"))
     _completions(run, console)

@@ -15,10 +15,13 @@ window.Rloom = window.Rloom || { views: {} };
     return node;
   };
 
-  // Text with control, direction and zero-width characters spelt out, which could hide or reorder what is read.
+  // Text with what is not printable spelt out, which could hide or reorder what is read: all control, format and unknown
+  // characters, and all spaces but the usual one, as `rloom.printable` has it. Lines and tabs stay.
   R.visible = function (text) {
-    const hidden = /[\u0000-\u0008\u000b-\u001f\u007f-\u009f\u061c\u200b-\u200f\u2028-\u202e\u2060-\u2069\ufeff\ud800-\udfff]/gu;
-    return String(text == null ? "" : text).replace(hidden, (c) => "\\u" + c.charCodeAt(0).toString(16).padStart(4, "0"));
+    return String(text == null ? "" : text).replace(/(?![ \n\t])[\p{C}\p{Z}]/gu, (c) => {
+      const code = c.codePointAt(0), [letter, digits] = code > 0xffff ? ["U", 8] : code > 0xff ? ["u", 4] : ["x", 2];
+      return c === "\r" ? "\\r" : `\\${letter}${code.toString(16).padStart(digits, "0")}`;
+    });
   };
 
   R.number = function (value, digits = 4) {
