@@ -160,15 +160,11 @@ def _rate(found: Measurement, config: RLOOConfig) -> Advice:
     # Small steps move the policy by a KL that grows with their square.
     wanted = now * math.sqrt(STEP / found.movement)
     value = _rounded(min(max(wanted, now / FURTHEST), now * FURTHEST))
-    reason = (
-        f"one update at {now:g} moves the policy by {found.movement:.1g} nats per token; wanted: {STEP:g}, which is "
-    )
+    reason = f"one update at {now:g} moves the policy by {found.movement:.1g} nats per token; wanted: {STEP:g}, "
     if now / FURTHEST <= wanted <= now * FURTHEST:
-        reason += "careful: up to three times this rate may learn faster"
+        reason += "which is careful: up to three times this rate may learn faster"
     else:
-        reason += (
-            f"further than {FURTHEST} times the given rate, and is not extrapolated: run preflight again with this one"
-        )
+        reason += f"for which more than a factor of {FURTHEST} is missing: run preflight again with this rate"
     return Advice(option="learning_rate", value=value, now=now, reason=reason)
 
 
