@@ -9,7 +9,7 @@ from transformers import GPT2Config, GPT2LMHeadModel
 
 from rloom import FakeEngine, RLOOTrainer
 from rloom.errors import ConfigError, DataError, RewardError
-from rloom.training.launch import check_devices, check_parallelism
+from rloom.training.launch import check_devices, check_parallelism, check_several
 from tests.conftest import make_model, make_tokenizer
 
 CHAT_ROWS = [{"prompt": [{"role": "user", "content": "hi"}]}, {"prompt": [{"role": "user", "content": "why."}]}]
@@ -173,6 +173,14 @@ def test_arguments_of_other_trainers(config, rows):
             build(config, rows, **{name: 1})
     with pytest.raises(TypeError, match="must be an RLOOConfig, not dict"):
         RLOOTrainer("no/such-model", ones, {"beta": 0.1}, rows)
+
+
+def test_fsdp_in_one_process_is_refused_before_loading(config, rows, monkeypatch):
+    with pytest.raises(ConfigError, match=r"launch with `torchrun --nproc_per_node N .*, or leave fsdp out"):
+        RLOOTrainer("no/such-model", ones, config(fsdp=True), rows)
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(ConfigError, match=r"2 processes were launched .* have not found each other"):
+        check_several(SimpleNamespace(fsdp=True, parallel_mode=None, world_size=1))
 
 
 def test_processes_that_do_not_know_of_each_other_are_refused(monkeypatch):
