@@ -86,6 +86,23 @@ def test_no_model(config, rows):
         build(config, rows, model=None)
 
 
+def test_folders_without_a_model(config, rows, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(OSError, match=r"the model 'empty' cannot be loaded: that folder has no config.json$"):
+        build(config, rows, model="empty")
+    make_model().save_pretrained(tmp_path / "empty" / "checkpoint-3")
+    with pytest.raises(OSError, match=r"has no config.json; did you mean empty/checkpoint-3\?$"):
+        build(config, rows, model="empty")
+    (tmp_path / "adapter").mkdir()
+    (tmp_path / "adapter" / "adapter_config.json").touch()
+    with pytest.raises(OSError, match=r"has no config.json; it has an adapter: load its base model"):
+        build(config, rows, model="adapter")
+    (tmp_path / "empty" / "checkpoint-3").rename(tmp_path / "tiny")
+    with pytest.raises(OSError, match=r"there is no folder tinny; did you mean tiny\? The hub says: "):
+        build(config, rows, model="tinny")
+
+
 def test_tokenizer_without_end_token(config, rows):
     model = make_model()
     model.generation_config.eos_token_id = None
