@@ -92,13 +92,19 @@ def run(options: argparse.Namespace) -> int:
         check_sources(values)
         # It is changed while plans are made of it.
         plan = make_plan(dict(values))
+    begin = _resume(plan.config.resume_from_checkpoint)
+    if isinstance(begin, str) and begin != "auto":
+        from rloom.training.checkpoint import check_named
+
+        # A model takes long to load.
+        check_named(begin, plan.config.output_dir)
     # Imports torch: complaints about flags come before that.
     from rloom.cli.command_note import CommandNote
 
     trainer = make_trainer(plan)
     trainer.add_callback(CommandNote(trainer, values))
     trainer.report.next_command = next_command(plan)
-    trainer.train(resume_from_checkpoint=_resume(plan.config.resume_from_checkpoint))
+    trainer.train(resume_from_checkpoint=begin)
     save_trained(trainer, plan.lora, noting=trainer.folder.writing)
     return 0
 
