@@ -8,7 +8,7 @@ import sys
 
 import pytest
 from rich.console import Console
-from transformers import PrinterCallback, ProgressCallback, TrainerCallback
+from transformers import PrinterCallback, ProgressCallback, TrainerCallback, TrainerState
 from transformers.utils import logging as transformers_logging
 
 from rloom import LiveProgress, RLOOTrainer
@@ -238,6 +238,13 @@ def test_the_dictionary_is_transformers(config, rows, capsys):
     assert "{'loss': " in out
     assert "'time/generation': " in out
     assert "update 1/1 |" not in out
+
+
+def test_beta_is_shown_where_it_is_logged():
+    view = LiveProgress(Console(file=io.StringIO(), width=100))
+    view.numbers.take_in(TrainerState(), logs := {"loss": 0.0, "kl": 0.1, "beta": 0.000512})
+    assert " | kl 0.100 | beta 0.000512 | " in log_line(view.numbers, logs)
+    assert ("weight of the KL", "0.000512", "▁") in view.lines()
 
 
 def test_what_users_log_is_a_line_too():

@@ -18,12 +18,15 @@ from rloom.observe.clock import PHASES
 SHOWN = {
     "reward": "reward",
     "kl": "KL per token",
+    "beta": "weight of the KL",
     "entropy": "entropy",
     "completions/mean_length": "completion length",
     "completions/clipped_ratio": "truncated",
     "frac_reward_zero_std": "groups without signal",
 }
 """The metrics that are shown, and what they are called there."""
+SOMETIMES = ("beta",)
+"""Those of them that only some runs log: β, where `kl_target` adapts it."""
 SHARES = ("completions/clipped_ratio", "frac_reward_zero_std")
 """Those of them that are shares."""
 WINDOW = 10
@@ -216,11 +219,13 @@ def shown_value(name: str, value: float) -> str:
 
     >>> shown_value("frac_reward_zero_std", 0.125), shown_value("completions/mean_length", 143.21)
     ('12%', '143.2')
-    >>> shown_value("kl", -0.00001)
-    '0.000'
+    >>> shown_value("kl", -0.00001), shown_value("beta", 0.00051)
+    ('0.000', '0.00051')
     """
     if name in SHARES:
         return f"{value:.0%}"
+    if name == "beta":
+        return f"{value:.3g}"
     text = f"{value:.1f}" if name == "completions/mean_length" else f"{value:.3f}"
     return text.removeprefix("-") if float(text) == 0 else text
 
