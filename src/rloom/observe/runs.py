@@ -106,6 +106,10 @@ class RunReader:
 
     # -- completions
 
+    def has_completions(self) -> bool:
+        """Whether completions are stored; of a run by TRL, there are curves alone."""
+        return bool(parts_of(self.store))
+
     def completions(
         self, *, step: int | None = None, mode: str | None = None, group: int | None = None
     ) -> list[dict[str, Any]]:
@@ -150,7 +154,8 @@ class RunReader:
     def _parts(self) -> list[Path]:
         if found := parts_of(self.store):
             return found
-        raise DataError(f"there are no completions in {self.store}: is {self.folder} the output folder of a run?")
+        what = "none yet" if self.store.is_dir() else "curves alone, as a run by TRL has"
+        raise DataError(f"stored completions are needed, and {self.folder} has {what}")
 
     def group(self, step: int, group: int, mode: str = "train") -> list[dict[str, Any]]:
         """The rows of one group, in the order of their sampling."""
