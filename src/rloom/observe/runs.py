@@ -144,6 +144,13 @@ class RunReader:
         for step, rows in itertools.groupby(trained, key=lambda row: row["step"]):
             yield step, list(rows)
 
+    def stored_steps(self) -> list[int]:
+        """The updates whose completions are stored, in order. No lines are read."""
+        self.table.read_all()
+        records, modes = self.table.records, self.table.names.modes
+        trained = records["mode"] == (modes.index("train") if "train" in modes else -1)
+        return [int(step) for step in np.unique(records["step"][trained])]
+
     def _lines(self) -> Iterator[dict[str, Any]]:
         parts = self._parts()
         for part in parts:
