@@ -135,6 +135,7 @@ def make_plan(values: dict[str, Any]) -> Plan:
     _check_given(values)
     from rloom.config import RLOOConfig
     from rloom.data.images import folder_of
+    from rloom.training.arguments import check_diagnoses
 
     *parts, own = split(values, [*CLASSES, RLOOConfig])
     model, lora, data, rewards = (cls(**part) for cls, part in zip(CLASSES, parts, strict=True))
@@ -142,6 +143,7 @@ def make_plan(values: dict[str, Any]) -> Plan:
     if not (own.get("log_completions") or "num_sample_generations" in own):
         own["num_sample_generations"] = SAMPLE_TABLES
     config = RLOOConfig(**own)
+    check_diagnoses(config.early_stop_on or [])
     config.image_folder = config.image_folder or folder_of(data.dataset_name)
     config.model_init_kwargs = init_kwargs(model, config.model_init_kwargs)
     return Plan(
