@@ -150,9 +150,9 @@ def test_the_verb_says_where_and_needs_no_torch(one, other):
         [sys.executable, "-c", script, "diff", str(one), str(other)], capture_output=True, text=True, check=False
     )
     assert done.returncode == 1, done.stderr
-    assert "they part at update 3, with completions; 2 before it are the same" in done.stdout
+    assert "they part at update 3, in completions; the 2 updates before it are the same" in done.stdout
     assert "token_ids of sample 2" in done.stdout
-    assert "differ there too: rewards" in done.stdout
+    assert "also different at that update: rewards" in done.stdout
     assert "\x1b" not in done.stdout
     done = subprocess.run(
         [sys.executable, "-c", script, "diff", str(one), str(other), "--json"], capture_output=True, text=True
