@@ -296,6 +296,7 @@ def test_a_run_says_what_will_happen_and_what_has(config, rows, capsys):
     assert start["files"] == f"{args.output_dir}; checkpoints every 2 updates; rollouts in _rollouts"
     assert "nothing is resumed" in start["begins"]
     assert "→" in end["reward"]
+    assert end["reward"].endswith("(the first and the last log)")
     assert "(after updates 2 and 4)" in end["evaluation"]
     assert "tokens" in end["time"]
     assert "evaluation " in end["time"]

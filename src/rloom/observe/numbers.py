@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from statistics import fmean
 from typing import Any
 
@@ -131,11 +131,9 @@ class RunNumbers:
         size = min(WINDOW, len(values) // 2)
         return fmean(values[-size:]) - fmean(values[-2 * size : -size]) if size else None
 
-    def ends(self, name: str = "reward") -> tuple[float, float] | None:
-        """The means of a metric over the first and the last logs."""
-        values = self.history[name]
-        size = min(WINDOW, max(1, len(values) // 2))
-        return (fmean(values[:size]), fmean(values[-size:])) if values else None
+    def ends(self, name: str = "reward") -> tuple[float, float, int] | None:
+        """The means of a metric over the first and the last logs, and over how many."""
+        return ends_of(self.history[name]) if self.history[name] else None
 
     def shares(self) -> dict[str, float]:
         """The share of each phase in the time of the latest updates. Phases without time are left out."""
@@ -155,6 +153,25 @@ class RunNumbers:
         # An update that takes longer than others says nothing about those to come.
         running = min(self._now() - self._ends[-1], pace)
         return max(0.0, (self.total - self.step) * pace - running)
+
+
+def ends_of(values: Sequence[float]) -> tuple[float, float, int]:
+    """The means of the first and of the last values, and of how many: a fifth of a short run, which learns as it goes.
+
+    >>> ends_of([0.0, 1.0, 1.0, 3.0]), ends_of(range(10)), ends_of(range(1000))
+    ((0.0, 3.0, 1), (0.5, 8.5, 2), (4.5, 994.5, 10))
+    """
+    size = min(WINDOW, max(1, len(values) // 5))
+    return fmean(values[:size]), fmean(values[-size:]), size
+
+
+def which_ends(size: int) -> str:
+    """What values at the start and the end are of, in words.
+
+    >>> which_ends(1), which_ends(3)
+    ('the first and the last log', 'means of the first and the last 3 logs')
+    """
+    return "the first and the last log" if size == 1 else f"means of the first and the last {size} logs"
 
 
 def as_shares(seconds: dict[str, float]) -> dict[str, float]:
