@@ -8,6 +8,7 @@ Names are imported when they are first used: a worker process that scores comple
 from __future__ import annotations
 
 import importlib
+import logging
 from typing import TYPE_CHECKING, Any
 
 from rloom.version import __version__
@@ -23,6 +24,12 @@ if TYPE_CHECKING:
     from rloom.training.replay import replay
     from rloom.training.trainer import RLOOTrainer
     from rloom.types import Completion, Group, Prompt
+
+# Importing transformers' Trainer imports peft and bitsandbytes, which warns on some CPUs of a package that nothing here
+# needs. Its other messages stay.
+logging.getLogger("bitsandbytes.backends.cpu.ops").addFilter(
+    lambda record: not str(record.msg).startswith("Failed to load CPU gemm_4bit_forward")
+)
 
 _HOME = {
     "Completion": "types",

@@ -9,7 +9,7 @@ from transformers import GPT2Config, GPT2LMHeadModel
 
 from rloom import FakeEngine, RLOOTrainer
 from rloom.errors import ConfigError, DataError, RewardError
-from rloom.training.launch import check_devices, check_parallelism
+from rloom.training.launch import check_devices, check_parallelism, check_several
 from tests.conftest import make_model, make_tokenizer
 
 CHAT_ROWS = [{"prompt": [{"role": "user", "content": "hi"}]}, {"prompt": [{"role": "user", "content": "why."}]}]
@@ -84,6 +84,23 @@ def test_rewards_are_checked_before_loading(config, rows):
 def test_no_model(config, rows):
     with pytest.raises(ConfigError, match="no model"):
         build(config, rows, model=None)
+
+
+def test_folders_without_a_model(config, rows, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(OSError, match=r"the model 'empty' cannot be loaded: that folder has no config.json$"):
+        build(config, rows, model="empty")
+    make_model().save_pretrained(tmp_path / "empty" / "checkpoint-3")
+    with pytest.raises(OSError, match=r"has no config.json; did you mean empty/checkpoint-3\?$"):
+        build(config, rows, model="empty")
+    (tmp_path / "adapter").mkdir()
+    (tmp_path / "adapter" / "adapter_config.json").touch()
+    with pytest.raises(OSError, match=r"has no config.json; it has an adapter: load its base model"):
+        build(config, rows, model="adapter")
+    (tmp_path / "empty" / "checkpoint-3").rename(tmp_path / "tiny")
+    with pytest.raises(OSError, match=r"there is no folder tinny; did you mean tiny\? The hub says: "):
+        build(config, rows, model="tinny")
 
 
 def test_tokenizer_without_end_token(config, rows):
@@ -173,6 +190,14 @@ def test_arguments_of_other_trainers(config, rows):
             build(config, rows, **{name: 1})
     with pytest.raises(TypeError, match="must be an RLOOConfig, not dict"):
         RLOOTrainer("no/such-model", ones, {"beta": 0.1}, rows)
+
+
+def test_fsdp_in_one_process_is_refused_before_loading(config, rows, monkeypatch):
+    with pytest.raises(ConfigError, match=r"launch with `torchrun --nproc_per_node N .*, or leave fsdp out"):
+        RLOOTrainer("no/such-model", ones, config(fsdp=True), rows)
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(ConfigError, match=r"2 processes were launched .* have not found each other"):
+        check_several(SimpleNamespace(fsdp=True, parallel_mode=None, world_size=1))
 
 
 def test_processes_that_do_not_know_of_each_other_are_refused(monkeypatch):

@@ -109,6 +109,31 @@ def test_no_number_beside_a_curve_is_cut_off(browser, tmp_path):
     assert min(left for _, left in texts) >= 0, texts
 
 
+def test_numbers_beside_a_curve_differ_and_constants_have_a_small_range(browser, tmp_path):
+    """An entropy had the marks 3.86, 3.85, 3.85 and 3.85, and a share that is always 0 was drawn from 0 to 100."""
+    store = RunStore(tmp_path / "run")
+    store.begin()
+    for step in range(1, 13):
+        still = {"frac_reward_zero_std": 0.0, "kl": 0.02, "grad_norm": 0.0}
+        store.log({"entropy": 3.858 - 0.0025 * step, **still}, step)
+    export([str(tmp_path / "run")], tmp_path / "page.html")
+    opened(browser, f"file://{tmp_path}/page.html", "curves")
+    browser.wait("document.querySelectorAll('.plot[data-drawn] canvas').length >= 4")
+    browser.run("""(() => { window.marks = {}; const p = CanvasRenderingContext2D.prototype, before = p.fillText;
+      p.fillText = function (text, x, y, ...rest) {
+        const name = this.canvas.closest('[data-metric]').dataset.metric;
+        if (this.textAlign === 'right') ((marks[name] ||= {})[Math.round(y)] = text);
+        return before.call(this, text, x, y, ...rest); }; })()""")
+    browser.prefer("dark")
+    browser.wait("Object.keys(marks).length >= 4")
+    marks = {name: list(texts.values()) for name, texts in browser.run("marks").items()}
+    assert all(len(set(texts)) == len(texts) >= 3 for texts in marks.values()), marks
+    assert {float(text) for text in marks["frac_reward_zero_std"]} >= {0.0, 1.0}
+    assert max(map(float, marks["frac_reward_zero_std"])) == 1.0
+    assert all(0.017 <= float(text) <= 0.023 for text in marks["kl"]), marks
+    assert all(abs(float(text)) <= 0.1 for text in marks["grad_norm"])
+
+
 def test_a_filter_gives_exactly_the_rows_of_a_plain_one(browser, server, folders):
     opened(browser, server.url, "completions")
     browser.wait("document.querySelectorAll('#rows .row').length === 50")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import re
 from pathlib import Path
 
 import pytest
@@ -101,11 +102,13 @@ def test_a_sample_of_a_later_update_has_no_gradient_in_this_one(tmp_path, capsys
     """Two updates share a rollout of 16: the first trains on 8 of them."""
     make_trainer(tmp_path / "run", by_length, steps_per_generation=2, max_steps=2).train()
     again = make_trainer(tmp_path / "again", by_length, steps_per_generation=2, max_steps=2)
+    with pytest.raises(DataError, match="no completions of update 2: it trains on those of update 1, which can be"):
+        rloom.replay(again, 2, run=tmp_path / "run")
     found = rloom.replay(again, 1, list(range(16)), run=tmp_path / "run", call_rewards=False)
     assert [one.in_update for one in found.samples] == [True] * 8 + [False] * 8
     assert any(one.gradient_norm > 0 for one in found.samples[:8])
     assert [(one.gradient_norm, one.largest) for one in found.samples[8:]] == [(0.0, [])] * 8
-    _show(found)
+    _show(found, chosen=True)
     assert capsys.readouterr().out.count("a later update trains on it") == 8
 
 
@@ -203,7 +206,7 @@ def test_what_cannot_be_replayed_is_said(tmp_path):
     with pytest.raises(ConfigError, match="counted from 1"):
         rloom.replay(trainer, 0, run=tmp_path / "run")
     make_trainer(tmp_path / "other", by_length).train()
-    with pytest.raises(DataError, match="has no completions of update 4"):
+    with pytest.raises(DataError, match="other has no update 4: its last is 3"):
         rloom.replay(trainer, 4, run=tmp_path / "other")
     with pytest.raises(ConfigError, match="samples 0 to 7, and no 8"):
         rloom.replay(trainer, 1, 8, run=tmp_path / "other")
@@ -231,8 +234,9 @@ def test_a_run_of_the_command_line(tmp_path, monkeypatch, capsys):
     assert "update 1, from the run's start: gradient norm" in (shown := capsys.readouterr().out)
     assert main(["replay", "out", "--step", "1", "--checkpoint", "out/checkpoint-2"]) == 1
     assert "written after update 2" in capsys.readouterr().err
-    # What is to be known of the whole is last: an update may have hundreds of samples.
+    # An update may have hundreds of samples: those that come out as they were stored are shown where asked for.
     assert shown.rstrip().endswith("4 samples come out as they were stored")
+    assert "completion" not in shown
     assert "DIFFERS" not in shown
     # Logged by weights that the options do not give.
     logs = tmp_path / "out" / "_rollouts" / "metrics.jsonl"
@@ -254,6 +258,20 @@ def test_a_run_of_the_command_line(tmp_path, monkeypatch, capsys):
     shown = capsys.readouterr().out
     assert "DIFFERS: advantage was" in shown
     assert "of 4 looked at, 1 DIFFER: 0\n" in shown
+    assert re.findall(r"^sample \d", shown, re.MULTILINE) == ["sample 0"]
+    assert shown.startswith("update 1, from the run's start")
+    # What cannot be is told before a model is loaded.
+    monkeypatch.setattr("rloom.cli.train.make_trainer", None)
+    for words, message in (
+        (["out", "--step", "9"], "out has no update 9: its last is 3"),
+        (["out", "--step", "3", "--sample", "0", "4"], "update 3 has samples 0 to 3, and no 4"),
+        (["nope", "--step", "1"], "nope is no folder: name the output folder of a run"),
+        (["prompts.jsonl", "--step", "1"], "prompts.jsonl is no folder"),
+        (["model", "--step", "1"], "model holds no run"),
+        (["out/checkpoint-2", "--step", "1"], "out/checkpoint-2 is a checkpoint: name the folder of its run, out"),
+    ):
+        assert main(["replay", *words]) == 1
+        assert f"rloom: {message}" in capsys.readouterr().err
     (tmp_path / "out" / "_rloom_command.json").unlink()
     assert main(["replay", "out", "--step", "1"]) == 1
     assert "call rloom.replay(trainer, step) with its trainer" in capsys.readouterr().err

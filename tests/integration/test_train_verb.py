@@ -134,6 +134,24 @@ def test_a_model_that_is_nowhere_is_named(here, capsys, monkeypatch):
     assert "the model './nowhere' cannot be loaded" in capsys.readouterr().err
 
 
+def test_a_checkpoint_that_is_not_there_is_told_before_a_model_is_loaded(here, capsys):
+    save_jsonl(here / "prompts.jsonl", prompts(8))
+    for step in (1, 2, 10):
+        (here / "out" / f"checkpoint-{step}").mkdir(parents=True)
+        (here / "out" / f"checkpoint-{step}" / "trainer_state.json").write_text(json.dumps({"global_step": step}))
+    (here / "out" / "checkpoint-11").mkdir()
+    given = ["--model", "nowhere", "--data", "prompts.jsonl", "--reward", "length(maximum=4)", *QUICK]
+    assert main(["train", *given, "--output_dir", "out", "--resume_from_checkpoint", "nope"]) == 1
+    assert capsys.readouterr().err == (
+        "rloom: the checkpoint nope is no folder: name out/checkpoint-10, out/checkpoint-2 or out/checkpoint-1, or "
+        '"auto", which goes on from the newest in output_dir that is whole, and begins anew where there is none\n'
+    )
+    assert main(["train", *given, "--output_dir", "out", "--resume_from_checkpoint", "out/checkpoint-11"]) == 1
+    assert "rloom: the checkpoint out/checkpoint-11 is unfinished " in capsys.readouterr().err
+    assert main(["train", *given, "--output_dir", "new", "--resume_from_checkpoint", "nope"]) == 1
+    assert "is no folder: name another (new has none), or" in capsys.readouterr().err
+
+
 def test_evaluation_split_and_resume(here, capsys):
     save_llama(here / "model")
     save_jsonl(here / "set" / "data" / "train-00000-of-00001.jsonl", prompts(8))

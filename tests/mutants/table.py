@@ -1631,4 +1631,47 @@ MUTANTS = [
         '            if line.startswith("VmRSS:"):',
         "tests/unit/test_preflight.py::test_the_memory_that_is_told_is_the_most_that_was_held",
     ),
+    # -- what a new user met
+    Mutant(
+        "observe/numbers.py",
+        "    size = min(WINDOW, max(1, len(values) // 5))",
+        "    size = min(WINDOW, max(1, len(values) // 2))",
+        "tests/unit/test_card.py::test_rewards_results_and_curve",
+    ),
+    Mutant(
+        "observe/page/terminal.py",
+        "max(NARROWEST, min(WIDEST, left))",
+        "WIDEST",
+        "tests/unit/test_page.py::test_courses_fit_the_terminal_and_have_the_newest_updates",
+    ),
+    Mutant(
+        "observe/history.py",
+        '    if name in ("step", "epoch"):',
+        "    if False:",
+        "tests/unit/test_doctor.py::test_what_cannot_be_read_is_said",
+    ),
+    Mutant(
+        "training/callbacks.py",
+        "self.store.diagnosed() if self.store is not None and state.global_step else {}",
+        "{}",
+        "tests/unit/test_diagnose.py::test_a_resumed_run_does_not_name_what_it_has_named",
+    ),
+    Mutant(
+        "training/launch.py",
+        "    check_launch(args.world_size)",
+        "    pass",
+        "tests/integration/test_bad_input.py::test_fsdp_in_one_process_is_refused_before_loading",
+    ),
+    Mutant(
+        "config/training.py",
+        "            self.gradient_checkpointing = own",
+        "            pass",
+        "tests/unit/test_config.py::test_checkpointing_beside_fsdp_is_no_reason_to_warn",
+    ),
+    Mutant(
+        "cli/train.py",
+        "        check_named(begin, plan.config.output_dir)",
+        "        pass",
+        "tests/integration/test_train_verb.py::test_a_checkpoint_that_is_not_there_is_told_before_a_model_is_loaded",
+    ),
 ]

@@ -102,9 +102,9 @@ def test_rewards_results_and_curve():
     logs += [{"step": 10, "eval_reward": 0.75}, {"step": 10, "train_loss": 0.1}]
     _, body = card(results=RunResults(rewards=[("right", 1.0), ("form", 0.5)], logs=logs))
     assert "Rewards: right, form (weight 0.5)." in body
-    assert "After 10 updates:" in body
-    assert "| reward | 0.1 | 1 | 1 | `▁▂▃▃▄▅▆▆▇█` |" in body
-    assert "| right | 0.05 | 0.5 | 0.5 | `" in body
+    assert "After 10 updates (means of the first and the last 2 logs):" in body
+    assert "| reward | 0.15 | 0.95 | 1 | `▁▂▃▃▄▅▆▆▇█` |" in body
+    assert "| right | 0.075 | 0.475 | 0.5 | `" in body
     assert "| form | 1 | 1 | 1 | `▁▁▁▁▁▁▁▁▁▁` |" in body
     assert "| reward on evaluation prompts | 0.75 | 0.75 | 0.75 | `▁` |" in body
     _, body = card(results=RunResults(rewards=[("right", 1.0)]))  # before the first log

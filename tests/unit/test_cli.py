@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import subprocess
 import sys
@@ -61,6 +62,16 @@ def test_a_new_verb_is_a_module_and_a_row(monkeypatch, capsys):
     with pytest.raises(SystemExit):
         main(["say", "--number", "0"])
     assert "--number: must be at least 1, not 0" in capsys.readouterr().err
+
+
+def test_of_bitsandbytes_one_message_is_kept_back(caplog):
+    others = logging.getLogger("bitsandbytes.backends.cpu.ops")
+    before = others.level
+    others.setLevel(logging.WARNING)
+    others.warning("Failed to load CPU gemm_4bit_forward from kernels-community: %s.", "No module named 'kernels'")
+    others.warning("something else")
+    others.setLevel(before)
+    assert caplog.messages == ["something else"]
 
 
 def test_output_that_nobody_reads_is_no_error():

@@ -150,9 +150,9 @@ def test_the_verb_says_where_and_needs_no_torch(one, other):
         [sys.executable, "-c", script, "diff", str(one), str(other)], capture_output=True, text=True, check=False
     )
     assert done.returncode == 1, done.stderr
-    assert "they part at update 3, with completions; 2 before it are the same" in done.stdout
+    assert "they part at update 3, in completions; the 2 updates before it are the same" in done.stdout
     assert "token_ids of sample 2" in done.stdout
-    assert "differ there too: rewards" in done.stdout
+    assert "also different at that update: rewards" in done.stdout
     assert "\x1b" not in done.stdout
     done = subprocess.run(
         [sys.executable, "-c", script, "diff", str(one), str(other), "--json"], capture_output=True, text=True
@@ -163,3 +163,8 @@ def test_the_verb_says_where_and_needs_no_torch(one, other):
 def test_a_folder_that_is_no_run_is_named(one, tmp_path, capsys):
     assert main(["diff", str(one), str(tmp_path / "nothing")]) == 1
     assert "nothing is no folder: name the output folder of a run" in capsys.readouterr().err
+    (tmp_path / "trl").mkdir()
+    (tmp_path / "trl" / "trainer_state.json").write_text('{"log_history": [{"loss": 0.1, "step": 1}]}')
+    assert main(["diff", str(one), str(tmp_path / "trl")]) == 1
+    assert "stored completions are needed, and" in (said := capsys.readouterr().err)
+    assert "trl has curves alone, as a run by TRL has" in said

@@ -13,7 +13,7 @@ from transformers import HfArgumentParser
 import rloom.config
 from rloom import RLOOConfig
 from rloom.config.topic import parsed
-from rloom.errors import ConfigError, UnknownOptionError
+from rloom.errors import ConfigError, MissingExtraError, UnknownOptionError
 
 
 def make(**options) -> RLOOConfig:
@@ -240,6 +240,39 @@ def test_command_line_accepts_present_and_older_names():
     assert (config.beta, config.max_steps, config.num_generations) == (0.03, 10, 4)
     with pytest.raises(ConfigError, match="not both"):
         parser.parse_args_into_dataclasses([*arguments.split(), "--beta", "0.1"])
+
+
+def test_fsdp_may_be_a_text_as_flags_give_it(caplog):
+    assert [make(fsdp=text).fsdp for text in ("true", "True", "1")] == [True] * 3
+    assert not any(make(fsdp=text).fsdp for text in ("false", "no", "", None, False))
+    with pytest.raises(ConfigError, match="fsdp must be true or false, not treu; fsdp_config has"):
+        make(fsdp="treu")
+    config = make(fsdp="shard_grad_op")
+    assert config.fsdp is True
+    assert config.fsdp_config["reshard_after_forward"] is False
+
+
+def test_checkpointing_beside_fsdp_is_no_reason_to_warn(monkeypatch):
+    warned = []
+    monkeypatch.setattr("transformers.training_args.logger.warning", lambda text, *args: warned.append(text))
+    config = make(fsdp=True, gradient_checkpointing=True)
+    assert config.gradient_checkpointing
+    assert config.fsdp_plugin_args["fsdp_version"] == 2
+    assert not [text for text in warned if "activation_checkpointing" in text]
+
+
+def test_deepspeed_that_cannot_be_had_is_told_in_one_line(monkeypatch, tmp_path):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(MissingExtraError, match="not installed: pip install deepspeed"):
+        make(deepspeed="zero3.json")
+    monkeypatch.setenv("ACCELERATE_USE_DEEPSPEED", "true")
+    with pytest.raises(MissingExtraError, match="not installed: pip install deepspeed"):
+        make()
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: True)
+    with pytest.raises(ConfigError, match=r"there is no file .*nope\.json"):
+        make(deepspeed=str(tmp_path / "nope.json"))
+    with pytest.raises(ConfigError, match="leave one of them out"):
+        make(deepspeed="zero3.json", fsdp=True)
 
 
 def test_saved_arguments_are_loaded_by_the_name_they_were_saved_under(tmp_path):

@@ -14,6 +14,8 @@ from rloom.observe import diagnose, doctor
 from rloom.observe.courses import Course, Logs
 from rloom.observe.diagnose import RULES
 from rloom.observe.doctor import Doctor, examine, lasting, logs_of
+from rloom.observe.store import RunStore
+from rloom.training.callbacks import Diagnose
 from tests.conftest import make_model, make_tokenizer
 
 
@@ -289,3 +291,25 @@ def test_what_lasts_follows_from_the_history_alone(args):
     history.insert(5, {"eval_loss": 0.0, "eval_reward": 1.0})
     assert [n for n in range(1, 9) if lasting(["kl_explodes"], history[:n], args, patience=3)] == [8]
     assert lasting(["entropy_collapses"], history, args, patience=1) is None
+
+
+def test_a_resumed_run_does_not_name_what_it_has_named(tmp_path, caplog):
+    store, log = RunStore(tmp_path), {"loss": 0.0, "completions/clipped_ratio": 0.8}
+    args = SimpleNamespace(max_completion_length=8)
+    store.begin()
+
+    def line_at(step, callback):
+        caplog.clear()
+        state = SimpleNamespace(log_history=[log] * 3, global_step=step, is_world_process_zero=True)
+        callback.on_train_begin(args, state, None)
+        callback.on_log(args, state, None, logs=log)
+        return [message for message in caplog.messages if "are cut off" in message]
+
+    assert line_at(3, Diagnose(None, store))
+    store.resume(3)
+    again = Diagnose(None, store)
+    assert not line_at(4, again)
+    assert line_at(103, again)
+    store.resume(2)  # before it was named
+    assert line_at(3, Diagnose(None, store))
+    assert line_at(0, again)  # another run

@@ -135,6 +135,11 @@ def test_nothing_wrong_is_said_too(tmp_path, capsys):
         ("a.jsonl", "not json", "cannot be read as JSON"),
         ("a.json", "[1, 2]", "has no logs"),
         ("a.json", '{"log_history": []}', "has no logs yet"),
+        (
+            "prompts.jsonl",
+            '{"prompt": "1+1=", "answer": 2, "step": 3}',
+            "has no metric in any of its 1 line, such as reward",
+        ),
         (None, None, "holds no run"),
     ],
 )

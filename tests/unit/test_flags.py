@@ -92,6 +92,7 @@ def test_recipe_that_is_not_there(capsys):
         ([*NEEDED, "--use_bnb_nested_quant"], "no effect without --load_in_4bit"),
         ([*NEEDED, "--num_generations", "3"], "must be divisible by num_generations"),
         ([*NEEDED, "--dtype", "bfloat16", "--model_init_kwargs", '{"dtype": "float32"}'], "given twice"),
+        ([*NEEDED, "--early_stop_on", "kl_explode"], "did you mean 'kl_explodes'?"),
         ([*NEEDED, "--rloo_k", "4", "--num_generations", "2"], "give one of them, not both"),
     ],
 )

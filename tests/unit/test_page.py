@@ -841,12 +841,27 @@ def test_no_name_of_a_metric_reaches_the_terminal_as_it_is(tmp_path):
     assert console.file.getvalue().count("\\x1b]0;owned") == 2
 
 
+def test_courses_fit_the_terminal_and_have_the_newest_updates(tmp_path):
+    history = [{"reward": float(s > 35), "kl": 1.0, "beta": 0.01 * s, "rewards/a_long_name_of_one/mean": s, "step": s}
+               for s in range(1, 41)]  # fmt: skip
+    (tmp_path / "trainer_state.json").write_text(json.dumps({"log_history": history, "max_steps": 40}))
+    for width in (80, 60, 200):
+        console = Console(file=io.StringIO(), width=width)
+        show_text([str(tmp_path)], console)
+        lines = [line for line in console.file.getvalue().splitlines() if "▁" in line]
+        assert "…" not in console.file.getvalue()
+        assert lines[0].split()[-1].endswith("█")
+        assert [line.split()[0] for line in lines] == ["reward", "kl", "beta", "rewards/a_long_name_of_one/mean"]
+        assert max(map(len, lines)) == min(width, 86)
+
+
 def test_what_trl_leaves_can_be_shown_too(tmp_path, capsys):
     history = [{"loss": 0.1, "reward": s / 10, "step": s} for s in range(1, 6)]
     (tmp_path / "trainer_state.json").write_text(json.dumps({"log_history": history, "max_steps": 5}))
     assert main(["show", str(tmp_path), "--text"]) == 0
     assert "reward" in capsys.readouterr().out
     assert main(["show", str(tmp_path / "trainer_state.json"), "--export", str(tmp_path / "r.html")]) == 0
+    assert "all curves. No completions are stored in" in capsys.readouterr().out
     run = LiveRun(tmp_path)
     run.catch_up()
     assert answers.rows(run, Query())["count"] == 0

@@ -8,7 +8,7 @@ import sys
 
 import pytest
 from rich.console import Console
-from transformers import PrinterCallback, ProgressCallback, TrainerCallback
+from transformers import PrinterCallback, ProgressCallback, TrainerCallback, TrainerState
 from transformers.utils import logging as transformers_logging
 
 from rloom import LiveProgress, RLOOTrainer
@@ -240,6 +240,13 @@ def test_the_dictionary_is_transformers(config, rows, capsys):
     assert "update 1/1 |" not in out
 
 
+def test_beta_is_shown_where_it_is_logged():
+    view = LiveProgress(Console(file=io.StringIO(), width=100))
+    view.numbers.take_in(TrainerState(), logs := {"loss": 0.0, "kl": 0.1, "beta": 0.000512})
+    assert " | kl 0.100 | beta 0.000512 | " in log_line(view.numbers, logs)
+    assert ("weight of the KL", "0.000512", "▁") in view.lines()
+
+
 def test_what_users_log_is_a_line_too():
     assert log_line(RunNumbers(), {"mine": 0.25, "words": "so"}) == "update 0: mine 0.25, words so"
 
@@ -289,6 +296,7 @@ def test_a_run_says_what_will_happen_and_what_has(config, rows, capsys):
     assert start["files"] == f"{args.output_dir}; checkpoints every 2 updates; rollouts in _rollouts"
     assert "nothing is resumed" in start["begins"]
     assert "→" in end["reward"]
+    assert end["reward"].endswith("(the first and the last log)")
     assert "(after updates 2 and 4)" in end["evaluation"]
     assert "tokens" in end["time"]
     assert "evaluation " in end["time"]

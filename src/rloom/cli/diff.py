@@ -41,18 +41,32 @@ def run(options: Namespace) -> int:
 
 def _show(found: Comparison, options: Namespace) -> None:
     if found.step is None:
-        print(f"the same: {found.compared} updates with completions, to the last digit")
+        print(f"the same: {found.compared} update{'s' * (found.compared != 1)} with completions, to the last digit")
         if found.ends[0] != found.ends[1]:
             print(f"  RUN_A goes to update {found.ends[0]}, RUN_B to {found.ends[1]}")
     else:
         assert found.first is not None
-        print(f"they part at update {found.step}, with {found.first.what}; {found.compared - 1} before it are the same")
+        print(f"they part at update {found.step}, in {_called(found.first.what)}; {_before(found.compared - 1)}")
         _show_values(found.first, options)
         if found.others:
-            print(f"  differ there too: {', '.join(found.others)}")
+            print(f"  also different at that update: {', '.join(map(_called, found.others))}")
     for difference in found.options:
         print(f"{difference.where}")
         _show_values(difference, options, named=False)
+
+
+def _called(what: str) -> str:
+    return "the log" if what == "log" else what
+
+
+def _before(same: int) -> str:
+    """
+    >>> _before(0), _before(1), _before(2)
+    ('it is their first', 'the update before it is the same', 'the 2 updates before it are the same')
+    """
+    if same < 2:
+        return "the update before it is the same" if same else "it is their first"
+    return f"the {same} updates before it are the same"
 
 
 def _show_values(difference: Difference, options: Namespace, *, named: bool = True) -> None:

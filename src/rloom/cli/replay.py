@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 import tempfile
 from argparse import Namespace
 from collections.abc import Sequence
@@ -11,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rloom.cli.messages import show_messages
-from rloom.cli.parser import Parser, as_usage
+from rloom.cli.parser import Parser, as_usage, count
 from rloom.errors import DataError
 from rloom.printable import printable
 
@@ -36,9 +37,12 @@ def add_arguments(parser: Parser) -> None:
         "earlier checkpoint, on the stored completions and scores. The run's folder is only read."
     )
     parser.add_argument("run", metavar="RUN", help="The output folder of the run.")
-    parser.add_argument("--step", type=int, required=True, help="The update, counted from 1.")
+    parser.add_argument("--step", type=count, required=True, help="The update, counted from 1.")
     parser.add_argument(
-        "--sample", type=int, nargs="+", help="Completions of it, by their place among the stored ones."
+        "--sample",
+        type=int,
+        nargs="+",
+        help="Show these completions of it, by their place among the stored ones; unset: those that differ.",
     )
     parser.add_argument(
         "--checkpoint",
@@ -61,11 +65,14 @@ def run(options: Namespace) -> int:
     show_messages()
     values = read_command(options.run, options.given)
     from rloom.cli.train import make_plan, make_trainer
-    from rloom.training.replay import replay
+    from rloom.observe.runs import RunReader
+    from rloom.training.replay import check_asked, replay
 
     with tempfile.TemporaryDirectory() as scratch:
         with as_usage():
             plan = make_plan({**_not_public(values), "output_dir": scratch})
+        # A model takes long to load.
+        check_asked(RunReader(options.run), options.step, options.sample)
         found = replay(
             make_trainer(plan),
             options.step,
@@ -77,7 +84,7 @@ def run(options: Namespace) -> int:
     if options.json:
         print(json.dumps({**dataclasses.asdict(found), "same": _is_same(found)}))
     else:
-        _show(found)
+        _show(found, chosen=options.sample is not None)
     return 0 if _is_same(found) else 1
 
 
@@ -105,10 +112,7 @@ def read_command(folder: str | Path, given: Sequence[str] = ()) -> dict[str, Any
         note = json.loads((Path(folder) / COMMAND_FILE).read_text())
         values, left_out = dict(note["train"]), dict(note.get("left_out", {}))
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise DataError(
-            f"{folder} has no {COMMAND_FILE} that can be read, which `rloom train` writes: for a run of a script, call "
-            f"rloom.replay(trainer, step) with its trainer ({error})"
-        ) from error
+        raise _no_command(Path(folder)) from error
     again: dict[str, list[str]] = {}
     for name, _, value in (text.partition("=") for text in given):
         again.setdefault(name, []).append(value)
@@ -122,14 +126,28 @@ def read_command(folder: str | Path, given: Sequence[str] = ()) -> dict[str, Any
     return {**values, **{name: texts if left_out[name] else texts[-1] for name, texts in again.items()}}
 
 
+def _no_command(folder: Path) -> DataError:
+    """The error for a folder without what `rloom train` was given."""
+    from rloom.observe.runs import RunReader
+
+    if re.fullmatch(r"checkpoint-\d+", folder.name) and (folder.parent / COMMAND_FILE).exists():
+        return DataError(f"{folder} is a checkpoint: name the folder of its run, {folder.parent}")
+    try:
+        RunReader(folder)
+    except DataError as error:
+        return error
+    return DataError(
+        f"{folder} has no {COMMAND_FILE} that can be read, which `rloom train` writes: for a run of a script, call "
+        "rloom.replay(trainer, step) with its trainer"
+    )
+
+
 def _is_same(found: Replay) -> bool:
     return not found.differences and not any(one.differences for one in found.samples)
 
 
-def _show(found: Replay) -> None:
-    """The samples, and then what is to be known of the whole, where it is still seen."""
-    for one in found.samples:
-        _show_sample(one)
+def _show(found: Replay, *, chosen: bool) -> None:
+    """What is to be known of the whole, and then the samples that were asked for; else some of those that differ."""
     begin = f"checkpoint-{found.resumed_from}" if found.resumed_from else "the run's start"
     print(f"update {found.step}, from {begin}: gradient norm {found.gradient_norm:.6g} before clipping")
     count, differ = len(found.samples), [one.sample for one in found.samples if one.differences]
@@ -139,6 +157,8 @@ def _show(found: Replay) -> None:
     print(f"  weights before it {found.weights}; {others if differ else as_stored}")
     for line in found.differences:
         print(f"  DIFFERS: {printable(line)}")
+    for one in found.samples if chosen else [one for one in found.samples if one.differences][:FEW]:
+        _show_sample(one)
 
 
 def _show_sample(one: ReplayedSample) -> None:

@@ -6,6 +6,7 @@ import sys
 from argparse import Namespace
 
 from rloom.cli.parser import Parser, UsageError, count
+from rloom.errors import in_words
 
 SUMMARY = "look at runs: curves, completions, tokens, time, options"
 SWITCH_SECONDS = 0.0005
@@ -43,13 +44,18 @@ def run(options: Namespace) -> int:
 
 def _export(options: Namespace) -> None:
     from rloom.observe.page.export import SAMPLE, export
+    from rloom.observe.runs import RunReader
 
     sample = options.sample or SAMPLE
     size = export(options.runs, options.export, sample=sample)
-    print(
-        f"{options.export} is written ({size / 1e6:.1f} MB): all curves, and a sample of up to {sample:,} completions "
-        "of each run. It holds prompts and completions: mind whom you send it to."
-    )
+    start = f"{options.export} is written ({size / 1e6:.1f} MB): all curves"
+    if any(RunReader(run).has_completions() for run in options.runs):
+        print(
+            f"{start}, and a sample of up to {sample:,} completions of each run. It holds prompts and completions: "
+            "mind whom you send it to."
+        )
+    else:
+        print(f"{start}. No completions are stored in {in_words(options.runs)}.")
 
 
 def _serve(options: Namespace) -> None:

@@ -92,13 +92,19 @@ def run(options: argparse.Namespace) -> int:
         check_sources(values)
         # It is changed while plans are made of it.
         plan = make_plan(dict(values))
+    begin = _resume(plan.config.resume_from_checkpoint)
+    if isinstance(begin, str) and begin != "auto":
+        from rloom.training.checkpoint import check_named
+
+        # A model takes long to load.
+        check_named(begin, plan.config.output_dir)
     # Imports torch: complaints about flags come before that.
     from rloom.cli.command_note import CommandNote
 
     trainer = make_trainer(plan)
     trainer.add_callback(CommandNote(trainer, values))
     trainer.report.next_command = next_command(plan)
-    trainer.train(resume_from_checkpoint=_resume(plan.config.resume_from_checkpoint))
+    trainer.train(resume_from_checkpoint=begin)
     save_trained(trainer, plan.lora, noting=trainer.folder.writing)
     return 0
 
@@ -129,6 +135,7 @@ def make_plan(values: dict[str, Any]) -> Plan:
     _check_given(values)
     from rloom.config import RLOOConfig
     from rloom.data.images import folder_of
+    from rloom.training.arguments import check_diagnoses
 
     *parts, own = split(values, [*CLASSES, RLOOConfig])
     model, lora, data, rewards = (cls(**part) for cls, part in zip(CLASSES, parts, strict=True))
@@ -136,6 +143,7 @@ def make_plan(values: dict[str, Any]) -> Plan:
     if not (own.get("log_completions") or "num_sample_generations" in own):
         own["num_sample_generations"] = SAMPLE_TABLES
     config = RLOOConfig(**own)
+    check_diagnoses(config.early_stop_on or [])
     config.image_folder = config.image_folder or folder_of(data.dataset_name)
     config.model_init_kwargs = init_kwargs(model, config.model_init_kwargs)
     return Plan(

@@ -74,6 +74,7 @@ class RLOOConfig(
 
     def __post_init__(self) -> None:
         self.resolve_precision()
+        self.resolve_sharding()
         super().__post_init__()
         self.translate_older_names()
         self.resolve_padding()

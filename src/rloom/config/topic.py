@@ -30,6 +30,7 @@ class Topic(Whole):
     if TYPE_CHECKING:
         auto_find_batch_size: bool
         fp16: bool
+        fsdp: Any
         use_cpu: bool
 
     def require(self, name: str, holds: bool, what: str) -> None:

@@ -2,17 +2,26 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
 import torch
 
 from rloom.config.topic import Topic, option
 from rloom.cpu_bfloat16 import make_bfloat16_safe
-from rloom.errors import ConfigError
+from rloom.errors import ConfigError, MissingExtraError
 from rloom.printable import get_logger
 
 logger = get_logger(__name__)
+
+YES, NO = ("yes", "true", "t", "y", "1"), ("no", "false", "f", "n", "0")
+"""How a text says whether, as transformers reads flags."""
+
+FSDP_WORDS = ("full_shard", "shard_grad_op", "offload", "auto_wrap")
+"""What older scripts set `fsdp` to, of FSDP 2."""
 
 
 @dataclass
@@ -62,6 +71,28 @@ class TrainingTopic(Topic):
             )
         self.bf16, self.fp16 = asked == "bf16", asked == "fp16"
 
+    def resolve_sharding(self) -> None:
+        """`fsdp` and `deepspeed`, before TrainingArguments looks at them."""
+        if isinstance(self.fsdp, str):
+            self.fsdp = _read_fsdp(self.fsdp)
+        if self.fsdp and self.deepspeed:
+            raise ConfigError("fsdp and deepspeed both shard: leave one of them out")
+        # accelerate's launcher names DeepSpeed by itself.
+        launched = os.environ.get("ACCELERATE_USE_DEEPSPEED", "").lower() == "true"
+        if (self.deepspeed or launched) and importlib.util.find_spec("deepspeed") is None:
+            raise MissingExtraError("DeepSpeed is asked for and is not installed: pip install deepspeed")
+        if isinstance(self.deepspeed, str) and self.deepspeed.endswith(".json") and not Path(self.deepspeed).is_file():
+            raise ConfigError(f"deepspeed: there is no file {self.deepspeed} (docs/recipes.md shows one)")
+
+    def _process_fsdp_args(self) -> Any:
+        """transformers' own, without its warning that checkpointed layers are gathered once more: those that are
+        sharded by FSDP2, as here, are there already when they are run again in the backward pass."""
+        own, self.gradient_checkpointing = self.gradient_checkpointing, False
+        try:
+            return super()._process_fsdp_args()
+        finally:
+            self.gradient_checkpointing = own
+
     def check_training(self) -> None:
         """What transformers can do and this trainer cannot."""
         if str(self.optim).rsplit(".", 1)[-1].lower() in ("lomo", "adalomo"):
@@ -72,6 +103,22 @@ class TrainingTopic(Topic):
         parallelism = self.parallelism_config
         if parallelism is not None and (parallelism.cp_enabled or parallelism.sp_enabled):
             raise ConfigError("context and sequence parallelism are not supported; set cp_size=1 and sp_size=1")
+
+
+def _read_fsdp(text: str) -> Any:
+    """`fsdp` as a text, which a flag gives: whether to shard, or the words of older scripts.
+
+    >>> _read_fsdp("True"), _read_fsdp("no"), _read_fsdp("full_shard auto_wrap")
+    (True, None, 'full_shard auto_wrap')
+    """
+    word = text.strip().lower()
+    if word in YES:
+        return True
+    if word in NO:
+        return None
+    if unknown := [one for one in word.split() if one not in FSDP_WORDS]:
+        raise ConfigError(f"fsdp must be true or false, not {unknown[0]}; fsdp_config has what else there is to set")
+    return word or None
 
 
 def bf16_is_fast(use_cpu: bool) -> bool:

@@ -22,6 +22,7 @@ from transformers import (
 from rloom.cpu_bfloat16 import make_bfloat16_safe
 from rloom.errors import ConfigError, needs_extra
 from rloom.models.adapters import keep_differentiable
+from rloom.models.no_model import lacks_config, why_no_model
 from rloom.printable import get_logger
 
 logger = get_logger(__name__)
@@ -89,11 +90,12 @@ def load_config(name: str, kwargs: dict[str, Any]) -> PretrainedConfig:
     own = {key: kwargs[key] for key in ("trust_remote_code", "revision") if key in kwargs}
     try:
         return AutoConfig.from_pretrained(name, **own)
-    except OSError as error:
+    except (OSError, ValueError) as error:
+        # Of a folder without a config the library says that its model has no type. Other errors of that kind are clear.
+        if isinstance(error, ValueError) and not lacks_config(name):
+            raise
         # The library's own words do not always say which model.
-        raise OSError(
-            f"the model {name!r} cannot be loaded, from a folder of that name or from the hub: {error}"
-        ) from error
+        raise OSError(why_no_model(name, error)) from error
 
 
 def load_for_inference(name: str, **kwargs: Any) -> Any:

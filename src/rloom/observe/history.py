@@ -12,6 +12,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from rloom.errors import DataError
+from rloom.observe.metric_table import find
 
 OTHER_NAMES = {
     # TRL, before and beside what it has in common with rloom
@@ -69,7 +70,27 @@ def read_history(path: str | Path) -> History:
     found.entries = [_renamed(entry) for entry in found.entries]
     if not found.entries:
         raise DataError(f"{found.source} has no logs yet")
+    if not any(_is_metric(name, value) for entry in found.entries for name, value in entry.items()):
+        raise DataError(
+            f"{found.source} has no metric in any of its {counted(len(found.entries))}, such as reward or kl: name the "
+            "folder of a run, its trainer_state.json or a file with what it logged"
+        )
     return found
+
+
+def counted(lines: int) -> str:
+    """
+    >>> counted(1), counted(2000)
+    ('1 line', '2,000 lines')
+    """
+    return f"{lines:,} line{'' if lines == 1 else 's'}"
+
+
+def _is_metric(name: str, value: Any) -> bool:
+    """Whether a value is one that rules may read; a metric may be None, too."""
+    if name in ("step", "epoch"):
+        return False
+    return find(name.removeprefix("eval_")) is not None and (value is None or isinstance(value, (int, float)))
 
 
 def _of_folder(folder: Path) -> History:

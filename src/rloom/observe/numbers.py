@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from statistics import fmean
 from typing import Any
 
@@ -18,12 +18,15 @@ from rloom.observe.clock import PHASES
 SHOWN = {
     "reward": "reward",
     "kl": "KL per token",
+    "beta": "weight of the KL",
     "entropy": "entropy",
     "completions/mean_length": "completion length",
     "completions/clipped_ratio": "truncated",
     "frac_reward_zero_std": "groups without signal",
 }
 """The metrics that are shown, and what they are called there."""
+SOMETIMES = ("beta",)
+"""Those of them that only some runs log: β, where `kl_target` adapts it."""
 SHARES = ("completions/clipped_ratio", "frac_reward_zero_std")
 """Those of them that are shares."""
 WINDOW = 10
@@ -128,11 +131,9 @@ class RunNumbers:
         size = min(WINDOW, len(values) // 2)
         return fmean(values[-size:]) - fmean(values[-2 * size : -size]) if size else None
 
-    def ends(self, name: str = "reward") -> tuple[float, float] | None:
-        """The means of a metric over the first and the last logs."""
-        values = self.history[name]
-        size = min(WINDOW, max(1, len(values) // 2))
-        return (fmean(values[:size]), fmean(values[-size:])) if values else None
+    def ends(self, name: str = "reward") -> tuple[float, float, int] | None:
+        """The means of a metric over the first and the last logs, and over how many."""
+        return ends_of(self.history[name]) if self.history[name] else None
 
     def shares(self) -> dict[str, float]:
         """The share of each phase in the time of the latest updates. Phases without time are left out."""
@@ -152,6 +153,25 @@ class RunNumbers:
         # An update that takes longer than others says nothing about those to come.
         running = min(self._now() - self._ends[-1], pace)
         return max(0.0, (self.total - self.step) * pace - running)
+
+
+def ends_of(values: Sequence[float]) -> tuple[float, float, int]:
+    """The means of the first and of the last values, and of how many: a fifth of a short run, which learns as it goes.
+
+    >>> ends_of([0.0, 1.0, 1.0, 3.0]), ends_of(range(10)), ends_of(range(1000))
+    ((0.0, 3.0, 1), (0.5, 8.5, 2), (4.5, 994.5, 10))
+    """
+    size = min(WINDOW, max(1, len(values) // 5))
+    return fmean(values[:size]), fmean(values[-size:]), size
+
+
+def which_ends(size: int) -> str:
+    """What values at the start and the end are of, in words.
+
+    >>> which_ends(1), which_ends(3)
+    ('the first and the last log', 'means of the first and the last 3 logs')
+    """
+    return "the first and the last log" if size == 1 else f"means of the first and the last {size} logs"
 
 
 def as_shares(seconds: dict[str, float]) -> dict[str, float]:
@@ -216,11 +236,13 @@ def shown_value(name: str, value: float) -> str:
 
     >>> shown_value("frac_reward_zero_std", 0.125), shown_value("completions/mean_length", 143.21)
     ('12%', '143.2')
-    >>> shown_value("kl", -0.00001)
-    '0.000'
+    >>> shown_value("kl", -0.00001), shown_value("beta", 0.00051)
+    ('0.000', '0.00051')
     """
     if name in SHARES:
         return f"{value:.0%}"
+    if name == "beta":
+        return f"{value:.3g}"
     text = f"{value:.1f}" if name == "completions/mean_length" else f"{value:.3f}"
     return text.removeprefix("-") if float(text) == 0 else text
 

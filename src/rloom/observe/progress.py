@@ -17,7 +17,17 @@ from rich.text import Text
 from transformers import ProgressCallback, TrainerControl, TrainerState
 
 from rloom.observe.clock import PhaseClock
-from rloom.observe.numbers import SHOWN, WINDOW, counted, duration, evaluation_of, in_shares, is_number, memory_in_use
+from rloom.observe.numbers import (
+    SHOWN,
+    SOMETIMES,
+    WINDOW,
+    counted,
+    duration,
+    evaluation_of,
+    in_shares,
+    is_number,
+    memory_in_use,
+)
 from rloom.observe.numbers import shown_value as shown
 from rloom.observe.sparkline import BLOCKS, sparkline
 from rloom.observe.view import Rows, View, as_lines, log_line
@@ -150,6 +160,8 @@ class LiveProgress(View, ProgressCallback):
         found = []
         for name, label in SHOWN.items():
             values = self.history[name]
+            if name in SOMETIMES and not values:
+                continue
             line = sparkline(values)
             if name == "reward" and (trend := self.numbers.trend()) is not None:
                 line += f"  {trend:+.3f} over {counted(min(WINDOW, len(values) // 2), 'log')}"

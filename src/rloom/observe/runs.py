@@ -118,6 +118,10 @@ class RunReader:
 
     # -- completions
 
+    def has_completions(self) -> bool:
+        """Whether completions are stored; of a run by TRL, there are curves alone."""
+        return bool(parts_of(self.store))
+
     def completions(
         self, *, step: int | None = None, mode: str | None = None, group: int | None = None
     ) -> list[dict[str, Any]]:
@@ -152,6 +156,13 @@ class RunReader:
         for step, rows in itertools.groupby(trained, key=lambda row: row["step"]):
             yield step, list(rows)
 
+    def stored_steps(self) -> list[int]:
+        """The updates whose completions are stored, in order. No lines are read."""
+        self.table.read_all()
+        records, modes = self.table.records, self.table.names.modes
+        trained = records["mode"] == (modes.index("train") if "train" in modes else -1)
+        return [int(step) for step in np.unique(records["step"][trained])]
+
     def _lines(self) -> Iterator[dict[str, Any]]:
         parts = self._parts()
         for part in parts:
@@ -162,7 +173,8 @@ class RunReader:
     def _parts(self) -> list[Path]:
         if found := parts_of(self.store):
             return found
-        raise DataError(f"there are no completions in {self.store}: is {self.folder} the output folder of a run?")
+        what = "none yet" if self.store.is_dir() else "curves alone, as a run by TRL has"
+        raise DataError(f"stored completions are needed, and {self.folder} has {what}")
 
     def group(self, step: int, group: int, mode: str = "train") -> list[dict[str, Any]]:
         """The rows of one group, in the order of their sampling."""

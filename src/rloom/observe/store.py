@@ -219,6 +219,12 @@ class RunStore:
         """Append what was diagnosed at a step, and the rule's name."""
         self._note(DIAGNOSES, {"step": step, "rule": rule, "diagnosis": line})
 
+    def diagnosed(self) -> dict[str, int]:
+        """The step at which each rule was last noted."""
+        path = self.folder / DIAGNOSES
+        entries = [row for _, row, _ in lines_of(path, last=True) if row is not None] if path.exists() else []
+        return {str(entry.get("rule")): int(entry.get("step") or 0) for entry in entries}
+
     def describe(self, facts: dict[str, Any]) -> None:
         """Write what the run is, over what was written before."""
         if not self._off and self._own:

@@ -164,6 +164,7 @@ def _learning(numbers: RunNumbers, logs: dict[str, Any]) -> list[str]:
     return [
         f"reward {', '.join(reward)}" if reward else "",
         f"kl {found['kl']}" if "kl" in found else "",
+        f"beta {found['beta']}" if "beta" in found else "",
         f"entropy {found['entropy']}" if "entropy" in found else "",
         f"length {length}, {cut} truncated" if length and cut else "",
         f"{found['frac_reward_zero_std']} of groups without signal" if "frac_reward_zero_std" in found else "",

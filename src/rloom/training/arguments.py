@@ -51,10 +51,10 @@ def refuse_arguments(args: Any, unknown: dict[str, Any]) -> None:
     if args is not None and not isinstance(args, RLOOConfig):
         raise TypeError(f"`args` must be an RLOOConfig, not {type(args).__name__}: RLOOConfig('output', …)")
     if args is not None:
-        _check_diagnoses(args.early_stop_on or [])
+        check_diagnoses(args.early_stop_on or [])
 
 
-def _check_diagnoses(names: Sequence[str]) -> None:
+def check_diagnoses(names: Sequence[str]) -> None:
     """Refuse the name of a diagnosis that is never made."""
     for name in names:
         if name not in (*NAMES, ALL):

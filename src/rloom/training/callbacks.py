@@ -124,8 +124,9 @@ class Diagnose(TrainerCallback):
             self._tell(self.doctor.named(state.log_history, args, state.global_step), state.global_step)
 
     def on_train_begin(self, args: RLOOConfig, state: Any, control: Any, **kwargs: Any) -> None:
-        """Look at how prompts are written. A run that is resumed has stored it at its start."""
+        """Look at how prompts are written. A resumed run has stored it at its start, and what was named since."""
         if state.is_world_process_zero:
+            self.doctor.spoke = self.store.diagnosed() if self.store is not None and state.global_step else {}
             found = [("prompts", line) for line in self._prompt_lines()]
             self._tell(found, state.global_step, stored=state.global_step == 0)
 

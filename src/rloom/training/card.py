@@ -180,10 +180,11 @@ def _results(results: RunResults) -> str:
     named = [as_markdown(name) + ("" if weight == 1.0 else f" (weight {weight:g})") for name, weight in results.rewards]
     lines = ["## Results", "", f"Rewards: {', '.join(named)}.", ""]
     rows = [
-        f"| {as_markdown(name)} | {values[0]:.4g} | {values[-1]:.4g} | {max(values):.4g} | `{curve(values)}` |"
+        f"| {as_markdown(name)} | {first:.4g} | {last:.4g} | {max(values):.4g} | `{curve(values)}` |"
         for name, values in results.rows()
+        for first, last in [results.ends(name, values)]
     ]
     if rows:
-        head = ["| mean of | first log | last log | highest | curve |", "|---|---|---|---|---|"]
-        lines += [f"After {results.last_step()} updates:", "", *head, *rows, ""]
+        head = ["| mean of | at first | at last | highest | curve |", "|---|---|---|---|---|"]
+        lines += [f"After {results.last_step()} updates ({results.which_ends()}):", "", *head, *rows, ""]
     return "\n".join([*lines, ""])

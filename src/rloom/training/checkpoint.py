@@ -22,7 +22,7 @@ from typing import Any, Protocol
 
 import torch
 
-from rloom.errors import DiskError
+from rloom.errors import ConfigError, DiskError, in_words
 from rloom.printable import get_logger
 
 logger = get_logger(__name__)
@@ -40,6 +40,8 @@ OTHERS = (TRAINER_STATE_FILE, ".metadata")
 CHUNK = 1 << 24
 """Bytes that a checksum reads at a time."""
 
+NAMED = 3
+"""Checkpoints that a message names, at most."""
 FORMAT = 2
 """Format version of `rloom_state.pt`. Version 1 had no number, and other names for the components."""
 
@@ -203,14 +205,31 @@ def step_of(folder: Path) -> int | None:
         return None
 
 
+def check_named(folder: str | Path, output_dir: str | Path) -> None:
+    """Refuse a checkpoint that is not there, or not whole, and name those to choose from."""
+    wrong = damage(folder) if Path(folder).is_dir() else "is no folder"
+    if wrong is None:
+        return
+    whole = [str(path) for _, path in _numbered(output_dir) if step_of(path) is not None and path != Path(folder)]
+    others = f"{in_words(whole[:NAMED])}" if whole else f"another ({output_dir} has none)"
+    raise ConfigError(
+        f'the checkpoint {folder} {wrong}: name {others}, or "auto", which goes on from the newest in output_dir that '
+        "is whole, and begins anew where there is none"
+    )
+
+
 def newest_whole(output_dir: str | Path) -> Path | None:
     """The newest checkpoint that is whole. Unfinished and damaged ones are skipped with a warning."""
-    pattern = re.compile(r"^checkpoint-(\d+)$")
-    root = Path(output_dir)
-    numbered = [(int(m[1]), p) for p in root.glob("checkpoint-*") if (m := pattern.match(p.name)) and p.is_dir()]
-    for _, folder in sorted(numbered, reverse=True):
+    for _, folder in _numbered(output_dir):
         wrong = damage(folder)
         if wrong is None:
             return folder
         logger.warning("%s %s and is skipped", folder, wrong)
     return None
+
+
+def _numbered(output_dir: str | Path) -> list[tuple[int, Path]]:
+    """The checkpoints in a folder, by their number, the newest first."""
+    pattern, folders = re.compile(r"^checkpoint-(\d+)$"), Path(output_dir).glob("checkpoint-*")
+    numbered = [(int(m[1]), path) for path in folders if (m := pattern.match(path.name)) and path.is_dir()]
+    return sorted(numbered, reverse=True)

@@ -10,6 +10,8 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
+from transformers.training_args import ParallelMode
+
 from rloom.algo import KL_ESTIMATORS
 from rloom.config import RLOOConfig
 from rloom.data import datasets
@@ -38,6 +40,17 @@ def check_launch(joined: int) -> None:
             "`accelerate launch` was told to start several processes, and has started one, as it does on a CPU. "
             f"{on_a_cpu}. If one is what you want: --num_processes 1, and no MASTER_ADDR in the environment"
         )
+
+
+def check_several(args: RLOOConfig) -> None:
+    """Refuse `fsdp` in one process, before the Trainer does and a model is loaded."""
+    if not args.fsdp or args.parallel_mode == ParallelMode.DISTRIBUTED:
+        return
+    check_launch(args.world_size)
+    raise ConfigError(
+        "fsdp=True shards over several processes, and this is one: launch with `torchrun --nproc_per_node N script.py` "
+        "(of a command: `torchrun --nproc_per_node N -m rloom train …`), or leave fsdp out"
+    )
 
 
 SAME_EVERYWHERE = (

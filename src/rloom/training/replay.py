@@ -94,13 +94,14 @@ def replay(
             a checkpoint of another folder needs that one, until it has some of its own.
     """
     reader = RunReader(trainer.args.output_dir if run is None else run)
-    _check(trainer, reader, step)
+    wanted = None if sample is None else [sample] if isinstance(sample, int) else list(sample)
+    _check(trainer)
+    check_asked(reader, step, wanted)
     begin = _nearest(reader, step) if checkpoint is None else _given(Path(checkpoint), step)
     # Before the trainer is changed.
     options = changed_options(trainer, reader)
     with tempfile.TemporaryDirectory() as scratch:
         _move(trainer, Path(scratch))
-        wanted = None if sample is None else [sample] if isinstance(sample, int) else list(sample)
         player = _Player(trainer, reader, step, wanted, call_rewards)
         trainer.training_step = player.training_step
         try:
@@ -112,20 +113,35 @@ def replay(
     raise DataError(f"training ends before update {step}: replay needs the run's data and options")
 
 
-def _check(trainer: Any, run: RunReader, step: int) -> None:
-    """Refuse what cannot be replayed."""
+def check_asked(run: RunReader, step: int, samples: Sequence[int] | None) -> None:
+    """Refuse an update that the run has not stored, and samples that are none of its."""
     if step < 1:
         raise ConfigError(f"updates are counted from 1: there is no update {step}")
+    count = sum(map(len, stored_groups(run, step)))
+    if not count:
+        raise DataError(_why_not(run, step))
+    if outside := [number for number in samples or [] if not 0 <= number < count]:
+        raise ConfigError(f"update {step} has samples 0 to {count - 1}, and no {outside[0]}")
+
+
+def _why_not(run: RunReader, step: int) -> str:
+    """Why a run has stored no completions of an update."""
+    stored = run.stored_steps()
+    last = max([0, *stored, *(entry["step"] for entry in run.metrics())])
+    if step > last:
+        return f"{run.folder} has no update {step}: its last is {last}"
+    earlier = [one for one in stored if one < step]
+    others = f"it trains on those of update {earlier[-1]}, which can be replayed" if earlier else "none were stored"
+    return f"{run.folder} has no completions of update {step}: {others}"
+
+
+def _check(trainer: Any) -> None:
+    """Refuse what cannot be replayed."""
     if not trainer.processes.alone or trainer.processes.external_optimizer:
         raise ConfigError("replay runs in one process, without DeepSpeed")
     if trainer.args.dynamic_sampling:
         raise ConfigError(
             "replay does not know dynamic_sampling yet: the store does not say which groups were replaced"
-        )
-    if not stored_groups(run, step):
-        raise DataError(
-            f"{run.folder} has no completions of update {step}: it was not reached, or trains on those of an "
-            "earlier one, which can be replayed"
         )
 
 
@@ -214,8 +230,6 @@ class _Player:
     def _samples(self, rows: list[dict[str, Any]], records: list[Record]) -> list[ReplayedSample]:
         stored = [row for group in stored_groups(self.run, self.step) for row in group]
         wanted = range(len(rows)) if self.wanted is None else self.wanted
-        if outside := [number for number in wanted if not 0 <= number < len(rows)]:
-            raise ConfigError(f"update {self.step} has samples 0 to {len(rows) - 1}, and no {outside[0]}")
         scores = self._scored_anew(records) if self.call_rewards else [None] * len(rows)
         return [
             ReplayedSample(sample=number, stored=stored[number], replayed=rows[number], new_scores=scores[number])

@@ -12,7 +12,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from rloom.generation.base import abilities_of
 from rloom.models.load import base_of
-from rloom.observe.numbers import GIB, RunNumbers, as_shares, counted, duration, in_shares
+from rloom.observe.numbers import GIB, RunNumbers, as_shares, counted, duration, in_shares, which_ends
 from rloom.observe.view import Rows
 from rloom.version import __version__
 
@@ -128,7 +128,8 @@ class RunReport:
         rows = [("rloom", "trained" if state.global_step >= state.max_steps else
                  f"stopped after update {state.global_step} of {state.max_steps}{why}")]  # fmt: skip
         if (ends := numbers.ends()) is not None:
-            rows.append(("reward", f"{ends[0]:.3f} → {ends[1]:.3f} (means of the first and the last logs)"))
+            first, last, size = ends
+            rows.append(("reward", f"{first:.3f} → {last:.3f} ({which_ends(size)})"))
         rows += [("evaluation", words) for words in self._evaluations(numbers)]
         rows += [("time", self._time(numbers)), ("files", self._written())]
         if self.stopped_because:

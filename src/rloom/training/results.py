@@ -8,7 +8,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from rloom.observe.numbers import ends_of, which_ends
+
 BARS = "▁▂▃▄▅▆▇█"
+EVALUATED = "reward on evaluation prompts"
 WIDTH = 40
 """Characters of a curve at most."""
 
@@ -29,8 +32,16 @@ class RunResults:
         names = {"reward": "reward", **{f"rewards/{name}/mean": name for name, _ in self.rewards}}
         if len(self.rewards) == 1:
             names = {"reward": "reward"}
-        names["eval_reward"] = "reward on evaluation prompts"
+        names["eval_reward"] = EVALUATED
         return [(shown, values) for name, shown in names.items() if (values := self.values(name))]
+
+    def ends(self, shown: str, values: list[float]) -> tuple[float, float]:
+        """What a row begins and ends with: means of some logs, as the run's last lines say them; one evaluation."""
+        return (values[0], values[-1]) if shown == EVALUATED else ends_of(values)[:2]
+
+    def which_ends(self) -> str:
+        """What the first and the last values of rewards are means of."""
+        return which_ends(ends_of(self.values("reward") or [0.0])[2])
 
     def last_step(self) -> int:
         """The last update that was logged; 0 before the first."""

@@ -21,7 +21,7 @@ import torch
 from torch import nn
 from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME
 
-from rloom.errors import DiskError, DivergedError
+from rloom.errors import ConfigError, DiskError, DivergedError
 from rloom.models.load import base_of
 from rloom.models.reference import Reference
 from rloom.observe.clock import PhaseClock
@@ -145,21 +145,18 @@ class CheckpointedTrainer(OutputTrainer):
         if not isinstance(folder, str):
             self._begin_here(delete=self.args.overwrite_output_dir and asked != "auto")
             return folder
-        # transformers raises the error for a folder that does not exist.
-        if not Path(folder).is_dir():
-            return folder
         self._check_checkpoint(Path(folder))
         changed = check_same_run(folder, facts, anyway=self.args.resume_changed_run)
         step = checkpoint.step_of(Path(folder))
+        # An unfinished checkpoint, which has none, has been refused.
+        assert step is not None
         if Path(folder).resolve().parent != Path(self.args.output_dir).resolve():
             self._begin_here(folder, delete=self.args.overwrite_output_dir)
-        elif step is not None:
-            # Without a step the checkpoint is unfinished, and transformers raises the error.
+        else:
             self.folder.go_on(after=step)
             self.store.resume(step)
-        if step is not None:
-            words = f"; other options than before: {changed}" if changed else ""
-            print(f"rloom: going on from {folder}, after update {step}{words}", file=sys.stderr, flush=True)
+        words = f"; other options than before: {changed}" if changed else ""
+        print(f"rloom: going on from {folder}, after update {step}{words}", file=sys.stderr, flush=True)
         return folder
 
     def _begin_here(self, checkpoint: str | None = None, *, delete: bool = False) -> None:
@@ -175,10 +172,8 @@ class CheckpointedTrainer(OutputTrainer):
         self.store.begin()
 
     def _check_checkpoint(self, folder: Path) -> None:
-        """Refuse a damaged checkpoint. For one without a manifest, transformers raises the error."""
-        sealed = (folder / checkpoint.MANIFEST_FILE).exists()
-        if sealed and (wrong := checkpoint.damage(folder)) is not None:
-            raise ValueError(f'{folder} {wrong}: name another, or "auto" for the newest that is whole')
+        """Refuse a checkpoint that is not there, is damaged or was written by DeepSpeed for other processes."""
+        checkpoint.check_named(folder, self.args.output_dir)
         count = self.processes.count if self.processes.external_optimizer else 0
         zero_checkpoint.check_files(folder, count=count, by_deepspeed=self.processes.own_files)
 
@@ -186,7 +181,7 @@ class CheckpointedTrainer(OutputTrainer):
         """The path of the newest checkpoint that is whole; False where there is none."""
         found = checkpoint.newest_whole(self.args.output_dir)
         if found is None and must_be:
-            raise ValueError(
+            raise ConfigError(
                 f"No valid checkpoint found in output directory ({self.args.output_dir}): nothing to resume. "
                 'On a first run leave it out, or pass resume_from_checkpoint="auto"'
             )

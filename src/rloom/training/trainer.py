@@ -110,6 +110,7 @@ class RLOOTrainer(EvaluatingTrainer):
     ) -> None:
         arguments.refuse_arguments(args, unknown)
         args = args or arguments.default_config(model)
+        launch.check_several(args)
         model, reference_path = arguments.choose_model(model, args)
         functions, terms, reward_classes = arguments.choose_rewards(
             reward_funcs, reward_model, reward_processing_classes, args

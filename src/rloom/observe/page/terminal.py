@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
+from rich.cells import cell_len
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
@@ -16,10 +17,14 @@ from rloom.observe.sparkline import sparkline
 from rloom.printable import printable
 
 FIRST = (
-    "reward", "eval_reward", "reward_std", "kl", "entropy", "completions/mean_length", "completions/clipped_ratio",
-    "frac_reward_zero_std", "loss", "grad_norm", "step_time",
+    "reward", "eval_reward", "reward_std", "kl", "beta", "entropy", "completions/mean_length",
+    "completions/clipped_ratio", "frac_reward_zero_std", "loss", "grad_norm", "step_time",
 )  # fmt: skip
 """Metrics that are shown, where they were logged, and then those of single rewards."""
+WIDEST, NARROWEST = 40, 8
+"""Blocks of a course. One that is narrower than its logs has the mean of several in a block."""
+GAP = 2
+"""Columns between those of the table."""
 WORDS = 400
 """Characters of a completion that are shown."""
 NEWEST = 20
@@ -40,7 +45,7 @@ def _show(run: LiveRun, number: int, console: Console) -> None:
     console.print(Text(printable(f"{info['name']}: {steps}, {info['rows']:,} completions stored"), style="bold"))
     for label, words in answers.facts(run).get("about", {}).items():
         console.print(Text(printable(f"  {label}: {words}")))
-    console.print(_curves(logged["series"]))
+    console.print(_curves(logged["series"], console.width))
     if times := _times(logged["series"]):
         console.print(Text(printable(f"time of an update: {times}")))
     for one in info["diagnoses"]:
@@ -48,16 +53,25 @@ def _show(run: LiveRun, number: int, console: Console) -> None:
     _completions(run, console)
 
 
-def _curves(series: dict[str, list[float | None]]) -> Table:
-    """Each metric's first and last value, and its course."""
-    table = Table("metric", "first", "last", "course", box=None, pad_edge=False)
-    others = [name for name in series if name.startswith("rewards/") and name.endswith("/mean")]
+def _curves(series: dict[str, list[float | None]], width: int) -> Table:
+    """Each metric's first and last value, and its course, in the columns that are left on the line."""
+    rows, others = [("metric", "first", "last")], [name for name in series if _is_of_reward(name)]
+    courses = []
     for name in [name for name in (*FIRST, *others) if name in series]:
         known = [value for value in series[name] if value is not None]
         if known:
-            last = f"{known[-1]:.4g}{_interval(series, name)}"
-            table.add_row(Text(printable(name)), f"{known[0]:.4g}", last, sparkline(known))
+            rows.append((printable(name), f"{known[0]:.4g}", f"{known[-1]:.4g}{_interval(series, name)}"))
+            courses.append(known)
+    left = width - sum(max(map(cell_len, column)) + GAP for column in zip(*rows, strict=True))
+    table = Table(*rows[0], box=None, pad_edge=False)
+    table.add_column("course", no_wrap=True)
+    for row, known in zip(rows[1:], courses, strict=True):
+        table.add_row(Text(row[0]), *row[1:], sparkline(known, max(NARROWEST, min(WIDEST, left))))
     return table
+
+
+def _is_of_reward(name: str) -> bool:
+    return name.startswith("rewards/") and name.endswith("/mean")
 
 
 def _interval(series: dict[str, list[float | None]], name: str) -> str:

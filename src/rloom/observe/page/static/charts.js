@@ -17,9 +17,25 @@
     });
   };
 
+  // Numbers beside an axis, with as many digits as tell them apart and say where they are.
+  function told(ticks, digits = 3) {
+    const known = ticks.filter((v) => v != null), gap = known.length > 1 ? Math.abs(known[1] - known[0]) : Infinity;
+    const enough = known.every((v) => Math.abs(Number(v.toPrecision(digits)) - v) < gap / 100);
+    return enough || digits >= 12 ? ticks.map((v) => R.number(v, digits)) : told(ticks, digits + 1);
+  }
+
+  // What a curve spans, with some room. One that never moves has a small range around it, or all that a share can be.
+  const PAD = { mode: 3, pad: 0.1 };
+  const span = (share) => (u, low, high) => {
+    if (low == null) return [null, null];
+    // The smoothed values of a constant differ in their last bits.
+    if (high - low > 1e-9 * Math.abs(high)) return uPlot.rangeNum(low, high, { min: PAD, max: PAD });
+    return share && low >= 0 && low <= 1 ? [0, 1] : [low - (Math.abs(low) / 10 || 0.1), low + (Math.abs(low) / 10 || 0.1)];
+  };
+
   const axes = () => {
     const look = { stroke: css("--quiet"), grid: { stroke: css("--line"), width: 1 }, ticks: { stroke: css("--line"), width: 1 } };
-    const values = (u, ticks) => ticks.map((v) => R.number(v, 3));
+    const values = (u, ticks) => told(ticks);
     // As wide as the longest number, so that no sign is cut off.
     const wide = (u, texts) => Math.max(58, 18 + 7 * Math.max(0, ...(texts || []).map((text) => text.length)));
     return [{ ...look, size: 28, values }, { ...look, size: wide, values }];
@@ -42,7 +58,7 @@
   };
 
   // A chart in `box`, as wide as that. `options` are uPlot's; it is drawn when it comes into view.
-  R.draw = function (box, options, data, { height = 190, marks = [], unnamed = [] } = {}) {
+  R.draw = function (box, options, data, { height = 190, marks = [], unnamed = [], share = false } = {}) {
     const plot = R.el("div", { class: "plot" });
     box.append(plot);
     const width = () => Math.max(120, Math.floor(plot.clientWidth));
@@ -50,7 +66,7 @@
     const make = () => {
       chart = new uPlot({
         width: width(), height, axes: axes(), legend: { show: true, live: true }, cursor: { sync: { key: "steps" }, points: { size: 6 } },
-        scales: { x: { time: false } }, hooks: { draw: [drawMarks(marks)] }, ...options,
+        scales: { x: { time: false }, y: { range: span(share) } }, hooks: { draw: [drawMarks(marks)] }, ...options,
       }, data, plot);
       const names = plot.querySelectorAll(".u-legend .u-series");
       for (const number of unnamed) names[number].hidden = true;

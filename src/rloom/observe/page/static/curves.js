@@ -4,6 +4,8 @@
   const FIRST = ["reward", "eval_reward", "kl", "entropy", "completions/mean_length", "completions/clipped_ratio",
     "frac_reward_zero_std", "reward_std", "loss", "grad_norm", "learning_rate", "step_time"];
 
+  const SHARE = /(^|[_/])(frac|ratio)([_/]|$)/;
+
   // For each metric, its course in the runs that have it. Bounds of intervals belong to their metric.
   function courses(runs, metrics) {
     const found = new Map();
@@ -38,7 +40,7 @@
   function card(name, runs, meaning, marks) {
     const last = runs.map((one) => R.number(one.values[one.values.length - 1])).join(" · ");
     const box = R.el("section", { class: "card", "data-metric": name }, R.el("h2", { title: meaning || "" }, name, R.el("span", { class: "last" }, last)));
-    R.lines(box, runs, R.state.smoothing, { marks });
+    R.lines(box, runs, R.state.smoothing, { marks, share: SHARE.test(name) });
     return box;
   }
 

@@ -28,7 +28,7 @@ window.Rloom = window.Rloom || { views: {} };
     if (value == null || Number.isNaN(value)) return "–";
     if (Number.isInteger(value)) return value.toLocaleString("en");
     const size = Math.abs(value);
-    return size >= 1e5 || size < 1e-3 ? value.toExponential(2).replace(/\.?0+e/, "e") : String(Number(value.toPrecision(digits)));
+    return size >= 1e5 || size < 1e-3 ? value.toExponential(Math.max(2, digits - 2)).replace(/\.?0+e/, "e") : String(Number(value.toPrecision(digits)));
   };
 
   // -- the server
