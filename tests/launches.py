@@ -11,7 +11,7 @@ CONSEQUENCE = "ProcessError: another process has ended"
 
 
 def torchrun(
-    script: str, *arguments: str, processes: int = 2, deepspeed: bool = False, seconds: float = 240, **environment: str
+    script: str, *arguments: str, processes: int = 2, deepspeed: bool = False, seconds: float = 480, **environment: str
 ) -> subprocess.CompletedProcess:
     """Run a program in several processes on the CPU, with DeepSpeed as the launcher's choice or without it."""
     own = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "ACCELERATE_USE_CPU": "true"}
