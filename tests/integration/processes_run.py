@@ -538,15 +538,16 @@ def run_saved_zero(output: Path, folder: Path, kind: str) -> dict[str, Any]:
     return run(folder, what, resume=before is not None, save_all=how == "again", deepspeed=config, **options)
 
 
-def run_draw(output: Path, number: int) -> dict[str, Any]:
-    """A run of the oracle's draws, in one process or in two that hold half of the weights each."""
+def run_draw(output: Path, number: int, dtype: torch.dtype = torch.float64, **sharding: Any) -> dict[str, Any]:
+    """A run of the oracle's draws, in one process or in several, sharded."""
     drawn = draws.draw_run(number)
     drawn.options["per_device_train_batch_size"] //= count()
     # Processes have seeds of their own for an engine whose noise does not depend on the prompt.
     script = drawn.script
     drawn.script = lambda prompt, sample, seed: script(prompt, sample, 0)  # type: ignore[method-assign]
-    if count() > 1:
-        drawn.options["fsdp"] = True
+    drawn.options |= sharding
+    make = drawn.model
+    drawn.model = lambda: make().to(dtype)  # type: ignore[method-assign]
     trainer, _, _ = test_oracle.train(drawn, output)
     trainer.processes.gather_weights()
     whole = trainer.processes.without_gradient(trainer.model)
@@ -688,7 +689,9 @@ def main() -> None:
             torch.distributed.barrier()
             result = run(folder, "dropout", resume=True)
         elif kind.startswith("draw "):
-            result = run_draw(folder, int(kind.removeprefix("draw ")))
+            result = run_draw(folder, int(kind.removeprefix("draw ")), fsdp=True)
+        elif kind.startswith("zero") and " draw " in kind:
+            result = run_draw(folder, int(kind.split()[2]), torch.float32, deepspeed=zero_config(int(kind[4])))
         elif kind == "sharded by its launcher":  # as `accelerate launch` says it
             os.environ.update(LAUNCHED_WITH_FSDP)
             result = run(folder, "sequence", by_name=True)

@@ -16,6 +16,7 @@ from rloom.observe import read_store
 from tests.integration import processes_run
 from tests.integration.test_processes import assert_close, assert_same_log, results
 from tests.integration.test_resume import assert_same
+from tests.integration.test_sharded import DRAWS
 from tests.launches import assert_done, torchrun
 from tests.scale.test_zero_checkpoints import launch
 
@@ -36,6 +37,7 @@ def two(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("zero")
     more = ["degenerate", "dropout", "resumed", "not finite"]
     kinds = [f"{stage} {kind}" for stage in STAGES for kind in [*AS_ONE, *more]]
+    kinds += [f"{stage} draw {number}" for stage in STAGES for number in DRAWS]
     kinds += [f"{stage} {ACCUMULATED}" for stage in ("zero1", "zero2")]
     kinds += [f"zero3 {kind}" for pair in ALIKE for kind in pair]
     done = torchrun(processes_run.__file__, str(folder), *kinds, deepspeed=True, seconds=600)
@@ -60,6 +62,17 @@ def test_two_are_as_one(two, stage, kind, tmp_path):
     one = processes_run.run(tmp_path / "one", kind)
     found = results(two, f"{stage} {kind}")
     assert_sharded(found, stage)
+    assert_close(one, found[0], allowed=1e-5)
+    assert_same_log(one, found[0])
+
+
+@pytest.mark.parametrize("number", DRAWS)
+@pytest.mark.parametrize("stage", STAGES)
+def test_draws_of_the_oracle_are_as_one(two, stage, number, tmp_path):
+    """In float32: DeepSpeed knows no float64."""
+    one = processes_run.run_draw(tmp_path / "one", number, torch.float32)
+    found = results(two, f"{stage} draw {number}")
+    assert [each["wrapped"] for each in found] == ["DeepSpeedEngine"] * 2
     assert_close(one, found[0], allowed=1e-5)
     assert_same_log(one, found[0])
 
