@@ -88,6 +88,7 @@ def test_known_probabilities_are_measured_and_the_recipe_trains(here, capsys):
     assert (here / "out" / "model.safetensors").exists()
 
 
+@pytest.mark.slow
 def test_a_recipe_with_larger_groups_evaluates_too(here, capsys):
     """Four of 46 tokens begin a text as wanted: groups of more than the 8 completions of an evaluation's batch."""
     evaluated = ["--eval_data", "prompts.jsonl", "--eval_strategy", "steps", "--eval_steps", "2"]

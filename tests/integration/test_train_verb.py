@@ -245,6 +245,7 @@ def test_quick_start_of_the_older_document(here):
     AutoModelForCausalLM.from_pretrained("models/minimal/rloo")
 
 
+@pytest.mark.slow
 def test_the_example_script_s_metrics_of_older_documents_can_be_left_out(here):
     save_llama(here / "model")
     save_jsonl(here / "prompts.jsonl", prompts(8))
@@ -255,6 +256,7 @@ def test_the_example_script_s_metrics_of_older_documents_can_be_left_out(here):
     assert "objective/scores" not in log[0]
 
 
+@pytest.mark.slow
 def test_tldr_run_of_the_older_document_by_way_of_accelerate(here):
     """With fewer episodes than the document's million."""
     save_pythia(here / "EleutherAI" / "pythia-1b-deduped")

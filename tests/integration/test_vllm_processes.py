@@ -54,6 +54,7 @@ def test_two_processes_share_servers(tmp_path):
     assert "a whole copy of the weights takes" in done.stderr
 
 
+@pytest.mark.slow
 def test_servers_that_have_the_weights_from_an_earlier_run_are_proved_before_anybody_asks(tmp_path):
     """While the main process sends a server other numbers, the others wait, though it had named the right weights."""
     with serving(make_model(**processes_run._changes("vllm")).config) as service:
