@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
+from contextlib import suppress
 
 import pytest
 import torch
@@ -33,15 +35,17 @@ class Server:
 
     def _run(self, command, variables):
         with self.log.open("w") as file:
-            self.process = subprocess.Popen(command, stdout=file, stderr=file, env={**os.environ, **variables})
+            self.process = subprocess.Popen(
+                command, stdout=file, stderr=file, env={**os.environ, **variables}, start_new_session=True
+            )
 
     def stop(self):
-        """End it."""
+        """End it, and what it has started: vLLM's engine outlives a server that is killed."""
         self.process.terminate()
-        try:
+        with suppress(subprocess.TimeoutExpired):
             self.process.wait(30)
-        except subprocess.TimeoutExpired:
-            self.process.kill()
+        with suppress(ProcessLookupError):
+            os.killpg(self.process.pid, signal.SIGKILL)
 
 
 @pytest.fixture(scope="module")
