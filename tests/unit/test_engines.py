@@ -334,7 +334,9 @@ def test_bytes_that_are_no_character_hide_no_stop_string(chunk, tail):
     assert (sequence.tokens, sequence.stop_reason) == (tokens[:3], "stop_string")
 
 
-@pytest.mark.parametrize("how", [pytest.param("model", marks=pytest.mark.slow), "layers", "wrapper"])
+@pytest.mark.parametrize(
+    "how", [*(pytest.param(how, marks=pytest.mark.slow) for how in ("model", "wrapper")), "layers"]
+)
 def test_models_that_somebody_compiled(how):
     expected = [c.token_ids for g in _drawn(make_model().eval()) for c in g.completions]
     model = make_model().eval()

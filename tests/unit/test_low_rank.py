@@ -91,7 +91,10 @@ def test_several_adapters_and_switches():
             torch.testing.assert_close(model(IDS, use_cache=False).logits, expected, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("options", [{}, {"target_modules": ["q_proj", "v_proj"]}, {"lora_dropout": 0.5}])
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"target_modules": ["q_proj", "v_proj"]}, pytest.param({"lora_dropout": 0.5}, marks=pytest.mark.slow)],
+)
 def test_draws_what_the_adapter_draws(options, monkeypatch):
     model = adapted(**options)
     engine, drawing = draw(model)
@@ -222,6 +225,7 @@ def test_what_was_behind_the_weights_need_not_be_numbers():
         assert model(IDS, use_cache=False).logits.isfinite().all()
 
 
+@pytest.mark.slow
 def test_a_runner_that_was_made_in_inference_mode_goes_on_outside():
     model = adapted()
     with torch.inference_mode():
