@@ -50,7 +50,7 @@ def test_what_a_server_answers_after_it_was_started_again_is_not_used(two, monke
     monkeypatch.setattr(dispatch, "AT_ONCE", 2)
     model, first, second = two
     engine, draw, asked = engine_of([first, second], model), second.v1_completions, []
-    lock, is_new = threading.Lock(), threading.Event()
+    lock, is_new, goes_on, broken, answered = threading.Lock(), *(threading.Event() for _ in range(4))
     draw_first = first.v1_completions
     first.v1_completions = lambda content: (time.sleep(0.5), draw_first(content))[1]
 
@@ -64,14 +64,28 @@ def test_what_a_server_answers_after_it_was_started_again_is_not_used(two, monke
             is_new.set()
             return found
         if number == 2:
-            is_new.wait()
+            # When it breaks, the other thread has asked again.
+            is_new.wait(30)
+            goes_on.wait(30)
             hang_up(second)
+            broken.set()
+        if number == 3:
+            goes_on.set()
+            broken.wait(30)
+            time.sleep(1.0)  # until who asked for it has noticed
+            found = draw(content)
+            answered.set()
+            return found
         return draw(content)
 
     second.v1_completions = answer
     groups = engine.generate(prompts(*range(3, 11)), 2, seed=0)
-    # A reward that takes a moment: the broken request is noticed late.
-    found = [(time.sleep(0.2), group)[1] for group in groups]
+    found = []
+    for group in groups:
+        # A reward that takes its time: that a request broke is looked at after the other's answer.
+        answered.wait(30)
+        time.sleep(0.2)
+        found.append(group)
     assert len(asked) > 2
     assert lengths(found) == list(range(3, 11))
     assert_drawn_from(model, found)
