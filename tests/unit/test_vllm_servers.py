@@ -393,8 +393,28 @@ def test_the_verb_serves_adapters_and_gpus(installed, monkeypatch):
     assert "--dtype bfloat16" in " ".join(command)
     assert "--gpu-memory-utilization 0.3" in " ".join(command)
     assert variables["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] == "1"
-    command, variables = told(monkeypatch, "m", "--transfer", "ipc")
+
+
+def test_the_verb_looks_for_what_ipc_needs(installed, monkeypatch, capsys):
+    """vLLM 0.24 imports Ray for it, which it does not install; 0.32 does not."""
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    missing, looked_for, find = [], [], importlib.import_module
+
+    def find_module(name, *rest):
+        if not name.startswith("vllm."):
+            return find(name, *rest)
+        looked_for.append(name)
+        if missing:
+            raise ModuleNotFoundError("No module named 'ray'", name="ray")
+        return None
+
+    monkeypatch.setattr(importlib, "import_module", find_module)
+    _, variables = told(monkeypatch, "m", "--transfer", "ipc")
     assert variables["VLLM_ALLOW_INSECURE_SERIALIZATION"] == "1"
+    assert looked_for == ["vllm.distributed.weight_transfer.ipc_engine"]
+    missing.append("ray")
+    assert main(["vllm-serve", "m", "--transfer", "ipc"]) == 1
+    assert "pip install ray, or leave --transfer out" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

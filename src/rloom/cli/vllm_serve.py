@@ -32,8 +32,10 @@ def run(options: Namespace) -> int:
     """Become the server."""
     from rloom.generation.vllm.serving import Serve, server_command
 
+    # As it is before vLLM is imported, which adds to it.
+    environment = dict(os.environ)
     given = {name: value for name, value in vars(options).items() if value is not None}
     command, variables = server_command(Serve(**{**given, "vllm_flags": tuple(options.vllm_flags)}))
     print(f"rloom: for RLOOConfig(use_vllm=True, vllm_mode='server', vllm_server_base_url='http://{options.host}:"
           f"{options.port}'); starting {' '.join(command[1:])}", flush=True)  # fmt: skip
-    os.execve(command[0], command, {**os.environ, **variables})
+    os.execve(command[0], command, environment | variables)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 import json
 import sys
@@ -71,6 +72,20 @@ def _check(serve: Serve) -> None:
         )
     if serve.transfer in ("ipc", "nccl") and not _has_gpu():
         raise EngineError(f"--transfer {serve.transfer} needs an NVIDIA GPU: folder and gloo work without")
+    if serve.transfer == "ipc":
+        _check_ipc()
+
+
+def _check_ipc() -> None:
+    """vLLM imports this when the server has loaded its model: what is missing would be told a minute later, by its
+    worker. 0.24 imports Ray there, which it does not install."""
+    try:
+        importlib.import_module("vllm.distributed.weight_transfer.ipc_engine")
+    except ModuleNotFoundError as error:
+        raise EngineError(
+            f"--transfer ipc: this vLLM does not do it without {error.name}: pip install {error.name}, or leave "
+            "--transfer out"
+        ) from None
 
 
 def _has_gpu() -> bool:
