@@ -1290,6 +1290,18 @@ MUTANTS = [
         "tests/unit/test_vllm_servers.py::test_a_server_that_dies_is_left_out_and_comes_back",
     ),
     Mutant(
+        "generation/vllm/server.py",
+        "        if server.tells_its_weights:",
+        "        if False:",
+        "tests/unit/test_vllm_servers.py::test_a_server_that_was_silent_for_a_moment_is_not_proved_again",
+    ),
+    Mutant(
+        "generation/vllm/server.py",
+        "if server.served is not None and server not in self._silent]",
+        "if server.served is not None]",
+        "tests/unit/test_vllm_servers.py::test_a_server_that_was_silent_for_a_moment_is_not_proved_again",
+    ),
+    Mutant(
         "generation/vllm/dispatch.py",
         "        if is_well and isinstance(error, ServerError) and",
         "        if isinstance(error, ServerError) and",
@@ -1327,8 +1339,8 @@ MUTANTS = [
     ),
     Mutant(
         "generation/vllm/remote.py",
-        "        if served is None or (tells and not self.still_has(model)):",
-        "        if served is None:",
+        "        if self.served is None or (self.tells_its_weights and not self.still_has(model)):",
+        "        if self.served is None:",
         "tests/unit/test_vllm_servers.py::test_a_server_with_other_weights_is_noticed",
     ),
     Mutant(

@@ -107,6 +107,29 @@ def test_a_server_that_dies_is_left_out_and_comes_back(two, caplog):
         list(engine.generate(prompts(*LENGTHS), 2, seed=0))
 
 
+def test_a_server_that_was_silent_for_a_moment_is_not_proved_again(two, monkeypatch, caplog):
+    """It has its weights still, and another process may be drawing from them: a proof would send other numbers."""
+    model, first, second = two
+    engine = engine_of([first, second], model)
+    list(engine.generate(prompts(*LENGTHS), 2, seed=0))
+    calls, drawn = len(second.calls), asked(second)
+    with monkeypatch.context() as silent:
+        silent.setattr(engine.servers[1].client, "is_up", lambda: False)
+        assert_drawn_from(model, engine.generate(prompts(*LENGTHS), 2, seed=0))
+        assert engine.usable == engine.servers[:1]
+    assert asked(second) == drawn
+    assert_drawn_from(model, engine.generate(prompts(*LENGTHS), 2, seed=0))
+    assert engine.usable == engine.servers
+    assert asked(second) == drawn + 3
+    assert {path for path, _ in second.calls[calls:]} <= {"/health", "/weight_info", "/v1/completions"}
+    assert f"{second.address} is back and has the policy's weights" in caplog.text
+    with monkeypatch.context() as silent:
+        silent.setattr(engine.servers[1].client, "is_up", lambda: False)
+        list(engine.generate(prompts(*LENGTHS), 2, seed=0))
+    model.model.norm.weight.data[0] += 0.5
+    assert_drawn_from(model, engine.generate(prompts(*LENGTHS), 2, seed=0))
+
+
 def test_a_server_that_hangs_is_left_out(two, monkeypatch, caplog):
     monkeypatch.setattr(dispatch, "LOOK_SECONDS", 0.1)
     model, first, second = two

@@ -123,6 +123,11 @@ class RemoteServer:
         assert self.served is not None, "the server is asked before it was begun with"
         return self.served
 
+    @property
+    def tells_its_weights(self) -> bool:
+        """Whether the server says which weights it has. One that is older than 0.32 says which adapter at most."""
+        return self.served is not None and (self.served.versions or self.served.adapter_only)
+
     # -- the server and its weights
 
     def begin(self, model: Any, outgoing: Outgoing) -> None:
@@ -130,7 +135,7 @@ class RemoteServer:
         self.client.wait(self.options.timeout)
         self.end()
         self.served = self._look(model)
-        if self._whole is not None and not self._known.versions and not self._known.adapter_only:
+        if self._whole is not None and not self.tells_its_weights:
             raise EngineError(_without_versions(self.client.address))
         try:
             if not self._known.adapter_only:
@@ -152,13 +157,11 @@ class RemoteServer:
 
     def refresh(self, model: Any, outgoing: Outgoing) -> bool:
         """Have the server draw from the policy; whether weights had to be sent."""
-        served = self.served
-        tells = served is not None and (served.versions or served.adapter_only)
-        if served is None or (tells and not self.still_has(model)):
+        if self.served is None or (self.tells_its_weights and not self.still_has(model)):
             # It was lost, or started again: what it was told at the start is gone.
             self.begin(model, outgoing)
             return True
-        if outgoing.fingerprint == self._sent and (tells or self.still_has(model)):
+        if outgoing.fingerprint == self._sent and (self.tells_its_weights or self.still_has(model)):
             return False
         self._sent = None
         if self._known.adapter_only:
@@ -176,7 +179,7 @@ class RemoteServer:
         """Whether another process has sent the server these weights. Then it can be asked here too."""
         if self.served is None:
             self.served = self._look(model)
-        if not self._known.versions and not self._known.adapter_only:
+        if not self.tells_its_weights:
             # What it answers tells weights of two updates apart only where they differ by much.
             raise EngineError(_without_versions(self.client.address))
         adapted = not self._known.adapter_only or is_active(model)

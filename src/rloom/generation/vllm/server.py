@@ -66,13 +66,15 @@ class VllmServerEngine(VllmBase):
                 "at most %d requests at a time at each vLLM server: this process may not open more files (ulimit -n)",
                 at_once(len(self.servers)),
             )
+        # Those that did not answer when they were last looked for. They may be there still, with all that they were sent.
+        self._silent: set[RemoteServer] = set()
         self._calls: Generator[Reply, None, None] | None = None  # the requests of the present rollout
         self._lead(self._begin_all)
 
     @property
     def usable(self) -> list[RemoteServer]:
         """The servers that have the policy's weights."""
-        return [server for server in self.servers if server.served is not None]
+        return [server for server in self.servers if server.served is not None and server not in self._silent]
 
     # -- a rollout
 
@@ -227,8 +229,13 @@ class VllmServerEngine(VllmBase):
         )
 
     def _send(self, server: RemoteServer, model: Any, outgoing: Outgoing) -> bool:
-        """Have a server draw from the policy; whether weights had to be sent. One that dies over it is left out."""
-        is_back = server.served is None
+        """Have a server draw from the policy; whether weights had to be sent. One that dies over it is left out.
+
+        One that did not answer for a while and was not started again keeps the weights that it has. Other processes may
+        be drawing from them, and a proof sends other numbers.
+        """
+        is_back = server.served is None or server in self._silent
+        self._silent.discard(server)
         try:
             sent = server.refresh(model, outgoing)
         except EngineError:
@@ -236,15 +243,20 @@ class VllmServerEngine(VllmBase):
             if server.client.is_up() or not others:
                 raise
             self._leave_out(server)
+            # Nobody knows how much of the weights it had taken.
+            server.end()
             return False
         if is_back:
             logger.warning("the vLLM server at %s is back and has the policy's weights", server.client.address)
         return sent
 
     def _leave_out(self, server: RemoteServer) -> None:
-        if server.served is not None:
+        if server.served is not None and server not in self._silent:
             logger.warning("the vLLM server at %s does not answer: left out until it does", server.client.address)
-        server.end()
+        if server.tells_its_weights:
+            self._silent.add(server)
+        else:
+            server.end()
 
 
 def _follows(server: RemoteServer, model: Any, version: str) -> bool:
