@@ -1302,6 +1302,12 @@ MUTANTS = [
         "tests/unit/test_vllm_servers.py::test_a_server_that_was_silent_for_a_moment_is_not_proved_again",
     ),
     Mutant(
+        "training/collector.py",
+        " or abilities_of(self.engine).main_sends_weights:",
+        ":",
+        "tests/unit/test_vllm_servers.py::test_the_main_process_sends_weights_where_it_has_nothing_to_ask_for",
+    ),
+    Mutant(
         "generation/vllm/dispatch.py",
         "        if is_well and isinstance(error, ServerError) and",
         "        if isinstance(error, ServerError) and",

@@ -19,6 +19,8 @@ from rloom.errors import EngineError
 from rloom.generation.vllm import VllmOptions, VllmServerEngine, dispatch, proof, server, shared, transfer
 from rloom.generation.vllm.outgoing import version_of
 from rloom.generation.vllm.weights import fingerprint
+from rloom.training.collector import Collector
+from rloom.training.processes import ALONE
 from rloom.types import Completion
 from tests.conftest import make_model
 from tests.services import free_port
@@ -128,6 +130,17 @@ def test_a_server_that_was_silent_for_a_moment_is_not_proved_again(two, monkeypa
         list(engine.generate(prompts(*LENGTHS), 2, seed=0))
     model.model.norm.weight.data[0] += 0.5
     assert_drawn_from(model, engine.generate(prompts(*LENGTHS), 2, seed=0))
+
+
+def test_the_main_process_sends_weights_where_it_has_nothing_to_ask_for(two):
+    """In a round of `dynamic_sampling`, say, in which the other process alone replaces groups."""
+    model, service, _ = two
+    first, other = engine_of([service], model, timeout=1.0), engine_of([service], model, timeout=1.0, sends=False)
+    list(first.generate(prompts(*LENGTHS), 2, seed=0))
+    assert_drawn_from(model, other.generate(prompts(*LENGTHS), 2, seed=1))
+    service.version = "default"  # it was started again
+    Collector.idle_along(SimpleNamespace(engine=first, processes=ALONE, meanwhile=None), nothing=None)
+    assert_drawn_from(model, other.generate(prompts(*LENGTHS), 2, seed=1))
 
 
 def test_a_server_that_hangs_is_left_out(two, monkeypatch, caplog):

@@ -105,6 +105,7 @@ class Abilities:
 
     keyed_by_prompt: bool
     takes_images: bool
+    main_sends_weights: bool  # that all processes draw from: it is asked for nothing, so that it can, where others ask
     words: str
 
 
@@ -114,11 +115,11 @@ def abilities_of(engine: Any) -> Abilities:
     >>> class Own:
     ...     def generate(self, prompts, num_generations, *, seed): ...
     >>> abilities_of(Own())
-    Abilities(keyed_by_prompt=False, takes_images=False, words='generation by Own')
+    Abilities(keyed_by_prompt=False, takes_images=False, main_sends_weights=False, words='generation by Own')
     """
-    keyed_by_prompt, takes_images = (getattr(engine, name, False) for name in ("keyed_by_prompt", "takes_images"))
+    names = ("keyed_by_prompt", "takes_images", "main_sends_weights")
     words = engine.words() if hasattr(engine, "words") else Engine.words(engine)
-    return Abilities(keyed_by_prompt, takes_images, words)
+    return Abilities(**{name: getattr(engine, name, False) for name in names}, words=words)
 
 
 def nothing_asked(prompts: Sequence[Prompt], num_generations: int) -> bool:

@@ -101,15 +101,15 @@ class Collector:
         return scoring.score(self._batch(inputs, prompts, completions, ids)).scores
 
     def idle_along(self, nothing: Rollout) -> None:
-        """Take part in a rollout for which this process has no prompts, where weights are gathered from all processes.
+        """Take part in a rollout for which this process has no prompts: where weights are gathered from all processes,
+        or where the main one sends them for all.
 
         `nothing` stands for this process' part of it.
         """
-        if not self.processes.is_layered:
-            return
-        groups = list(self.engine.generate([], 1, seed=0))
-        assert not groups, "the engine has answered what nobody asked"
-        if self.meanwhile is not None:
+        if self.processes.is_layered or abilities_of(self.engine).main_sends_weights:
+            groups = list(self.engine.generate([], 1, seed=0))
+            assert not groups, "the engine has answered what nobody asked"
+        if self.processes.is_layered and self.meanwhile is not None:
             self.meanwhile(nothing)
 
     def sit_out(self) -> None:

@@ -41,6 +41,8 @@ class VllmServerEngine(VllmBase):
     each process holds a part of the weights (`in_step`), the others take part in what the main one sends and compares.
     """
 
+    main_sends_weights = True
+
     def __init__(
         self,
         get_model: Callable[[], Any],
@@ -66,7 +68,7 @@ class VllmServerEngine(VllmBase):
                 "at most %d requests at a time at each vLLM server: this process may not open more files (ulimit -n)",
                 at_once(len(self.servers)),
             )
-        # Those that did not answer when they were last looked for. They may be there still, with all that they were sent.
+        # Those that did not answer when they were last looked for. They may be there, with all that they were sent.
         self._silent: set[RemoteServer] = set()
         self._calls: Generator[Reply, None, None] | None = None  # the requests of the present rollout
         self._lead(self._begin_all)
