@@ -1308,6 +1308,12 @@ MUTANTS = [
         "tests/unit/test_vllm_servers.py::test_the_main_process_sends_weights_where_it_has_nothing_to_ask_for",
     ),
     Mutant(
+        "generation/vllm/transfer.py",
+        "        probe.bind((address, port))",
+        "        probe.bind((address, 0))",
+        "tests/unit/test_vllm_servers.py::test_a_port_that_is_taken_is_found_before_servers_are_told_of_it",
+    ),
+    Mutant(
         "generation/vllm/dispatch.py",
         "        if is_well and isinstance(error, ServerError) and",
         "        if isinstance(error, ServerError) and",
@@ -1333,7 +1339,7 @@ MUTANTS = [
     ),
     Mutant(
         "generation/vllm/remote.py",
-        "        if not self._known.versions and not self._known.adapter_only:",
+        "        if not self.tells_its_weights:",
         "        if False:",
         "tests/unit/test_vllm_servers.py::test_several_processes_need_servers_that_name_their_weights",
     ),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import socket
+import sys
 import threading
 import time
 import weakref
@@ -386,6 +387,17 @@ def test_ways_that_cannot_be_gone(backend, message):
     model = make_model()
     with serving(model.config, backend=backend) as service, pytest.raises(EngineError, match=message):
         engine_of([service], model)
+
+
+def test_a_port_that_is_taken_is_found_before_servers_are_told_of_it(monkeypatch):
+    parts = {
+        "vllm": {}, "vllm.distributed": {}, "vllm.distributed.utils": {"StatelessProcessGroup": None},
+        "vllm.distributed.device_communicators": {"pynccl": SimpleNamespace(PyNcclCommunicator=None)},
+    }  # fmt: skip
+    for name, content in parts.items():
+        monkeypatch.setitem(sys.modules, name, SimpleNamespace(**content))
+    with socket.create_server(("127.0.0.1", 0)) as taken, pytest.raises(RuntimeError, match="in use"):
+        transfer.NcclGroup("127.0.0.1", taken.getsockname()[1], 2)
 
 
 # -- the verb that starts one

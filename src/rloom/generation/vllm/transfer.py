@@ -12,6 +12,7 @@ import base64
 import pickle
 import socket
 import threading
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from datetime import timedelta
@@ -24,6 +25,9 @@ from rloom.errors import EngineError
 from rloom.generation.vllm.client import Client, ServerError
 
 Weights = Iterator[tuple[str, torch.Tensor]]
+
+# Between two looks at whether a server has taken what was sent.
+LOOK_SECONDS = 0.002
 
 
 class Transfer(ABC):
@@ -145,6 +149,7 @@ class BroadcastTransfer(Transfer):
                 if call.failed:
                     break
                 self._group.broadcast(tensor)
+            self._group.wait(lambda: call.failed)
 
     def close(self) -> None:
         """Leave the group."""
@@ -180,9 +185,16 @@ class GlooGroup:
         except RuntimeError as error:
             raise EngineError(f"a vLLM server or the trainer left while weights were sent: {error}") from error
 
+    def wait(self, is_lost: Callable[[], bool]) -> None:
+        """Until all that was broadcast has been taken. Each broadcast has waited for that."""
+
 
 class NcclGroup:
-    """vLLM's own NCCL communicator, which is what its workers speak. Two ranks on one GPU are refused by NCCL."""
+    """vLLM's own NCCL communicator, which is what its workers speak. Two ranks on one GPU are refused by NCCL.
+
+    NCCL waits without a limit of time for a server that is gone. So weights are sent on a stream of their own, which
+    can be called off, and not on the model's.
+    """
 
     def __init__(self, address: str, port: int, world: int) -> None:
         try:
@@ -193,23 +205,43 @@ class NcclGroup:
                 "weights go to this vLLM server by NCCL, for which the trainer needs vLLM too: pip install "
                 '"rloom[vllm]", or start the server with `--transfer folder`'
             ) from error
-        self.port = port or _free_port(address)
+        try:
+            self.port = _free_port(address, port)
+        except OSError as error:
+            raise RuntimeError(error) from error
         self._meet = lambda: StatelessProcessGroup.create(host=address, port=self.port, rank=0, world_size=world)
         self._connect: Callable[..., Any] = pynccl.PyNcclCommunicator
         self._communicator: Any = None
+        self._stream: Any = None
 
     def join(self) -> NcclGroup:
         """Listen, and wait for the server's workers."""
         self._communicator = self._connect(self._meet(), device=torch.cuda.current_device())
+        self._stream = torch.cuda.Stream()
         return self
 
     def close(self) -> None:
-        """Leave."""
-        self._communicator = None
+        """Leave. What is still being sent is called off."""
+        communicator, self._communicator = self._communicator, None
+        if communicator is not None:
+            communicator.destroy()
 
     def broadcast(self, tensor: torch.Tensor) -> None:
-        """To all workers."""
-        self._communicator.broadcast(tensor, src=0, stream=torch.cuda.current_stream())
+        """To all workers, beside what the device does next."""
+        self._stream.wait_stream(torch.cuda.current_stream())
+        self._communicator.broadcast(tensor, src=0, stream=self._stream)
+        # Its memory is not used for anything else before that.
+        tensor.record_stream(self._stream)
+
+    def wait(self, is_lost: Callable[[], bool]) -> None:
+        """Until all that was broadcast has been taken, or until the server is lost, who will not take it."""
+        sent = self._stream.record_event()
+        while not sent.query():
+            if is_lost():
+                self.close()
+                return
+            time.sleep(LOOK_SECONDS)
+        torch.cuda.current_stream().wait_stream(self._stream)
 
 
 def _split(weights: Weights, size: int | None) -> Iterator[list[tuple[str, torch.Tensor]]]:
@@ -263,10 +295,12 @@ def _own_address(client: Client) -> str:
         raise EngineError(f"there is no way to the vLLM server at {client.address}: {error}") from error
 
 
-def _free_port(address: str) -> int:
-    """A port that nobody listens at."""
+def _free_port(address: str, port: int = 0) -> int:
+    """This port, or any if it is 0, at which nobody listens; an OSError if somebody does."""
     with socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET) as probe:
-        probe.bind((address, 0))
+        # One that an earlier run has just left will do.
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        probe.bind((address, port))
         return int(probe.getsockname()[1])
 
 
