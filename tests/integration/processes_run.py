@@ -666,7 +666,7 @@ def main() -> None:
     for kind in kinds:
         folder = Path(output) / kind.partition(" from ")[0]
         # Weights are sent in several pieces, where they are gathered on their way.
-        remote.AT_ONCE = 20_000
+        remote.PIECE_BYTES = 20_000
         if "crowded" in kind:
             whole_copy.free_memory = lambda device: 100_000
         if kind == "busy":  # and what comes after it: a silence of two seconds is named

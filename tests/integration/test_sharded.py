@@ -16,7 +16,7 @@ from torch.distributed.checkpoint import FileSystemReader
 from transformers import AutoModelForCausalLM
 
 from rloom.observe import read_store
-from rloom.training.sharded_checkpoint import whole_optimizer, whole_weights
+from rloom.training.sharded_checkpoint import read_optimizer, read_weights
 from tests.conftest import make_model
 from tests.integration import processes_run
 from tests.integration.test_processes import assert_close, assert_same_log, launch, results
@@ -340,7 +340,7 @@ def test_parts_as_a_whole_are_what_a_whole_checkpoint_has(request, folder, kind)
     """To the bit: weights in the dtype of the model, moments, and the bits that bfloat16 drops."""
     two = request.getfixturevalue(folder)
     whole, parts = (two / f"sharded {how}{kind}" / "checkpoint-2" for how in ("", "parts "))
-    state, expected = whole_optimizer(parts), torch.load(whole / "optimizer.pt", weights_only=True)
+    state, expected = read_optimizer(parts), torch.load(whole / "optimizer.pt", weights_only=True)
     assert state["param_groups"] == expected["param_groups"]
     assert state["state"].keys() == expected["state"].keys()
     for number, values in expected["state"].items():
@@ -349,7 +349,7 @@ def test_parts_as_a_whole_are_what_a_whole_checkpoint_has(request, folder, kind)
             assert torch.equal(value, state["state"][number][name]), (number, name)
     if kind == "saved bfloat16":
         assert "rest" in expected["state"][0]
-        weights = whole_weights(parts)
+        weights = read_weights(parts)
         for name, weight in load_file(whole / "model.safetensors").items():
             assert weight.dtype == torch.bfloat16
             assert torch.equal(weight, weights[name])

@@ -1381,8 +1381,8 @@ MUTANTS = [
     ),
     Mutant(
         "generation/vllm/transfer.py",
-        "_split(((name, self._prepared(tensor)) for name, tensor in weights), self.at_once)",
-        "_split(((name, self._prepared(tensor)) for name, tensor in list(weights)), self.at_once)",
+        "_split(((name, self._prepared(tensor)) for name, tensor in weights), self.piece_bytes)",
+        "_split(((name, self._prepared(tensor)) for name, tensor in list(weights)), self.piece_bytes)",
         "tests/unit/test_vllm_servers.py::test_weights_on_their_way_are_there_once",
     ),
     Mutant(

@@ -655,7 +655,7 @@ def test_a_server_that_is_not_there_or_dies(monkeypatch):
     options = VllmOptions(mode="server", servers=("127.0.0.1:9",), timeout=0.2)
     with pytest.raises(EngineError, match=r"cannot be reached.* waited 0.2 s .vllm_server_timeout.* Is it running"):
         VllmServerEngine(lambda: model, sampling(), options=options)
-    monkeypatch.setattr(dispatch, "LOOK_SECONDS", 0.1)
+    monkeypatch.setattr(dispatch, "HEALTH_SECONDS", 0.1)
     with serving(model.config) as service:
         engine = server_engine(service, model)
         hangs = threading.Event()

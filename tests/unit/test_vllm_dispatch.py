@@ -13,7 +13,7 @@ import torch
 from rloom.errors import EngineError
 from rloom.generation.vllm import dispatch
 from rloom.generation.vllm.client import Client
-from rloom.generation.vllm.dispatch import AT_ONCE, Dispatch, at_once
+from rloom.generation.vllm.dispatch import REQUESTS_PER_SERVER, Dispatch, requests_per_server
 from tests.unit.test_vllm import assert_drawn_from, prompts
 from tests.unit.test_vllm_servers import LENGTHS, engine_of, two
 
@@ -47,7 +47,7 @@ def once(service, happens):
 
 def test_what_a_server_answers_after_it_was_started_again_is_not_used(two, monkeypatch, caplog):
     """Two threads ask it: the request of one breaks, and the other goes on as if nothing had been."""
-    monkeypatch.setattr(dispatch, "AT_ONCE", 2)
+    monkeypatch.setattr(dispatch, "REQUESTS_PER_SERVER", 2)
     model, first, second = two
     engine, draw, asked = engine_of([first, second], model), second.v1_completions, []
     lock, is_new, goes_on, broken, answered = threading.Lock(), *(threading.Event() for _ in range(4))
@@ -148,11 +148,12 @@ def test_a_server_that_has_forgotten_what_it_was_sent_is_not_believed(two):
 
 
 @pytest.mark.parametrize(
-    ("limit", "servers", "expected"), [(20_000, 4, AT_ONCE), (1024, 4, 128), (256, 200, 1), (-1, 9, AT_ONCE)]
+    ("limit", "servers", "expected"),
+    [(20_000, 4, REQUESTS_PER_SERVER), (1024, 4, 128), (256, 200, 1), (-1, 9, REQUESTS_PER_SERVER)],
 )
 def test_requests_do_not_take_all_files_that_a_process_may_open(limit, servers, expected, monkeypatch):
     monkeypatch.setattr(resource, "getrlimit", lambda _: (limit, limit))
-    assert at_once(servers) == expected
+    assert requests_per_server(servers) == expected
 
 
 def test_fewer_requests_at_once_are_told(two, monkeypatch, caplog):

@@ -145,7 +145,7 @@ def test_the_main_process_sends_weights_where_it_has_nothing_to_ask_for(two):
 
 
 def test_a_server_that_hangs_is_left_out(two, monkeypatch, caplog):
-    monkeypatch.setattr(dispatch, "LOOK_SECONDS", 0.1)
+    monkeypatch.setattr(dispatch, "HEALTH_SECONDS", 0.1)
     model, first, second = two
     engine, hangs = engine_of([first, second], model, timeout=0.5), threading.Event()
 
@@ -238,7 +238,7 @@ def test_rounding_is_the_policys_own():
 
 def test_one_process_sends_and_all_ask(two, monkeypatch):
     """The engine of a process that does not send waits for the weights that it has itself."""
-    monkeypatch.setattr(server, "LOOK_SECONDS", 0.01)
+    monkeypatch.setattr(server, "POLL_SECONDS", 0.01)
     model, *services = two
     main, copy = engine_of(services, model), make_model()
     other = engine_of(services, copy, sends=False)
@@ -326,12 +326,12 @@ class Copies(transfer.Transfer):
         self.sent.append([name for name, _ in named])
 
 
-@pytest.mark.parametrize(("at_once", "pieces", "most"), [(None, ["abcdef"], 7), (100, ["ab", "cd", "ef"], 3)])
-def test_weights_on_their_way_are_there_once(at_once, pieces, most):
+@pytest.mark.parametrize(("piece_bytes", "pieces", "most"), [(None, ["abcdef"], 7), (100, ["ab", "cd", "ef"], 3)])
+def test_weights_on_their_way_are_there_once(piece_bytes, pieces, most):
     """Each is copied before the next one is made, as merged adapters are. What was sent is let go of before the next
     piece is begun, but for the last weight."""
     way, alive, seen = Copies(), [], []
-    way.at_once = at_once
+    way.piece_bytes = piece_bytes
 
     def made():
         for name in "abcdef":

@@ -13,7 +13,7 @@ from rloom.models.low_bits import Piece, Value, join_float32, store_float32
 ELEMENTS_AT_A_TIME = 1 << 22
 """Numbers mixed at once, 16 MiB in float32: a CPU maps larger buffers anew each time."""
 
-LOW_BITS = ":rest"
+LOW_BITS_SUFFIX = ":rest"
 """In a checkpoint, behind the name of the weight that low bits belong to."""
 
 
@@ -135,7 +135,7 @@ class MovingAverage:
     def state_dict(self) -> dict[str, Tensor]:
         """The whole weights by name, and their low bits."""
         weights = {name: self._parts.joined(p, self._own(name).detach()) for name, p in self.weights.items()}
-        return weights | {name + LOW_BITS: self._joined_bits(name) for name in self.low_bits}
+        return weights | {name + LOW_BITS_SUFFIX: self._joined_bits(name) for name in self.low_bits}
 
     def _joined_bits(self, name: str) -> Tensor:
         """The low bits of a whole weight. Not all backends of processes send numbers of 16 bits.
@@ -152,7 +152,7 @@ class MovingAverage:
         """
         for name in self.weights:
             rows, own = self._in_whole(name, ...), self._own(name)
-            saved, bits = state[name][rows], state.get(name + LOW_BITS)
+            saved, bits = state[name][rows], state.get(name + LOW_BITS_SUFFIX)
             if bits is not None and saved.dtype == torch.bfloat16:
                 saved = join_float32(saved, bits[rows])
             low_bits = self._low_bits(name) if self.moves else None

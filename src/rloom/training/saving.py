@@ -335,7 +335,7 @@ class CheckpointedTrainer(OutputTrainer):
             self.processes.load_weights(folder)
         else:
             with self._as_float32(loading=True), self.processes.whole_weights(target, loading=True):
-                target.load_state_dict(sharded_checkpoint.whole_weights(folder), strict=False)
+                target.load_state_dict(sharded_checkpoint.read_weights(folder), strict=False)
         return True
 
     def _load_best_model(self) -> None:
@@ -406,7 +406,7 @@ class CheckpointedTrainer(OutputTrainer):
             self.processes.load_optimizer(folder, self.optimizer.optimizer)
         else:
             with self.processes.whole_optimizer(self.optimizer, loading=True):
-                self.optimizer.load_state_dict(sharded_checkpoint.whole_optimizer(folder))
+                self.optimizer.load_state_dict(sharded_checkpoint.read_optimizer(folder))
         self._load_schedule(folder)
 
     def _note_other_processes(self, state: dict[str, Any] | None) -> None:

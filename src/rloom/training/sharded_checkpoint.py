@@ -23,8 +23,7 @@ from transformers import PreTrainedModel
 
 from rloom.errors import DiskError
 from rloom.models.load import base_of, is_peft_model
-from rloom.models.low_bits import split_float32
-from rloom.training.whole_state import and_low_bits
+from rloom.training.whole_state import and_low_bits, as_loaded
 
 WEIGHTS, OPTIMIZER = "pytorch_model_fsdp_0", "optimizer_0"
 LAYOUT_FILE = "rloom_layout.pt"
@@ -144,15 +143,15 @@ def load_optimizer(folder: Path, model: nn.Module, optimizer: Any, group: Any) -
 # -- loading as a whole
 
 
-def whole_weights(folder: Path) -> dict[str, Tensor]:
+def read_weights(folder: Path) -> dict[str, Tensor]:
     """All weights, in the dtypes in which they were loaded: as `model.safetensors` has them."""
-    dtypes = _layout(folder)["dtypes"]
+    dtypes = {name: getattr(torch, dtype) for name, dtype in _layout(folder)["dtypes"].items()}
     read = _read_all(folder / WEIGHTS)
     named = {key.removeprefix("model."): value for key, value in read.items()}
-    return {name: _as_loaded(value, dtypes.get(name)) for name, value in named.items()}
+    return {name: as_loaded(value, dtypes.get(name, value.dtype)) for name, value in named.items()}
 
 
-def whole_optimizer(folder: Path) -> dict[str, Any]:
+def read_optimizer(folder: Path) -> dict[str, Any]:
     """The optimizer's whole state, as `optimizer.pt` has it: with the bits that bfloat16 weights drop."""
     layout, state = _layout(folder), dict[str, dict[str, Tensor]]()
     for key, value in _read_all(folder / OPTIMIZER).items():
@@ -208,10 +207,3 @@ def _read_all(folder: Path, names: Iterable[str] | None = None) -> dict[str, Ten
         if state:
             dcp.load(state, checkpoint_id=folder, no_dist=True)
     return state
-
-
-def _as_loaded(value: Tensor, dtype: str | None) -> Tensor:
-    """A weight in the dtype in which it was loaded, rounded as its low bits are counted from."""
-    if value.dtype == torch.float32 and dtype == "bfloat16":
-        return split_float32(value)[0]
-    return value if dtype is None else value.to(getattr(torch, dtype))

@@ -26,9 +26,9 @@ except ImportError:
 logger = get_logger(__name__)
 
 # Requests under way at one server.
-AT_ONCE = 256
+REQUESTS_PER_SERVER = 256
 # Between two looks at whether servers that say nothing still live.
-LOOK_SECONDS = 5.0
+HEALTH_SECONDS = 5.0
 # A server on a machine that is gone does not even refuse.
 CONNECT_SECONDS = 10.0
 # How often a request is made to servers that are well, and fails all the same.
@@ -79,7 +79,9 @@ class Dispatch:
         """Each request's answer, as they come. When nobody asks on, servers are left alone, and stop."""
         clients, left = list(self.clients), self._count
         # Taken before the first thread starts, which would take some too.
-        first = [self._todo.popleft() for _ in range(min(at_once(len(clients)) * len(clients), self._count))]
+        first = [
+            self._todo.popleft() for _ in range(min(requests_per_server(len(clients)) * len(clients), self._count))
+        ]
         try:
             for index, number in enumerate(first):
                 self._start(clients[index % len(clients)], number)
@@ -152,7 +154,7 @@ class Dispatch:
     def _next(self) -> Reply:
         while True:
             try:
-                return self._replies.get(timeout=LOOK_SECONDS)
+                return self._replies.get(timeout=HEALTH_SECONDS)
             except queue.Empty:
                 self._look()
 
@@ -214,15 +216,15 @@ class Dispatch:
                     connection.sock.shutdown(socket.SHUT_RDWR)
 
 
-def at_once(servers: int) -> int:
+def requests_per_server(servers: int) -> int:
     """Requests under way at each of so many servers. Each is an open file, of which half are left to others.
 
-    >>> 1 <= at_once(10_000) <= at_once(1) <= AT_ONCE
+    >>> 1 <= requests_per_server(10_000) <= requests_per_server(1) <= REQUESTS_PER_SERVER
     True
     """
     limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0] if resource is not None else -1
     # -1: there is no limit.
-    return AT_ONCE if limit < 0 else max(1, min(AT_ONCE, limit // 2 // servers))
+    return REQUESTS_PER_SERVER if limit < 0 else max(1, min(REQUESTS_PER_SERVER, limit // 2 // servers))
 
 
 def _was_aborted(answer: Any) -> bool:

@@ -39,7 +39,7 @@ ENDING_SECONDS = 30.0
 # A change of a log-probability that cannot be rounding in float32.
 MOVED = 1e-4
 # Bytes that are gathered and sent at a time, where no process has memory for all weights.
-AT_ONCE = 2**30
+PIECE_BYTES = 2**30
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -141,7 +141,7 @@ class RemoteServer:
             if not self._known.adapter_only:
                 self._transfer = transfer_of(self._backend, self.client, self._group_port)
                 if self._transfer is not None and self._whole is not None:
-                    self._transfer.at_once = AT_ONCE
+                    self._transfer.piece_bytes = PIECE_BYTES
             self._prove(model, outgoing)
         except BaseException:
             # Ports are free again for whoever comes next.

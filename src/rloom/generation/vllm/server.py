@@ -10,7 +10,7 @@ from typing import Any
 from rloom.errors import EngineError
 from rloom.generation.base import InStep, Sampling, nothing_asked
 from rloom.generation.vllm.client import Client
-from rloom.generation.vllm.dispatch import AT_ONCE, Dispatch, Reply, at_once
+from rloom.generation.vllm.dispatch import REQUESTS_PER_SERVER, Dispatch, Reply, requests_per_server
 from rloom.generation.vllm.options import VllmOptions
 from rloom.generation.vllm.outgoing import Outgoing, version_of
 from rloom.generation.vllm.remote import RemoteServer, read_completions
@@ -25,7 +25,7 @@ logger = get_logger(__name__)
 
 
 # Between two looks at whether the main process has sent weights, and how long servers wait for the last of them.
-LOOK_SECONDS = 0.1
+POLL_SECONDS = 0.1
 GRACE_SECONDS = 30.0
 
 
@@ -63,10 +63,10 @@ class VllmServerEngine(VllmBase):
             RemoteServer(address, sampling, options, group_port=port, in_step=in_step)
             for port, address in zip(ports, options.servers, strict=True)
         ]
-        if at_once(len(self.servers)) < AT_ONCE:
+        if requests_per_server(len(self.servers)) < REQUESTS_PER_SERVER:
             logger.warning(
                 "at most %d requests at a time at each vLLM server: this process may not open more files (ulimit -n)",
-                at_once(len(self.servers)),
+                requests_per_server(len(self.servers)),
             )
         # Those that did not answer when they were last looked for. They may be there, with all that they were sent.
         self._silent: set[RemoteServer] = set()
@@ -192,7 +192,7 @@ class VllmServerEngine(VllmBase):
                     f"no vLLM server has the weights of this process after {waited:.0f} s (vllm_server_timeout): the "
                     f"main process, which sends them, has not, or has others; {len(up)} of {len(self.servers)} answer"
                 )
-            time.sleep(LOOK_SECONDS)
+            time.sleep(POLL_SECONDS)
         for server in self.servers:
             if server not in having:
                 server.end()
@@ -224,7 +224,7 @@ class VllmServerEngine(VllmBase):
         while time.monotonic() < end:
             if up := [server for server in self.servers if server.client.is_up()]:
                 return up
-            time.sleep(LOOK_SECONDS)
+            time.sleep(POLL_SECONDS)
         raise EngineError(
             f"none of {len(self.servers)} vLLM servers has answered for {self.options.timeout:g} s "
             "(vllm_server_timeout): see their own messages"

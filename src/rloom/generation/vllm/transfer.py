@@ -27,13 +27,13 @@ from rloom.generation.vllm.client import Client, ServerError
 Weights = Iterator[tuple[str, torch.Tensor]]
 
 # Between two looks at whether a server has taken what was sent.
-LOOK_SECONDS = 0.002
+POLL_SECONDS = 0.002
 
 
 class Transfer(ABC):
     """A way into one server's memory."""
 
-    at_once: int | None = None
+    piece_bytes: int | None = None
     """Bytes that are sent at a time; None: all. Where weights are gathered on their way, there is no memory for all."""
 
     def __init__(self, client: Client) -> None:
@@ -42,7 +42,7 @@ class Transfer(ABC):
     def send(self, weights: Weights) -> None:
         """Replace all of the server's weights. What takes memory comes before the server is told to begin, if it all
         fits: one that is left in the middle can only be started again."""
-        pieces = _split(((name, self._prepared(tensor)) for name, tensor in weights), self.at_once)
+        pieces = _split(((name, self._prepared(tensor)) for name, tensor in weights), self.piece_bytes)
         named = next(pieces)
         try:
             self.client.developer("POST", "/start_weight_update", {})
@@ -51,7 +51,7 @@ class Transfer(ABC):
                 f"{error}. If an earlier run has left the server in the middle of an update, start it again"
             ) from error
         self._update(named)
-        if self.at_once is not None:
+        if self.piece_bytes is not None:
             # Their memory is free before the next ones are gathered.
             named.clear()
         for named in pieces:
@@ -240,7 +240,7 @@ class NcclGroup:
             if is_lost():
                 self.close()
                 return
-            time.sleep(LOOK_SECONDS)
+            time.sleep(POLL_SECONDS)
         torch.cuda.current_stream().wait_stream(self._stream)
 
 
