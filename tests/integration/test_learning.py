@@ -47,11 +47,12 @@ def test_broken_updates_stay_below_the_bar(tmp_path, break_it):
     assert rise(tmp_path, break_it) < BAR / 2
 
 
-def test_demo(tmp_path, capsys):
-    """What `make demo` runs: sampled accuracy on held-out prompts rises by 0.3 or more."""
+@pytest.mark.parametrize(("steps", "gain"), [(60, 0.2), pytest.param(200, 0.5, marks=pytest.mark.slow)])
+def test_demo(tmp_path, capsys, steps, gain):
+    """What `make demo` runs: sampled accuracy on held-out prompts rises from 0.25, after 200 steps to above 0.75."""
     console = Console(width=100, force_terminal=False)
-    result = demo(seed=0, steps=200, output=str(tmp_path / "demo"), console=console)
-    assert result.after["sampled"] - result.before["sampled"] >= 0.3
+    result = demo(seed=0, steps=steps, output=str(tmp_path / "demo"), console=console)
+    assert result.after["sampled"] - result.before["sampled"] >= gain
     out = capsys.readouterr().out
     assert out.count("exact_match") == 3  # the three tables
     assert "held-out prompts" in out

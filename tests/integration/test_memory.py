@@ -150,7 +150,11 @@ def test_dropout_is_drawn_again_as_it_was():
 
 
 @pytest.mark.parametrize(
-    ("length", "budget", "checkpointing"), [(8192, 20_000, True), (16_384, 10_000, False)], ids=["8k", "16k"]
+    ("length", "budget", "checkpointing"),
+    [
+        pytest.param(8192, 20_000, True, id="8k"),
+        pytest.param(16_384, 10_000, False, id="16k", marks=pytest.mark.slow),
+    ],
 )
 def test_long_completions_have_the_gradient_of_a_plain_forward(config, length, budget, checkpointing):
     """A group that fits the budget, with checkpoints; and completions that are longer than all of it."""

@@ -111,7 +111,8 @@ def test_a_single_row_is_compared_apart(monkeypatch):
     assert shapes == [2, 1]
 
 
-@pytest.mark.parametrize("whole", [False, pytest.param(True, marks=pytest.mark.slow)])
+@pytest.mark.slow  # its parts have quicker tests; tests/gpu has it as it is
+@pytest.mark.parametrize("whole", [False, True])
 def test_a_compiled_step_with_the_kernels(whole, monkeypatch):
     """As on a GPU, but for graphs."""
     monkeypatch.setattr(runner.Runner, "paged", True)

@@ -93,7 +93,11 @@ def test_several_adapters_and_switches():
 
 @pytest.mark.parametrize(
     "options",
-    [{}, {"target_modules": ["q_proj", "v_proj"]}, pytest.param({"lora_dropout": 0.5}, marks=pytest.mark.slow)],
+    [
+        pytest.param({}, marks=pytest.mark.slow),
+        {"target_modules": ["q_proj", "v_proj"]},
+        pytest.param({"lora_dropout": 0.5}, marks=pytest.mark.slow),
+    ],
 )
 def test_draws_what_the_adapter_draws(options, monkeypatch):
     model = adapted(**options)
