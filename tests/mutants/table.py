@@ -1674,4 +1674,77 @@ MUTANTS = [
         "        pass",
         "tests/integration/test_train_verb.py::test_a_checkpoint_that_is_not_there_is_told_before_a_model_is_loaded",
     ),
+    # -- several GPUs
+    Mutant(
+        "gpu_of_threads.py",
+        "        torch.cuda.set_device(gpu)",
+        "        pass",
+        "tests/unit/test_gpu_of_threads.py::test_rewards_in_threads",
+    ),
+    Mutant(
+        "gpu_of_threads.py",
+        "torch is not None and torch.cuda.is_initialized()",
+        "torch is not None",
+        "tests/unit/test_gpu_of_threads.py::test_neither_torch_nor_cuda_is_started_to_find_out",
+    ),
+    Mutant(
+        "rewards/calling/caller.py",
+        "initializer=on_this_gpu(self._begin_thread)",
+        "initializer=self._begin_thread",
+        "tests/unit/test_gpu_of_threads.py::test_what_a_reward_loads_at_the_start_of_a_thread",
+    ),
+    Mutant(
+        "rewards/calling/event_loop.py",
+        "run = on_this_gpu(_run)",
+        "run = _run",
+        "tests/unit/test_gpu_of_threads.py::test_rewards_on_the_event_loop_and_what_they_send_to_threads",
+    ),
+    Mutant(
+        "rewards/calling/event_loop.py",
+        "                self._loop.set_default_executor(threads)\n",
+        "",
+        "tests/unit/test_gpu_of_threads.py::test_rewards_on_the_event_loop_and_what_they_send_to_threads",
+    ),
+    Mutant(
+        "rewards/library/judging/judge_client.py",
+        "on_this_gpu(partial(self._ask_twice, parse=parse))",
+        "partial(self._ask_twice, parse=parse)",
+        "tests/unit/test_gpu_of_threads.py::test_questions_to_a_judge",
+    ),
+    Mutant(
+        "rewards/calling/http_reward.py",
+        "on_this_gpu(partial(_scores, service))",
+        "partial(_scores, service)",
+        "tests/unit/test_gpu_of_threads.py::test_requests_for_rewards",
+    ),
+    Mutant(
+        "evaluation/win_rate.py",
+        "pool.map(on_this_gpu(one), ",
+        "pool.map(one, ",
+        "tests/unit/test_gpu_of_threads.py::test_a_judge_that_compares",
+    ),
+    Mutant(
+        "rewards/serve.py",
+        "on_this_gpu(super().process_request_thread)",
+        "super().process_request_thread",
+        "tests/unit/test_gpu_of_threads.py::test_a_service_of_rewards",
+    ),
+    Mutant(
+        "generation/native/runner.py",
+        "lock_of(self.base), self.on_device(), _without_training",
+        "lock_of(self.base), _without_training",
+        "tests/unit/test_engines.py::test_the_engine_runs_on_its_own_device_and_hands_over_on_the_callers",
+    ),
+    Mutant(
+        "generation/native/proof.py",
+        "torch.no_grad(), runner.on_device(), evaluating(model)",
+        "torch.no_grad(), evaluating(model)",
+        "tests/unit/test_engines.py::test_the_engine_runs_on_its_own_device_and_hands_over_on_the_callers",
+    ),
+    Mutant(
+        "generation/native/runner.py",
+        "torch.cuda.device(self.device) if self.device.type",
+        "nullcontext() if self.device.type",
+        "tests/unit/test_engines.py::test_the_device_of_a_runner_is_its_models",
+    ),
 ]
