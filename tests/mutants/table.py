@@ -1747,4 +1747,34 @@ MUTANTS = [
         "nullcontext() if self.device.type",
         "tests/unit/test_engines.py::test_the_device_of_a_runner_is_its_models",
     ),
+    Mutant(
+        "training/exchange.py",
+        "return of_torch and LOST.search(text) is not None",
+        "return of_torch",
+        "tests/unit/test_processes.py::test_what_is_wrong_here_is_not_put_down_to_others",
+    ),
+    Mutant(
+        "training/exchange.py",
+        'str(error).partition("Exception raised from")[0]',
+        "str(error)",
+        "tests/unit/test_processes.py::test_what_is_wrong_here_is_not_put_down_to_others",
+    ),
+    Mutant(
+        "training/exchange.py",
+        "isinstance(error, dist.DistError) or (",
+        "isinstance(error, dist.DistNetworkError) or (",
+        "tests/unit/test_processes.py::test_a_process_that_has_gone_is_named_with_what_was_noticed",
+    ),
+    Mutant(
+        "training/exchange.py",
+        " and not isinstance(error, ProcessError))",
+        ")",
+        "tests/unit/test_processes.py::test_a_process_that_has_gone_is_named_with_what_was_noticed",
+    ),
+    Mutant(
+        "training/exchange.py",
+        'f"noticed here: {first_line}"',
+        'f"noticed here: {error}"',
+        "tests/unit/test_processes.py::test_a_process_that_has_gone_is_named_with_what_was_noticed",
+    ),
 ]

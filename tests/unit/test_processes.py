@@ -13,6 +13,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+import torch.distributed as dist
 from datasets import Dataset
 from datasets.distributed import split_dataset_by_node
 from torch import nn
@@ -32,6 +33,7 @@ from rloom.training import checkpoint
 from rloom.training.collector import Collector
 from rloom.training.credit import Credit, Shaper
 from rloom.training.dynamic_sampling import replace_degenerate
+from rloom.training.exchange import explaining_lost_peers as lost_peers
 from rloom.training.launch import check_same_everywhere
 from rloom.training.processes import ALONE, Processes, fingerprint
 from rloom.training.rollout_metrics import RolloutMetrics
@@ -128,6 +130,64 @@ def test_processes_that_were_told_different_things():
             check_same_everywhere(processes, own, rows)
 
     together(dated)
+
+
+# -- another process has gone, or something is wrong with this one
+
+GLOO = "[/pytorch/third_party/gloo/gloo/transport/tcp/"
+NCCL = "NCCL error in: /pytorch/torch/csrc/distributed/c10d/NCCLUtils.cpp:94, "
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        RuntimeError(f"{GLOO}pair.cc:553] Connection closed by peer [127.0.0.1]:36753. Check the logs"),
+        RuntimeError(f"{GLOO}pair.cc:534] Read error [127.0.0.1]:1234: Connection reset by peer"),
+        RuntimeError(f"{GLOO}pair.cc:598] writev [127.0.0.1]:1234: Broken pipe"),
+        RuntimeError(f"{GLOO}unbound_buffer.cc:129] Timed out waiting 3000ms for send operation to complete"),
+        dist.DistStoreError("wait timeout after 3000ms, keys: /default_pg/0//1//cpu//0/1"),
+        dist.DistNetworkError("Connection was likely closed. Did the remote server shutdown or crash?"),
+        dist.DistNetworkError("failed to recv, got 0 bytes"),
+        dist.DistBackendError(
+            f"{NCCL}remote process exited or there was a network error\nncclRemoteError: a call failed"
+        ),
+        dist.DistBackendError(
+            f"{NCCL}unhandled system error\nLast error:\nsocketProgress: Connection closed by remote"
+        ),
+        dist.DistBackendError("Watchdog caught collective operation timeout: ran for 600000 milliseconds"),
+    ],
+    ids=str,
+)
+def test_a_process_that_has_gone_is_named_with_what_was_noticed(error):
+    with pytest.raises(ProcessError, match="has ended, or did not answer within ddp_timeout") as caught, lost_peers():
+        raise error
+    assert str(caught.value).endswith(f"noticed here: {str(error).partition(chr(10))[0]}")
+    assert caught.value.__cause__ is error
+    with pytest.raises(ProcessError) as again, lost_peers():  # collectives within a block that explains them
+        raise caught.value
+    assert again.value is caught.value
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        dist.DistBackendError(
+            f"{NCCL}invalid usage\nncclInvalidUsage: …\nLast error:\nDuplicate GPU detected : rank 0 and rank 1"
+        ),
+        dist.DistBackendError(
+            f"{NCCL}unhandled cuda error\nncclUnhandledCudaError: …\nLast error:\nCuda failure 2 'out of memory'\n"
+            "Exception raised from create at NCCLUtils.cpp:94 (most recent call first):\nframe #2: checkTimeout()"
+        ),
+        RuntimeError(f"{GLOO}device.cc:83] ifa != nullptr. Unable to find address for: eth7"),
+        RuntimeError("the reward's own connection timed out"),
+        ValueError("no gloo timeout"),
+    ],
+    ids=lambda error: str(error)[-30:],
+)
+def test_what_is_wrong_here_is_not_put_down_to_others(error):
+    with pytest.raises(type(error)) as caught, lost_peers():
+        raise error
+    assert caught.value is error
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64, torch.uint8])
