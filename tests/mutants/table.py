@@ -1777,4 +1777,34 @@ MUTANTS = [
         'f"noticed here: {error}"',
         "tests/unit/test_processes.py::test_a_process_that_has_gone_is_named_with_what_was_noticed",
     ),
+    Mutant(
+        "training/launch.py",
+        "if field.name not in MAY_DIFFER]",
+        "if field.name in MAY_DIFFER]",
+        "tests/unit/test_processes.py::test_every_option_is_compared_that_is_not_said_to_differ",
+    ),
+    Mutant(
+        "training/launch.py",
+        " for name, item in value.items() if name not in MAY_DIFFER)",
+        " for name, item in value.items())",
+        "tests/unit/test_processes.py::test_equal_values_are_equal_however_they_are_written",
+    ),
+    Mutant(
+        "training/launch.py",
+        "sorted(map(_as_text, value))",
+        "map(_as_text, value)",
+        "tests/unit/test_doctests.py::test_examples[rloom.training.launch]",
+    ),
+    Mutant(
+        "training/launch.py",
+        'ADDRESS.sub("", str(value))',
+        "str(value)",
+        "tests/unit/test_processes.py::test_equal_values_are_equal_however_they_are_written",
+    ),
+    Mutant(
+        "training/launch.py",
+        "in without_secrets(given).items()",
+        "in given.items()",
+        "tests/unit/test_processes.py::test_addresses_that_differ_are_named_and_not_shown",
+    ),
 ]

@@ -6,6 +6,7 @@ Processes are threads here, which hand each other their values; real ones are in
 from __future__ import annotations
 
 import copy
+import dataclasses
 import pickle
 import threading
 from concurrent.futures import ThreadPoolExecutor
@@ -34,7 +35,7 @@ from rloom.training.collector import Collector
 from rloom.training.credit import Credit, Shaper
 from rloom.training.dynamic_sampling import replace_degenerate
 from rloom.training.exchange import explaining_lost_peers as lost_peers
-from rloom.training.launch import check_same_everywhere
+from rloom.training.launch import MAY_DIFFER, check_same_everywhere
 from rloom.training.processes import ALONE, Processes, fingerprint
 from rloom.training.rollout_metrics import RolloutMetrics
 from rloom.training.update_metrics import UpdateMetrics
@@ -130,6 +131,75 @@ def test_processes_that_were_told_different_things():
             check_same_everywhere(processes, own, rows)
 
     together(dated)
+
+
+def told(first: dict, second: dict) -> list:
+    """What each of two processes says whose options are these."""
+    config = RLOOConfig("out", report_to="none", use_cpu=True)
+
+    def check(processes):
+        own = copy.copy(config)
+        vars(own).update((first, second)[processes.rank])
+        try:
+            check_same_everywhere(processes, own, [{"prompt": "a"}])
+        except ProcessError as error:
+            return str(error)
+        return None
+
+    return together(check)
+
+
+def test_every_option_is_compared_that_is_not_said_to_differ():
+    names = {field.name for field in dataclasses.fields(RLOOConfig)} - {*MAY_DIFFER}
+    # These decide who waits for whom.
+    assert names > {
+        "sync_ref_model", "ref_model_sync_steps", "keep_whole_copy", "ds3_gather_for_generation", "kl_target",
+        "early_stop_on", "early_stop_patience", "num_generations_eval", "load_best_model_at_end", "save_only_model",
+    }  # fmt: skip
+    silent = [n for n in sorted(names) if any(f"other values of {n}:" not in str(m) for m in told({n: 1}, {n: 2}))]
+    assert silent == []
+    assert told({"sync_ref_model": True}, {})[0].startswith(
+        "processes must be given the same options and data, and have other values of sync_ref_model: 'True', 'False'"
+    )
+
+
+@pytest.mark.parametrize("name", [n for n in MAY_DIFFER if n not in ("device_map", "cache_dir")])
+def test_what_belongs_to_one_process_may_differ(name):
+    assert told({name: 1}, {name: 2}) == [None, None]
+
+
+class Plain:
+    """An object whose text has its address."""
+
+
+@pytest.mark.parametrize(
+    ("name", "first", "second"),
+    [
+        ("model_init_kwargs", {"device_map": {"": 0}, "dtype": "float32"}, {"dtype": "float32", "device_map": {"": 1}}),
+        ("generation_kwargs", {"a": {"x"}, "b": 1}, {"b": 1, "a": {"x"}}),
+        ("gradient_checkpointing_kwargs", {"context_fn": Plain()}, {"context_fn": Plain()}),
+        ("lr_scheduler_kwargs", {"a": float("nan")}, {"a": float("nan")}),
+        ("model_init_kwargs", {"token": "mine"}, {"token": "yours"}),
+    ],
+)
+def test_equal_values_are_equal_however_they_are_written(name, first, second):
+    assert told({name: first}, {name: second}) == [None, None]
+
+
+def test_what_is_within_an_option_is_compared_too():
+    assert "model_init_kwargs: '{dtype: float32}', '{dtype: bfloat16}'" in str(
+        told({"model_init_kwargs": {"dtype": "float32"}}, {"model_init_kwargs": {"dtype": "bfloat16"}})
+    )
+
+
+def test_addresses_that_differ_are_named_and_not_shown():
+    message, other = (
+        told({"vllm_server_base_url": f"http://me:{word}@{host}"}, {"vllm_server_base_url": "http://b"})[0]
+        for word, host in (("hidden", "a"), ("hidden", "b"))
+    )
+    assert "other values of vllm_server_base_url: 'not shown" in message
+    assert "hidden" not in message
+    assert message != other
 
 
 # -- another process has gone, or something is wrong with this one
