@@ -23,7 +23,7 @@ FLOORS = [
     {"generation", "rewards", "data", "models", "observe"},
     {"config"},
     {"algo"},
-    {"types", "errors", "printable", "seeds", "version", "sampling_rules", "cpu_bfloat16"},
+    {"types", "errors", "printable", "seeds", "version", "sampling_rules", "cpu_bfloat16", "gpu_of_threads"},
 ]
 """From the top down: a part imports from its own floor and from those below."""
 

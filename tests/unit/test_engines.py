@@ -6,8 +6,9 @@ import logging
 import re
 import shutil
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ import transformers as tf
 
 from rloom.errors import ConfigError, EngineError
 from rloom.generation import ForkedEngine, NativeEngine, Sampling, TransformersEngine, choose_engine
+from rloom.generation.native import proof
 from rloom.generation.native.runner import Runner
 from rloom.types import Prompt
 from tests.conftest import make_model, make_tokenizer
@@ -226,6 +228,41 @@ def test_steps_begun_before_a_readback_draw_the_same(monkeypatch, extra):
     assert len(ahead) > 5
     reasons = {stop for found in expected.values() for _, stop in found}
     assert reasons == {"eos", "length"} | ({"stop_string"} if extra else set())
+
+
+def test_the_engine_runs_on_its_own_device_and_hands_over_on_the_callers(monkeypatch):
+    """A thread that asks is on another GPU, say: kernels and graphs are for the current one."""
+    inside, seen = [], []
+
+    @contextmanager
+    def on_device(runner):
+        inside.append(runner)
+        try:
+            yield
+        finally:
+            inside.pop()
+
+    def noting(function):
+        return lambda *args, **kwargs: seen.append(len(inside) > 0) or function(*args, **kwargs)
+
+    monkeypatch.setattr(Runner, "on_device", on_device)
+    monkeypatch.setattr(proof, "plain_logits", noting(proof.plain_logits))
+    for name in ("prefill", "decode", "make_cache"):
+        monkeypatch.setattr(Runner, name, noting(getattr(Runner, name)))
+    model = make_model().eval()
+    engine = NativeEngine(lambda: model, sampling(max_completion_length=20), max_sequences=2)
+    for _ in engine.generate(prompts(3, 4), 2, seed=0):
+        assert not inside
+    assert len(seen) > 8
+    assert all(seen)
+
+
+@pytest.mark.parametrize(("place", "entered"), [("cuda:1", ["cuda:1"]), ("cpu", [])])
+def test_the_device_of_a_runner_is_its_models(place, entered, monkeypatch):
+    found = []
+    monkeypatch.setattr(torch.cuda, "device", lambda device: found.append(str(device)) or nullcontext())
+    with Runner.on_device(SimpleNamespace(device=torch.device(place))):
+        assert found == entered
 
 
 def test_weights_that_are_broken_are_told():

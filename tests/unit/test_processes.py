@@ -6,6 +6,7 @@ Processes are threads here, which hand each other their values; real ones are in
 from __future__ import annotations
 
 import copy
+import dataclasses
 import pickle
 import threading
 from concurrent.futures import ThreadPoolExecutor
@@ -13,6 +14,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+import torch.distributed as dist
 from datasets import Dataset
 from datasets.distributed import split_dataset_by_node
 from torch import nn
@@ -32,7 +34,8 @@ from rloom.training import checkpoint
 from rloom.training.collector import Collector
 from rloom.training.credit import Credit, Shaper
 from rloom.training.dynamic_sampling import replace_degenerate
-from rloom.training.launch import check_same_everywhere
+from rloom.training.exchange import explaining_lost_peers as lost_peers
+from rloom.training.launch import MAY_DIFFER, check_same_everywhere
 from rloom.training.processes import ALONE, Processes, fingerprint
 from rloom.training.rollout_metrics import RolloutMetrics
 from rloom.training.update_metrics import UpdateMetrics
@@ -128,6 +131,133 @@ def test_processes_that_were_told_different_things():
             check_same_everywhere(processes, own, rows)
 
     together(dated)
+
+
+def told(first: dict, second: dict) -> list:
+    """What each of two processes says whose options are these."""
+    config = RLOOConfig("out", report_to="none", use_cpu=True)
+
+    def check(processes):
+        own = copy.copy(config)
+        vars(own).update((first, second)[processes.rank])
+        try:
+            check_same_everywhere(processes, own, [{"prompt": "a"}])
+        except ProcessError as error:
+            return str(error)
+        return None
+
+    return together(check)
+
+
+def test_every_option_is_compared_that_is_not_said_to_differ():
+    names = {field.name for field in dataclasses.fields(RLOOConfig)} - {*MAY_DIFFER}
+    # These decide who waits for whom.
+    assert names > {
+        "sync_ref_model", "ref_model_sync_steps", "keep_whole_copy", "ds3_gather_for_generation", "kl_target",
+        "early_stop_on", "early_stop_patience", "num_generations_eval", "load_best_model_at_end", "save_only_model",
+    }  # fmt: skip
+    silent = [n for n in sorted(names) if any(f"other values of {n}:" not in str(m) for m in told({n: 1}, {n: 2}))]
+    assert silent == []
+    assert told({"sync_ref_model": True}, {})[0].startswith(
+        "processes must be given the same options and data, and have other values of sync_ref_model: 'True', 'False'"
+    )
+
+
+@pytest.mark.parametrize("name", [n for n in MAY_DIFFER if n not in ("device_map", "cache_dir")])
+def test_what_belongs_to_one_process_may_differ(name):
+    assert told({name: 1}, {name: 2}) == [None, None]
+
+
+class Plain:
+    """An object whose text has its address."""
+
+
+@pytest.mark.parametrize(
+    ("name", "first", "second"),
+    [
+        ("model_init_kwargs", {"device_map": {"": 0}, "dtype": "float32"}, {"dtype": "float32", "device_map": {"": 1}}),
+        ("generation_kwargs", {"a": {"x"}, "b": 1}, {"b": 1, "a": {"x"}}),
+        ("gradient_checkpointing_kwargs", {"context_fn": Plain()}, {"context_fn": Plain()}),
+        ("lr_scheduler_kwargs", {"a": float("nan")}, {"a": float("nan")}),
+        ("model_init_kwargs", {"token": "mine"}, {"token": "yours"}),
+    ],
+)
+def test_equal_values_are_equal_however_they_are_written(name, first, second):
+    assert told({name: first}, {name: second}) == [None, None]
+
+
+def test_what_is_within_an_option_is_compared_too():
+    assert "model_init_kwargs: '{dtype: float32}', '{dtype: bfloat16}'" in str(
+        told({"model_init_kwargs": {"dtype": "float32"}}, {"model_init_kwargs": {"dtype": "bfloat16"}})
+    )
+
+
+def test_addresses_that_differ_are_named_and_not_shown():
+    message, other = (
+        told({"vllm_server_base_url": f"http://me:{word}@{host}"}, {"vllm_server_base_url": "http://b"})[0]
+        for word, host in (("hidden", "a"), ("hidden", "b"))
+    )
+    assert "other values of vllm_server_base_url: 'not shown" in message
+    assert "hidden" not in message
+    assert message != other
+
+
+# -- another process has gone, or something is wrong with this one
+
+GLOO = "[/pytorch/third_party/gloo/gloo/transport/tcp/"
+NCCL = "NCCL error in: /pytorch/torch/csrc/distributed/c10d/NCCLUtils.cpp:94, "
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        RuntimeError(f"{GLOO}pair.cc:553] Connection closed by peer [127.0.0.1]:36753. Check the logs"),
+        RuntimeError(f"{GLOO}pair.cc:534] Read error [127.0.0.1]:1234: Connection reset by peer"),
+        RuntimeError(f"{GLOO}pair.cc:598] writev [127.0.0.1]:1234: Broken pipe"),
+        RuntimeError(f"{GLOO}unbound_buffer.cc:129] Timed out waiting 3000ms for send operation to complete"),
+        dist.DistStoreError("wait timeout after 3000ms, keys: /default_pg/0//1//cpu//0/1"),
+        dist.DistNetworkError("Connection was likely closed. Did the remote server shutdown or crash?"),
+        dist.DistNetworkError("failed to recv, got 0 bytes"),
+        dist.DistBackendError(
+            f"{NCCL}remote process exited or there was a network error\nncclRemoteError: a call failed"
+        ),
+        dist.DistBackendError(
+            f"{NCCL}unhandled system error\nLast error:\nsocketProgress: Connection closed by remote"
+        ),
+        dist.DistBackendError("Watchdog caught collective operation timeout: ran for 600000 milliseconds"),
+    ],
+    ids=str,
+)
+def test_a_process_that_has_gone_is_named_with_what_was_noticed(error):
+    with pytest.raises(ProcessError, match="has ended, or did not answer within ddp_timeout") as caught, lost_peers():
+        raise error
+    assert str(caught.value).endswith(f"noticed here: {str(error).partition(chr(10))[0]}")
+    assert caught.value.__cause__ is error
+    with pytest.raises(ProcessError) as again, lost_peers():  # collectives within a block that explains them
+        raise caught.value
+    assert again.value is caught.value
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        dist.DistBackendError(
+            f"{NCCL}invalid usage\nncclInvalidUsage: …\nLast error:\nDuplicate GPU detected : rank 0 and rank 1"
+        ),
+        dist.DistBackendError(
+            f"{NCCL}unhandled cuda error\nncclUnhandledCudaError: …\nLast error:\nCuda failure 2 'out of memory'\n"
+            "Exception raised from create at NCCLUtils.cpp:94 (most recent call first):\nframe #2: checkTimeout()"
+        ),
+        RuntimeError(f"{GLOO}device.cc:83] ifa != nullptr. Unable to find address for: eth7"),
+        RuntimeError("the reward's own connection timed out"),
+        ValueError("no gloo timeout"),
+    ],
+    ids=lambda error: str(error)[-30:],
+)
+def test_what_is_wrong_here_is_not_put_down_to_others(error):
+    with pytest.raises(type(error)) as caught, lost_peers():
+        raise error
+    assert caught.value is error
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64, torch.uint8])

@@ -7,6 +7,8 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+from rloom.gpu_of_threads import on_this_gpu
+
 OPENAI = "https://api.openai.com/v1"
 
 Judge = Callable[..., list[float | None]]
@@ -24,7 +26,7 @@ def wins(
         return math.nan if score is None else score
 
     with ThreadPoolExecutor(threads) as pool:
-        return list(pool.map(one, zip(prompts, ours, theirs, strict=True)))
+        return list(pool.map(on_this_gpu(one), zip(prompts, ours, theirs, strict=True)))
 
 
 def wins_by_score(judge: Judge, prompts: Sequence[Any], ours: Sequence[Any], theirs: Sequence[Any]) -> list[float]:

@@ -13,6 +13,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
 from rloom.errors import RewardError
+from rloom.gpu_of_threads import on_this_gpu
 from rloom.printable import get_logger
 from rloom.rewards.base import RewardBatch, shown
 from rloom.rewards.calling.addresses import LOOPBACK
@@ -55,7 +56,12 @@ class RewardServer(ThreadingHTTPServer):
         # A plain function is never called twice at a time; what runs in workers or threads sorts that out itself.
         one_by_one = any(not (c.options.isolated or c.options.threads or c.is_async) for c in rewards.callers)
         self.lock: AbstractContextManager[Any] = threading.Lock() if one_by_one else nullcontext()
+        self._answer_one = on_this_gpu(super().process_request_thread)
         super().__init__((host, port), Handler)
+
+    def process_request_thread(self, request: Any, client_address: Any) -> None:
+        """Answer one connection, in a thread of its own."""
+        self._answer_one(request, client_address)
 
     def handle_error(self, request: Any, client_address: Any) -> None:
         """Log an error. That a client hangs up is not one."""

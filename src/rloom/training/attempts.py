@@ -26,7 +26,7 @@ from torch import Tensor
 from rloom.errors import ProcessError
 from rloom.printable import get_logger
 from rloom.training.budget import SMALLEST, TokenBudget, random_state, restore_random_state
-from rloom.training.exchange import together
+from rloom.training.exchange import explaining_lost_peers
 from rloom.training.processes import Processes
 
 logger = get_logger(__name__)
@@ -101,7 +101,7 @@ class Attempts(ABC):
             self._end()
             result, reason = _attempted(work)
             if reason is not None:
-                with together():
+                with explaining_lost_peers():
                     self._go_along(idle, gradient)
             # Also where all is well: work that this was a part of has not begun its own micro-batches.
             self._end()

@@ -6,6 +6,9 @@ It goes over a process group on the host, so that no GPU waits for it.
 from __future__ import annotations
 
 import functools
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
 
@@ -47,7 +50,7 @@ class Exchange:
         if self.alone:
             return [value]
         values: list[Any] = [None] * self.count
-        with together():
+        with explaining_lost_peers():
             dist.all_gather_object(values, value, group=self._group)
         return values
 
@@ -56,7 +59,7 @@ class Exchange:
         if self.alone:
             return [value]
         values: list[Any] | None = [None] * self.count if self.is_main else None
-        with together():
+        with explaining_lost_peers():
             dist.gather_object(None if self.is_main else value, values, dst=0, group=self._group)
         return [value, *values[1:]] if values else []
 
@@ -65,7 +68,7 @@ class Exchange:
         if self.alone:
             return value
         values = [value if self.is_main else None]
-        with together():
+        with explaining_lost_peers():
             dist.broadcast_object_list(values, src=0, group=self._group)
         return values[0]
 
@@ -80,7 +83,7 @@ class Exchange:
     def wait(self) -> None:
         """Wait until all processes are here, for example before one reads a file that another writes."""
         if not self.alone:
-            with together():
+            with explaining_lost_peers():
                 dist.barrier(group=self._group)
 
     def check_same(self, values: dict[str, Any]) -> None:
@@ -113,19 +116,38 @@ class Exchange:
         return torch.tensor(max(known, default=torch.nan))
 
 
-class together:
-    """Explains a broken connection: another process has ended, and its own messages say why."""
+LOST = re.compile(
+    r"connection (was |likely )*(closed|reset|refused|aborted)|reset by peer|broken pipe|socket closed|got 0 bytes"
+    r"|remote process|ncclRemoteError|tim(ed|ing)[ -]?out|timeout|communicator was aborted",
+    re.IGNORECASE,
+)
+"""What gloo, NCCL and torch's store say when another process has gone, or does not answer."""
 
-    def __enter__(self) -> None:
-        pass
 
-    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
-        if isinstance(error, (dist.DistBackendError, dist.DistNetworkError)) or (
-            isinstance(error, RuntimeError) and "gloo" in str(error).lower()
-        ):
-            raise ProcessError(
-                f"{_who()} has ended, or did not answer within ddp_timeout: the reason is in its own messages"
-            ) from error
+@contextmanager
+def explaining_lost_peers() -> Iterator[None]:
+    """Explains a broken connection: another process has ended, and its own messages say why.
+
+    What is wrong with this process, as a GPU without memory, is raised as it is.
+    """
+    try:
+        yield
+    except RuntimeError as error:
+        if not _is_of_lost_peer(error):
+            raise
+        first_line = str(error).strip().partition("\n")[0]
+        raise ProcessError(
+            f"{_who()} has ended, or did not answer within ddp_timeout: the reason is in its own messages. What was "
+            f"noticed here: {first_line}"
+        ) from error
+
+
+def _is_of_lost_peer(error: RuntimeError) -> bool:
+    # A trace of C++ may follow, in which functions have all kinds of names.
+    text = str(error).partition("Exception raised from")[0]
+    # Of gloo's errors some are plain ones, with the path of its file. Ours have been explained already.
+    of_torch = isinstance(error, dist.DistError) or ("gloo" in text.lower() and not isinstance(error, ProcessError))
+    return of_torch and LOST.search(text) is not None
 
 
 def _who() -> str:

@@ -6,7 +6,10 @@ options or data.
 
 from __future__ import annotations
 
+import dataclasses
+import hashlib
 import os
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -18,6 +21,7 @@ from rloom.data import datasets
 from rloom.data.images import without_images
 from rloom.errors import ConfigError
 from rloom.printable import get_logger
+from rloom.training.identity import without_secrets
 from rloom.training.processes import Processes
 from rloom.training.sharding_options import asks_to_shard, check_sharding
 
@@ -53,24 +57,59 @@ def check_several(args: RLOOConfig) -> None:
     )
 
 
-SAME_EVERYWHERE = (
-    "seed", "data_seed", "max_steps", "num_train_epochs", "generation_batch_size", "steps_per_generation",
-    "gradient_accumulation_steps", "num_iterations", "num_generations", "learning_rate", "beta", "objective",
-    "shuffle_dataset", "dynamic_sampling", "logging_strategy", "logging_steps", "eval_strategy", "eval_steps",
-    "save_strategy", "save_steps", "per_device_eval_batch_size", "log_older_metrics", "output_dir",
+MAY_DIFFER = (
+    # What a launcher says to each process, and what its machine has. The first of these is in model_init_kwargs.
+    "device_map", "cache_dir", "local_rank", "image_folder", "dataloader_num_workers", "dataloader_prefetch_factor",
+    "reward_workers", "max_tokens_per_micro_batch", "vllm_gpu_memory_utilization",
+    # Where and how something is shown, often by one process alone.
+    "report_to", "run_name", "logging_dir", "hub_token", "log_level", "log_level_replica", "log_format",
+    "disable_tqdm",
 )  # fmt: skip
-"""Options that decide what happens when. Each process decides by itself, so they must be equal everywhere."""
+"""Options that may differ between processes. Any other may decide what happens when: each process decides by itself,
+and one that waits for what the others do not do waits for ever."""
+
+ADDRESS = re.compile(r" at 0x[0-9a-fA-F]+")
+"""Where an object lies in memory, as its text says."""
 
 
 def check_same_everywhere(processes: Processes, args: RLOOConfig, train: Any, evaluation: Any = None) -> None:
     """Refuse processes that were given different options or data."""
     if processes.alone:
         return
-    values = {name: str(getattr(args, name)) for name in SAME_EVERYWHERE} | _summary("train_dataset", train)
+    values = _options(args) | _summary("train_dataset", train)
     for name, data in evaluation.items() if isinstance(evaluation, Mapping) else [(None, evaluation)]:
         if data is not None:
             values |= _summary(f"eval_dataset[{name!r}]" if name else "eval_dataset", data)
     processes.check_same(values)
+
+
+def _options(args: RLOOConfig) -> dict[str, str]:
+    """The options that must be equal, as texts. Other fields that a subclass has are its own business."""
+    names = [field.name for field in dataclasses.fields(RLOOConfig) if field.name not in MAY_DIFFER]
+    given = {name: getattr(args, name) for name in names}
+    shown = {name: _as_text(value) for name, value in without_secrets(given).items()}
+    # Addresses, which the message of a difference would show, password and all.
+    return {name: shown[name] if name in shown else f"not shown, digest {_digest(given[name])}" for name in names}
+
+
+def _digest(secret: str) -> str:
+    return hashlib.sha256(secret.encode("utf-8", "surrogatepass")).hexdigest()[:8]
+
+
+def _as_text(value: Any) -> str:
+    """A value as a text that is the same in all processes: without addresses, sets and dictionaries in order.
+
+    >>> _as_text({"b": {8, 1}, "a": [print, None], "device_map": {"": 3}})
+    '{a: [<built-in function print>, None], b: {1, 8}}'
+    """
+    if isinstance(value, Mapping):
+        items = (f"{name}: {_as_text(item)}" for name, item in value.items() if name not in MAY_DIFFER)
+        return f"{{{', '.join(sorted(items))}}}"
+    if isinstance(value, set | frozenset):
+        return f"{{{', '.join(sorted(map(_as_text, value)))}}}"
+    if isinstance(value, list | tuple):
+        return f"[{', '.join(map(_as_text, value))}]"
+    return ADDRESS.sub("", str(value))
 
 
 def _summary(name: str, data: Any) -> dict[str, str]:

@@ -30,7 +30,7 @@ from rloom.models.checksums import checksums_of
 from rloom.models.low_bits import Value
 from rloom.models.optimizers import values_of
 from rloom.training.budget import TokenBudget
-from rloom.training.exchange import Exchange, together
+from rloom.training.exchange import Exchange, explaining_lost_peers
 
 T = TypeVar("T")
 
@@ -128,7 +128,7 @@ class Processes(Exchange):
             if p.grad is None:
                 p.grad = torch.zeros_like(p, dtype=_gradient_dtype(p))
         loss = loss.clone()
-        with together():
+        with explaining_lost_peers():
             for bucket in _buckets([p.grad for p in summed if p.grad is not None], self._bucket):
                 _sum(bucket)
             dist.all_reduce(loss)
@@ -138,7 +138,7 @@ class Processes(Exchange):
         """Copy the main process' weights to all. A script may have initialised them differently in each process."""
         if self.alone:
             return
-        with together(), torch.no_grad():
+        with explaining_lost_peers(), torch.no_grad():
             for value in (*model.parameters(), *model.buffers()):
                 if value.is_floating_point() and value.numel():
                     # Mostly this is the tensor itself, without a copy.

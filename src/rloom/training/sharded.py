@@ -35,7 +35,7 @@ from rloom.models.split_weights import kept_in_float32
 from rloom.printable import get_logger
 from rloom.training.attempts import Attempts
 from rloom.training.budget import TokenBudget
-from rloom.training.exchange import together
+from rloom.training.exchange import explaining_lost_peers
 from rloom.training.placement import Placement, allocate, tie_as_main
 from rloom.training.processes import Processes, T
 from rloom.training.sharded_attempts import CAN_BE_LEFT, ShardedAttempts
@@ -111,7 +111,7 @@ class ShardedProcesses(Processes):
             return
         parts, trained = dict(self._model.named_parameters()), self._trained()
         self._stale |= set(parts) if self._copy.is_freed else trained
-        with together():
+        with explaining_lost_peers():
             self._copy.fill([name for name in parts if name in self._stale], lambda name: whole_of(parts[name]))
         buffers = dict(self._copy.module.named_buffers())
         for name, buffer in self._model.named_buffers():
@@ -282,7 +282,7 @@ class ShardedProcesses(Processes):
         """Layers are gathered inside the block, from all processes. The whole copy is let go of where it must be."""
         self._let_go_of_copy()
         self.after_forwards()
-        return together()
+        return explaining_lost_peers()
 
     def after_forwards(self) -> None:
         """Let go of what forwards without a backward have gathered: it is not what the optimizer updates."""
@@ -298,7 +298,7 @@ class ShardedProcesses(Processes):
     def add_up(self, parameters: Iterable[nn.Parameter], loss: Tensor) -> Tensor:
         """The summed loss. Gradients have been summed by each backward."""
         loss = loss.clone()
-        with together():
+        with explaining_lost_peers():
             dist.all_reduce(loss)
         return loss
 
@@ -337,13 +337,13 @@ class ShardedProcesses(Processes):
             shape=p.shape,
             stride=p.stride(),
         )
-        with together():
+        with explaining_lost_peers():
             whole = whole_of(cut)
         return whole.cpu() if self.is_main else whole.new_empty(0, device="cpu")
 
     def whole(self, p: Tensor) -> Tensor:
         """A weight as a whole. All processes must ask for it."""
-        with together():
+        with explaining_lost_peers():
             return whole_of(p)
 
     def values_of(self, optimizer: Any) -> Value:

@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 from rloom.models.low_bits import LOW_BITS, with_low_bits
 from rloom.models.master_weights import MASTERS
 from rloom.training import sharded_checkpoint
-from rloom.training.exchange import together
+from rloom.training.exchange import explaining_lost_peers
 from rloom.training.whole_state import and_low_bits, methods_replaced, numbers_of, saved_weights
 
 
@@ -53,7 +53,7 @@ class ShardedState:
         """A value as a whole on the main process' host; nothing of it elsewhere."""
         if not isinstance(part, DTensor):
             return part
-        with together():
+        with explaining_lost_peers():
             whole = whole_of(part).detach()
         return whole.cpu() if self._main else whole.new_empty(0, device="cpu")
 
@@ -100,24 +100,24 @@ class ShardedState:
 
     def save_weights(self, folder: Path) -> None:
         """Write this process' part of the weights to a checkpoint."""
-        with together():
+        with explaining_lost_peers():
             sharded_checkpoint.save_weights(folder, self._model, group=self._group, main=self._main)
 
     def save_optimizer(self, folder: Path, optimizer: Any) -> None:
         """Write this process' part of the optimizer's state to a checkpoint."""
-        with together():
+        with explaining_lost_peers():
             sharded_checkpoint.save_optimizer(
                 folder, self._model, optimizer, self._dtypes, group=self._group, main=self._main
             )
 
     def load_weights(self, folder: Path) -> None:
         """Read this process' part of weights that were saved in parts."""
-        with together():
+        with explaining_lost_peers():
             sharded_checkpoint.load_weights(folder, self._model, self._group)
 
     def load_optimizer(self, folder: Path, optimizer: Any) -> None:
         """Read this process' part of an optimizer's state that was saved in parts."""
-        with together():
+        with explaining_lost_peers():
             sharded_checkpoint.load_optimizer(folder, self._model, optimizer, self._group)
 
 

@@ -24,7 +24,7 @@ from rloom.errors import ConfigError
 from rloom.models.low_bits import LOW_BITS, with_low_bits
 from rloom.models.master_weights import MASTERS
 from rloom.printable import get_logger
-from rloom.training.exchange import together
+from rloom.training.exchange import explaining_lost_peers
 from rloom.training.processes import Processes
 from rloom.training.whole_state import and_low_bits, methods_replaced, numbers_of, saved_weights
 
@@ -61,13 +61,13 @@ class WholeCheckpoints(Processes):
     @contextmanager
     def whole_weights(self, model: nn.Module, *, loading: bool = False) -> Iterator[None]:
         """Inside the block the model is saved, or loaded, as a whole, with its float32 masters."""
-        with together(), self._whole.whole_weights(model, loading=loading):
+        with explaining_lost_peers(), self._whole.whole_weights(model, loading=loading):
             yield
 
     @contextmanager
     def whole_optimizer(self, optimizer: Any, *, loading: bool = False) -> Iterator[None]:
         """Inside the block the optimizer's state is saved, or loaded, as without DeepSpeed."""
-        with together(), self._whole.whole_optimizer(optimizer, loading=loading):
+        with explaining_lost_peers(), self._whole.whole_optimizer(optimizer, loading=loading):
             yield
 
     def schedule(self, state: dict[str, Any], *, loading: bool = False) -> dict[str, Any]:

@@ -10,7 +10,7 @@ from accelerate import Accelerator
 from torch import Tensor, nn
 
 from rloom.training.budget import TokenBudget
-from rloom.training.exchange import together
+from rloom.training.exchange import explaining_lost_peers
 from rloom.training.processes import T
 from rloom.training.zero_attempts import can_be_left, drop_gradients
 from rloom.training.zero_checkpoint import WholeCheckpoints
@@ -48,7 +48,7 @@ class UnderDeepSpeed(WholeCheckpoints):
     def add_up(self, parameters: Iterable[nn.Parameter], loss: Tensor) -> Tensor:
         """The summed loss. DeepSpeed, which has summed the gradients, takes the optimizer's step."""
         loss = super().add_up(parameters, loss)
-        with together():
+        with explaining_lost_peers():
             self._engine.step()
         return loss
 

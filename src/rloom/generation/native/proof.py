@@ -70,7 +70,7 @@ def why_not_native(model: Any, runner: Runner, with_images: list[Prompt] | None 
     if with_images and runner.rope_index is not None and windows:
         return f"{name} has windows, and positions in several dimensions"
     try:
-        with torch.no_grad(), evaluating(model), _adapters_that_add(model):
+        with torch.no_grad(), runner.on_device(), evaluating(model), _adapters_that_add(model):
             if with_images is None:
                 return _compare(model, runner, name, *_random_tokens(text, window_to_cross(model, text)))
             if sees_ahead(model, with_images[0].token_ids, with_images[0].inputs):

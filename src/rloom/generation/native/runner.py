@@ -58,7 +58,7 @@ class Runner:
         # The compiler fuses more than the kernels of `FusedLayers`, and must see the layers as they are.
         fuse = fused and not compiled and runs_kernels(self.device)
         # Patches try their kernels, on the model's device.
-        with self._on_device():
+        with self.on_device():
             self.layers = PatchedLayers(model, merge=merged, fuse=fuse)
         self.compiled = CompiledLayers(self.base, wanted=compiled, on_gpu=self.device.type == "cuda")
         self.late_rotation = late_rotation and self.layers.rotates
@@ -86,12 +86,12 @@ class Runner:
     def ready(self) -> Iterator[None]:
         """The model as the engine runs it: its attention, patched layers, no dropout, no gradients."""
         with (
-            lock_of(self.base), self._on_device(), _without_training(self.modules), torch.no_grad(),
+            lock_of(self.base), self.on_device(), _without_training(self.modules), torch.no_grad(),
             native_attention(self.base), self.layers.used(),
         ):  # fmt: skip
             yield
 
-    def _on_device(self) -> Any:
+    def on_device(self) -> Any:
         """Kernels are launched on the model's own GPU."""
         return torch.cuda.device(self.device) if self.device.type == "cuda" else nullcontext()
 

@@ -16,6 +16,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from rloom.errors import RewardError, did_you_mean
+from rloom.gpu_of_threads import on_this_gpu
 from rloom.rewards.base import Reward, RewardBatch
 from rloom.rewards.calling.call_options import is_coroutine_function
 from rloom.rewards.calling.event_loop import reward_loop
@@ -143,7 +144,7 @@ class Caller:
             # say that it may is never called twice at a time.
             count = (self.options.concurrency or 2 * self.defaults.workers) if self.options.threads else 1
             self._threads = ThreadPoolExecutor(
-                count, thread_name_prefix=f"rloom-{self.name}", initializer=self._begin_thread
+                count, thread_name_prefix=f"rloom-{self.name}", initializer=on_this_gpu(self._begin_thread)
             )
         return self._threads
 

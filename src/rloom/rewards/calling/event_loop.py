@@ -10,8 +10,10 @@ import asyncio
 import contextlib
 import threading
 from collections.abc import Coroutine
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
+
+from rloom.gpu_of_threads import on_this_gpu
 
 
 class BackgroundLoop:
@@ -35,7 +37,11 @@ class BackgroundLoop:
         with self._lock:
             if self._loop is None:
                 self._loop = asyncio.new_event_loop()
-                threading.Thread(target=_run, args=(self._loop,), name=self.name, daemon=True).start()
+                # As asyncio's own, for `asyncio.to_thread`.
+                threads = ThreadPoolExecutor(thread_name_prefix="asyncio", initializer=on_this_gpu(lambda: None))
+                self._loop.set_default_executor(threads)
+                run = on_this_gpu(_run)
+                threading.Thread(target=run, args=(self._loop,), name=self.name, daemon=True).start()
             return self._loop
 
 

@@ -10,10 +10,12 @@ import json
 import os
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any
 from urllib.parse import urlsplit
 
 from rloom.errors import RewardError, checks_options
+from rloom.gpu_of_threads import on_this_gpu
 from rloom.rewards.calling.addresses import bearer
 from rloom.rewards.calling.call_options import named_reward
 from rloom.rewards.calling.json_service import JsonService
@@ -74,7 +76,8 @@ def http_reward(
         fields = {"prompts": prompts, "completions": completions, "completion_ids": completion_ids}
         starts = range(0, len(completions), batch_size)
         payloads = [_part(fields, sent, slice(start, start + batch_size)) for start in starts]
-        return [score for scores in senders[0].map(lambda p: _scores(service, p), payloads) for score in scores]
+        answers = senders[0].map(on_this_gpu(partial(_scores, service)), payloads)
+        return [score for scores in answers for score in scores]
 
     return named_reward(http_reward_function, service_name(url), streaming=True, threads=True, concurrency=concurrency)
 

@@ -5,9 +5,11 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any
 
 from rloom.errors import RewardError
+from rloom.gpu_of_threads import on_this_gpu
 from rloom.printable import get_logger
 from rloom.rewards.calling.json_service import JsonService
 from rloom.rewards.library.judging.reply_cache import ReplyCache
@@ -40,7 +42,7 @@ class JudgeClient:
 
     def ask_all(self, questions: list[str], parse: Parse) -> list[float | None]:
         """The number in the reply to each question; None where there is none, even when asked once more."""
-        return list(self._threads.map(lambda question: self._ask_twice(question, parse), questions))
+        return list(self._threads.map(on_this_gpu(partial(self._ask_twice, parse=parse)), questions))
 
     def _ask_twice(self, question: str, parse: Parse) -> float | None:
         messages = [{"role": "user", "content": question}]
