@@ -2,9 +2,10 @@
 # make test   sets up, then lint, types and tests
 # make mutants     changes one line at a time, and says which changes no test notices (ALL=1: of all files)
 # make test-vllm   the tests with the real vLLM, in an environment of its own
-# make test-scale  the tests of DeepSpeed in several processes
+# make test-scale  the tests of DeepSpeed in several processes; make zero3: those of them that make test runs
 # make test-oldest the tests with the oldest transformers that pyproject.toml allows
-.PHONY: setup sandbox browser demo test test-all mutants test-vllm test-scale test-oldest lint types unit format clean
+.PHONY: setup sandbox browser demo test test-all mutants test-vllm test-scale test-oldest lint types unit zero3 format \
+  clean
 
 PYTHON ?= python3
 VENV   := .venv
@@ -18,6 +19,8 @@ VLLM_VENV  := .venv-vllm
 VLLM_STAMP := $(VLLM_VENV)/.ready
 OLDEST     := .venv-oldest
 SCALE      := .venv-scale
+DEEPSPEED  := 0.19.8
+SCALE_STAMP := $(SCALE)/.ready-$(DEEPSPEED)
 
 setup: $(STAMP) sandbox browser
 
@@ -45,7 +48,7 @@ $(STAMP): pyproject.toml constraints.txt
 demo: setup
 	$(BIN)/rloom demo
 
-test: lint types unit
+test: lint types unit zero3
 
 test-all: lint types test-vllm test-scale test-oldest
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist=worksteal --ignore=tests/vllm
@@ -58,11 +61,19 @@ mutants: setup
 test-vllm: $(VLLM_STAMP)
 	OMP_NUM_THREADS=1 $(VLLM_VENV)/bin/python -m pytest tests/vllm tests/unit/test_vllm.py
 
-# DeepSpeed beside what the environment has, and a vLLM server out of vLLM's own. DeepSpeed's operators are not
-# compiled: on a CPU it does without.
-test-scale: setup $(VLLM_STAMP)
-	test -d $(SCALE) || DS_BUILD_OPS=0 DS_ACCELERATOR=cpu $(BIN)/python -m pip install --quiet \
-	  --disable-pip-version-check --no-deps --target $(SCALE) deepspeed==0.19.8 hjson py-cpuinfo msgpack einops ninja
+# DeepSpeed beside what the environment has: there it would be imported in every test. Its operators are not compiled:
+# on a CPU it does without.
+$(SCALE_STAMP): $(STAMP)
+	rm -rf $(SCALE)
+	DS_BUILD_OPS=0 DS_ACCELERATOR=cpu $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps \
+	  --target $(SCALE) deepspeed==$(DEEPSPEED) hjson py-cpuinfo msgpack einops ninja
+	touch $(SCALE_STAMP)
+
+zero3: setup $(SCALE_STAMP)
+	PYTHONPATH=$(CURDIR)/$(SCALE) OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/scale/test_zero3.py
+
+# The vLLM server comes out of vLLM's own environment.
+test-scale: setup $(SCALE_STAMP) $(VLLM_STAMP)
 	PYTHONPATH=$(CURDIR)/$(SCALE) OMP_NUM_THREADS=1 VLLM_PYTHON=$(CURDIR)/$(VLLM_VENV)/bin/python \
 	  $(BIN)/python -m pytest -n $(WORKERS) --dist=loadfile tests/scale tests/integration/test_deepspeed.py
 
@@ -102,4 +113,4 @@ format: setup
 	$(BIN)/ruff format .
 
 clean:
-	rm -rf $(VENV) $(VLLM_VENV) $(OLDEST) .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf $(VENV) $(VLLM_VENV) $(OLDEST) $(SCALE) .mypy_cache .ruff_cache .pytest_cache .hypothesis
