@@ -1290,16 +1290,28 @@ MUTANTS = [
         "tests/unit/test_vllm_servers.py::test_a_server_that_dies_is_left_out_and_comes_back",
     ),
     Mutant(
-        "generation/vllm/server.py",
-        "        if server.tells_its_weights:",
+        "generation/vllm/remote.py",
+        "        if self._sent is not None and self.tells_its_weights:",
         "        if False:",
         "tests/unit/test_vllm_servers.py::test_a_server_that_was_silent_for_a_moment_is_not_proved_again",
     ),
     Mutant(
-        "generation/vllm/server.py",
-        "if server.served is not None and server not in self._silent]",
-        "if server.served is not None]",
+        "generation/vllm/remote.py",
+        "return self.served is not None and not self._silent",
+        "return self.served is not None",
         "tests/unit/test_vllm_servers.py::test_a_server_that_was_silent_for_a_moment_is_not_proved_again",
+    ),
+    Mutant(
+        "generation/vllm/server.py",
+        "                    self._leave_out(server)\n                    errors.append(error)",
+        "                    server.end()\n                    errors.append(error)",
+        "tests/unit/test_vllm_servers.py::test_a_server_that_did_not_answer_a_question_is_not_proved_again",
+    ),
+    Mutant(
+        "generation/vllm/server.py",
+        "        if not self.usable:\n            raise errors[0]",
+        "        if errors:\n            raise errors[0]",
+        "tests/unit/test_vllm_servers.py::test_one_that_is_back_takes_the_place_of_one_that_dies",
     ),
     Mutant(
         "training/collector.py",

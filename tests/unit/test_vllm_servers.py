@@ -133,6 +133,44 @@ def test_a_server_that_was_silent_for_a_moment_is_not_proved_again(two, monkeypa
     assert_drawn_from(model, engine.generate(prompts(*LENGTHS), 2, seed=0))
 
 
+def test_a_server_that_did_not_answer_a_question_is_not_proved_again(two, monkeypatch):
+    """It was silent while it was asked which weights it has, and nothing was sent."""
+    model, first, second = two
+    engine = engine_of([first, second], model)
+    list(engine.generate(prompts(*LENGTHS), 2, seed=0))
+    calls, server = len(second.calls), engine.servers[1]
+    with monkeypatch.context() as silent:
+
+        def still_has(model):
+            silent.setattr(server.client, "is_up", lambda: False)
+            raise EngineError("no answer")
+
+        silent.setattr(server, "still_has", still_has)
+        assert_drawn_from(model, engine.generate(prompts(*LENGTHS), 2, seed=0))
+        assert engine.usable == engine.servers[:1]
+    assert_drawn_from(model, engine.generate(prompts(*LENGTHS), 2, seed=0))
+    assert engine.usable == engine.servers
+    assert {path for path, _ in second.calls[calls:]} <= {"/health", "/weight_info", "/v1/completions"}
+
+
+def test_one_that_is_back_takes_the_place_of_one_that_dies(two, monkeypatch):
+    """The first dies as it is sent weights; the second, silent before, answers again, and comes later."""
+    model, first, second = two
+    engine = engine_of([first, second], model)
+    with monkeypatch.context() as silent:
+        silent.setattr(engine.servers[1].client, "is_up", lambda: False)
+        list(engine.generate(prompts(*LENGTHS), 2, seed=0))
+    first.collective_rpc = lambda _: first.die()
+    model.model.norm.weight.data[0] += 0.5
+    assert_drawn_from(model, engine.generate(prompts(*LENGTHS), 2, seed=0))
+    assert engine.usable == engine.servers[1:]
+    second.collective_rpc = lambda _: second.die()
+    engine.options = replace(engine.options, timeout=0.2)
+    model.model.norm.weight.data[0] += 0.5
+    with pytest.raises(EngineError, match=second.address):
+        list(engine.generate(prompts(*LENGTHS), 2, seed=0))
+
+
 def test_the_main_process_sends_weights_where_it_has_nothing_to_ask_for(two):
     """In a round of `dynamic_sampling`, say, in which the other process alone replaces groups."""
     model, service, _ = two

@@ -82,6 +82,7 @@ class RemoteServer:
         self.client = Client(address, options.timeout)
         self.sampling, self.options, self._group_port = sampling, options, group_port
         self.served: Served | None = None  # None: it has not been begun with, or it was lost
+        self._silent = False  # it did not answer when it was last looked for
         self._backend: str | None = None  # of vLLM's weight transfer; None: through a folder
         self._transfer: Transfer | None = None
         self._names: list[str] = []  # the server's own, of its weights
@@ -128,6 +129,11 @@ class RemoteServer:
         """Whether the server says which weights it has. One that is older than 0.32 says which adapter at most."""
         return self.served is not None and (self.served.versions or self.served.adapter_only)
 
+    @property
+    def usable(self) -> bool:
+        """Whether it answers, and has the policy's weights."""
+        return self.served is not None and not self._silent
+
     # -- the server and its weights
 
     def begin(self, model: Any, outgoing: Outgoing) -> None:
@@ -151,12 +157,29 @@ class RemoteServer:
     def end(self) -> None:
         """Let go of a server that is lost. It is begun with anew when it is back."""
         self.served = self._sent = self._probe = None
+        self._silent = False
         if self._transfer is not None:
             self._transfer.close()
         self._transfer = None
 
+    def leave_out(self) -> None:
+        """Ask it for nothing until it answers again.
+
+        It may have been there all the time, and other processes may be drawing from it. So it keeps the weights that it
+        says it has: beginning anew would send it other numbers. Where sending had begun, nobody knows what it has.
+        """
+        if self._sent is not None and self.tells_its_weights:
+            self._silent = True
+        else:
+            self.end()
+
     def refresh(self, model: Any, outgoing: Outgoing) -> bool:
         """Have the server draw from the policy; whether weights had to be sent."""
+        sent = self._refresh(model, outgoing)
+        self._silent = False
+        return sent
+
+    def _refresh(self, model: Any, outgoing: Outgoing) -> bool:
         if self.served is None or (self.tells_its_weights and not self.still_has(model)):
             # It was lost, or started again: what it was told at the start is gone.
             self.begin(model, outgoing)

@@ -68,15 +68,13 @@ class VllmServerEngine(VllmBase):
                 "at most %d requests at a time at each vLLM server: this process may not open more files (ulimit -n)",
                 requests_per_server(len(self.servers)),
             )
-        # Those that did not answer when they were last looked for. They may be there, with all that they were sent.
-        self._silent: set[RemoteServer] = set()
         self._calls: Generator[Reply, None, None] | None = None  # the requests of the present rollout
         self._lead(self._begin_all)
 
     @property
     def usable(self) -> list[RemoteServer]:
         """The servers that have the policy's weights."""
-        return [server for server in self.servers if server.served is not None and server not in self._silent]
+        return [server for server in self.servers if server.usable]
 
     # -- a rollout
 
@@ -206,14 +204,24 @@ class VllmServerEngine(VllmBase):
         self._try_regex(model)
 
     def _send_all(self, weights: tuple[Any, ...]) -> None:
-        model = self.get_model()
-        up = self._up()
+        model, up = self.get_model(), self._up()
         for server in self.servers:
             if server not in up:
                 self._leave_out(server)
+        sent, errors = False, []
         with Outgoing(self.folder, weights) as outgoing:
-            sent = [self._send(server, model, outgoing) for server in up]
-        self.syncs += any(sent)
+            for server in up:
+                try:
+                    sent |= self._send(server, model, outgoing)
+                except EngineError as error:
+                    # One that has died over it is left out.
+                    if server.client.is_up():
+                        raise
+                    self._leave_out(server)
+                    errors.append(error)
+        if not self.usable:
+            raise errors[0]
+        self.syncs += sent
 
     def _up(self) -> list[RemoteServer]:
         """The servers that answer; if none does, those that do first within `timeout`."""
@@ -231,34 +239,17 @@ class VllmServerEngine(VllmBase):
         )
 
     def _send(self, server: RemoteServer, model: Any, outgoing: Outgoing) -> bool:
-        """Have a server draw from the policy; whether weights had to be sent. One that dies over it is left out.
-
-        One that did not answer for a while and was not started again keeps the weights that it has. Other processes may
-        be drawing from them, and a proof sends other numbers.
-        """
-        is_back = server.served is None or server in self._silent
-        self._silent.discard(server)
-        try:
-            sent = server.refresh(model, outgoing)
-        except EngineError:
-            others = [other for other in self.usable if other is not server]
-            if server.client.is_up() or not others:
-                raise
-            self._leave_out(server)
-            # Nobody knows how much of the weights it had taken.
-            server.end()
-            return False
+        """Have a server draw from the policy; whether weights had to be sent."""
+        is_back = not server.usable
+        sent = server.refresh(model, outgoing)
         if is_back:
             logger.warning("the vLLM server at %s is back and has the policy's weights", server.client.address)
         return sent
 
     def _leave_out(self, server: RemoteServer) -> None:
-        if server.served is not None and server not in self._silent:
+        if server.usable:
             logger.warning("the vLLM server at %s does not answer: left out until it does", server.client.address)
-        if server.tells_its_weights:
-            self._silent.add(server)
-        else:
-            server.end()
+        server.leave_out()
 
 
 def _follows(server: RemoteServer, model: Any, version: str) -> bool:
