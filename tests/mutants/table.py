@@ -1314,6 +1314,12 @@ MUTANTS = [
         "tests/unit/test_vllm_servers.py::test_one_that_is_back_takes_the_place_of_one_that_dies",
     ),
     Mutant(
+        "generation/vllm/transfer.py",
+        "BROADCASTS_AT_ONCE = 64",
+        "BROADCASTS_AT_ONCE = 5000",
+        "tests/unit/test_vllm_servers.py::test_few_broadcasts_are_queued_for_a_server_that_is_lost",
+    ),
+    Mutant(
         "training/collector.py",
         " or abilities_of(self.engine).main_sends_weights:",
         ":",

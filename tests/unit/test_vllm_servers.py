@@ -391,6 +391,44 @@ def test_weights_on_their_way_are_there_once(piece_bytes, pieces, most):
     assert max(seen) == most
 
 
+class Queue:
+    """A group that takes nothing: its server is gone. Broadcasts are queued, as NCCL does."""
+
+    port = 0
+
+    def __init__(self, *place) -> None:
+        self.queued, self.closed = 0, False
+
+    def join(self):
+        """At once."""
+
+    def broadcast(self, tensor):
+        assert not self.closed
+        self.queued += 1
+
+    def wait(self, is_lost):
+        while not is_lost():
+            time.sleep(0.01)
+        self.closed = True
+
+
+def test_few_broadcasts_are_queued_for_a_server_that_is_lost():
+    """Behind about a thousand the host would wait in the driver, and could not call them off."""
+
+    def developer(method, path, content=None):
+        if path == "/update_weights":
+            time.sleep(0.1)
+            raise EngineError("no answer")
+        return {"world_size": 1}
+
+    client = SimpleNamespace(address="http://127.0.0.1:1", developer=developer)
+    way = transfer.BroadcastTransfer(client, 0, Queue, "cpu")
+    with pytest.raises(EngineError, match="no answer"):
+        way.send((str(number), torch.zeros(1)) for number in range(2000))
+    assert way._group.closed
+    assert way._group.queued <= 100
+
+
 def test_a_port_that_is_taken_is_named(two):
     model, first, _ = two
     first.backend = "gloo"

@@ -28,6 +28,9 @@ Weights = Iterator[tuple[str, torch.Tensor]]
 
 # Between two looks at whether a server has taken what was sent.
 POLL_SECONDS = 0.002
+# Broadcasts that are under way before that is looked at. A stream takes about a thousand; after these the host waits in
+# the driver, where nothing can be called off.
+BROADCASTS_AT_ONCE = 64
 
 
 class Transfer(ABC):
@@ -144,12 +147,13 @@ class BroadcastTransfer(Transfer):
 
     def _update(self, named: list[tuple[str, torch.Tensor]]) -> None:
         with _beside(lambda: self._tell_update(named)) as call:
-            for _, tensor in named:
-                # A server that has refused will receive nothing.
-                if call.failed:
-                    break
-                self._group.broadcast(tensor)
-            self._group.wait(lambda: call.failed)
+            for first in range(0, len(named), BROADCASTS_AT_ONCE):
+                for _, tensor in named[first : first + BROADCASTS_AT_ONCE]:
+                    # A server that has refused will receive nothing.
+                    if call.failed:
+                        return
+                    self._group.broadcast(tensor)
+                self._group.wait(lambda: call.failed)
 
     def close(self) -> None:
         """Leave the group."""
