@@ -1827,8 +1827,8 @@ MUTANTS = [
     ),
     Mutant(
         "training/launch.py",
-        " for name, item in value.items() if name not in MAY_DIFFER)",
-        " for name, item in value.items())",
+        " for name, value in loading if name not in MAY_DIFFER_IN_LOADING}",
+        " for name, value in loading}",
         "tests/unit/test_processes.py::test_equal_values_are_equal_however_they_are_written",
     ),
     Mutant(

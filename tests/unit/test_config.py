@@ -263,10 +263,10 @@ def test_checkpointing_beside_fsdp_is_no_reason_to_warn(monkeypatch):
 
 def test_deepspeed_that_cannot_be_had_is_told_in_one_line(monkeypatch, tmp_path):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    with pytest.raises(MissingExtraError, match="not installed: pip install deepspeed"):
+    with pytest.raises(MissingExtraError, match=r"not installed: pip install .deepspeed>=0\.19\.8"):
         make(deepspeed="zero3.json")
     monkeypatch.setenv("ACCELERATE_USE_DEEPSPEED", "true")
-    with pytest.raises(MissingExtraError, match="not installed: pip install deepspeed"):
+    with pytest.raises(MissingExtraError, match=r"not installed: pip install .deepspeed>=0\.19\.8"):
         make()
     monkeypatch.setattr("importlib.util.find_spec", lambda name: True)
     with pytest.raises(ConfigError, match=r"there is no file .*nope\.json"):

@@ -8,6 +8,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import pickle
+import re
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
@@ -35,11 +36,12 @@ from rloom.training.collector import Collector
 from rloom.training.credit import Credit, Shaper
 from rloom.training.dynamic_sampling import replace_degenerate
 from rloom.training.exchange import explaining_lost_peers as lost_peers
-from rloom.training.launch import MAY_DIFFER, check_same_everywhere
+from rloom.training.launch import MAY_DIFFER, check_same_everywhere, check_same_rewards
 from rloom.training.processes import ALONE, Processes, fingerprint
 from rloom.training.rollout_metrics import RolloutMetrics
 from rloom.training.update_metrics import UpdateMetrics
 from rloom.types import Completion, Group, Prompt, Record, Rollout
+from tests.conftest import make_model
 
 
 class Threads(Processes):
@@ -95,53 +97,59 @@ def test_weights_that_differ_are_named():
     assert all(together(check))
 
 
+OPTIONS = RLOOConfig("out", report_to="none", use_cpu=True)
+
+
+def check_same(processes, options, train, evaluation=None, model=None):
+    check_same_everywhere(processes, options, model or nn.Linear(1, 1), train, evaluation)
+
+
 def test_processes_that_were_told_different_things():
-    config = RLOOConfig("out", report_to="none", use_cpu=True)
+    config = OPTIONS
     rows = [{"prompt": text} for text in "abc"]
 
     def check(processes, *data):
         own = copy.copy(config)
         own.seed = processes.rank if not data else 0
         with pytest.raises(ProcessError) as caught:
-            check_same_everywhere(processes, own, data[processes.rank] if data else rows)
+            check_same(processes, own, data[processes.rank] if data else rows)
         return str(caught.value)
 
     def check_evaluation(processes, data):
         with pytest.raises(ProcessError) as caught:
-            check_same_everywhere(processes, config, rows, data)
+            check_same(processes, config, rows, data)
         return str(caught.value)
 
-    assert all("have other values of seed: '0', '1'" in message for message in together(check))
+    assert all("have different seed ('0' in process 0; '1' in process 1). Does" in m for m in together(check))
     for other in (rows[::-1], rows[:2]):
         assert all("train_dataset" in m for m in together(lambda p, other=other: check(p, rows, other)))
-    together(lambda processes: check_same_everywhere(processes, config, rows))
+    together(lambda processes: check_same(processes, config, rows))
 
     assert all("eval_dataset['a']" in m for m in together(lambda p: check_evaluation(p, {"a": rows[p.rank :]})))
     missing = together(lambda p: check_evaluation(p, rows if p.rank else None))  # both say so
-    assert all("len(eval_dataset): None, '3'" in message for message in missing)
+    assert all("len(eval_dataset) (nothing in process 0; '3' in process 1)" in message for message in missing)
     streams = [Dataset.from_list(rows).to_iterable_dataset() for _ in range(2)]
     apart = [split_dataset_by_node(one, rank=rank, world_size=2) for rank, one in enumerate(streams)]
-    assert all("(its first prompt): 'a', 'b'" in m for m in together(lambda p: check(p, *apart)))
-    together(lambda processes: check_same_everywhere(processes, config, streams[processes.rank], iter(rows)))
+    assert all("(its first prompt) ('a' in process 0; 'b' in" in m for m in together(lambda p: check(p, *apart)))
+    together(lambda processes: check_same(processes, config, streams[processes.rank], iter(rows)))
 
     def dated(processes):  # a folder named after the second in which each has started
         own = copy.copy(config)
         own.output_dir = f"out-{processes.rank}"
-        with pytest.raises(ProcessError, match="other values of output_dir"):
-            check_same_everywhere(processes, own, rows)
+        with pytest.raises(ProcessError, match="have different output_dir"):
+            check_same(processes, own, rows)
 
     together(dated)
 
 
 def told(first: dict, second: dict) -> list:
     """What each of two processes says whose options are these."""
-    config = RLOOConfig("out", report_to="none", use_cpu=True)
 
     def check(processes):
-        own = copy.copy(config)
+        own = copy.copy(OPTIONS)
         vars(own).update((first, second)[processes.rank])
         try:
-            check_same_everywhere(processes, own, [{"prompt": "a"}])
+            check_same(processes, own, [{"prompt": "a"}])
         except ProcessError as error:
             return str(error)
         return None
@@ -156,16 +164,26 @@ def test_every_option_is_compared_that_is_not_said_to_differ():
         "sync_ref_model", "ref_model_sync_steps", "keep_whole_copy", "ds3_gather_for_generation", "kl_target",
         "early_stop_on", "early_stop_patience", "num_generations_eval", "load_best_model_at_end", "save_only_model",
     }  # fmt: skip
-    silent = [n for n in sorted(names) if any(f"other values of {n}:" not in str(m) for m in told({n: 1}, {n: 2}))]
+    silent = [n for n in sorted(names) if any(f"different {n} ('1' in" not in str(m) for m in told({n: 1}, {n: 2}))]
     assert silent == []
-    assert told({"sync_ref_model": True}, {})[0].startswith(
-        "processes must be given the same options and data, and have other values of sync_ref_model: 'True', 'False'"
+    assert told({"sync_ref_model": True, "seed": 1}, {"seed": 2})[0] == (
+        "processes must be given the same options, data, model and rewards, and have different seed ('1' in process 0; "
+        "'2' in process 1); sync_ref_model ('True' in process 0; 'False' in process 1). Does the script look at its "
+        "rank or at the clock, or shuffle without a seed? docs/recipes.md says what may differ (Several GPUs)"
     )
 
 
-@pytest.mark.parametrize("name", [n for n in MAY_DIFFER if n not in ("device_map", "cache_dir")])
+@pytest.mark.parametrize("name", MAY_DIFFER)
 def test_what_belongs_to_one_process_may_differ(name):
-    assert told({name: 1}, {name: 2}) == [None, None]
+    assert name in {field.name for field in dataclasses.fields(RLOOConfig)}
+    assert told({name: "1"}, {name: "2"}) == [None, None]
+
+
+def test_servers_have_other_names_on_other_machines_and_are_as_many():
+    here, there = "http://127.0.0.1:8000", "http://10.0.0.1:8000"
+    assert told({"vllm_server_base_url": here}, {"vllm_server_base_url": there}) == [None, None]
+    message = told({"vllm_server_base_url": here}, {"vllm_server_base_url": f"{there},{here}"})[0]
+    assert "different number of vLLM servers ('1' in process 0; '2' in process 1)" in message
 
 
 class Plain:
@@ -176,6 +194,7 @@ class Plain:
     ("name", "first", "second"),
     [
         ("model_init_kwargs", {"device_map": {"": 0}, "dtype": "float32"}, {"dtype": "float32", "device_map": {"": 1}}),
+        ("model_init_kwargs", {"max_memory": {0: "9GiB"}}, {"max_memory": {1: "20GiB"}}),
         ("generation_kwargs", {"a": {"x"}, "b": 1}, {"b": 1, "a": {"x"}}),
         ("gradient_checkpointing_kwargs", {"context_fn": Plain()}, {"context_fn": Plain()}),
         ("lr_scheduler_kwargs", {"a": float("nan")}, {"a": float("nan")}),
@@ -187,19 +206,45 @@ def test_equal_values_are_equal_however_they_are_written(name, first, second):
 
 
 def test_what_is_within_an_option_is_compared_too():
-    assert "model_init_kwargs: '{dtype: float32}', '{dtype: bfloat16}'" in str(
+    assert "model_init_kwargs ('{dtype: float32}' in process 0; '{dtype: bfloat16}' in process 1)" in str(
         told({"model_init_kwargs": {"dtype": "float32"}}, {"model_init_kwargs": {"dtype": "bfloat16"}})
+    )
+    # A name that may differ there is another thing elsewhere.
+    assert "generation_kwargs" in str(
+        told({"generation_kwargs": {"cache_dir": "a"}}, {"generation_kwargs": {"cache_dir": "b"}})
     )
 
 
 def test_addresses_that_differ_are_named_and_not_shown():
     message, other = (
-        told({"vllm_server_base_url": f"http://me:{word}@{host}"}, {"vllm_server_base_url": "http://b"})[0]
+        told({"eval_judge_url": f"http://me:{word}@{host}"}, {"eval_judge_url": "http://b"})[0]
         for word, host in (("hidden", "a"), ("hidden", "b"))
     )
-    assert "other values of vllm_server_base_url: 'not shown" in message
+    assert "different eval_judge_url ('not shown" in message
     assert "hidden" not in message
     assert message != other
+
+
+def test_other_models_or_rewards_are_named():
+    def length(completions): ...
+    def largest(completions): ...
+
+    def check(processes):
+        with pytest.raises(ProcessError) as model:
+            check_same(processes, OPTIONS, [], model=make_model(vocab_size=64 + processes.rank))
+        rewards = [FunctionReward(length), FunctionReward(largest)]
+        with pytest.raises(ProcessError) as order:
+            check_same_rewards(processes, RewardSet(rewards if processes.is_main else rewards[::-1], None))
+        with pytest.raises(ProcessError) as weights:
+            check_same_rewards(processes, RewardSet(rewards, weights=[1.0, 0.5 + processes.rank]))
+        check_same_rewards(processes, RewardSet(rewards, None))
+        return str(model.value), str(order.value), str(weights.value)
+
+    (model, order, weights), _ = together(check)
+    shown = r"'LlamaForCausalLM with \d+ trained weights, digest \w+'"
+    assert re.search(rf"different model \({shown} in process 0; {shown} in process 1\)", model)
+    assert """different reward_funcs ("['length', 'largest']" in process 0; "['largest', 'length']" in""" in order
+    assert "different weights of rewards (" in weights
 
 
 # -- another process has gone, or something is wrong with this one
@@ -225,6 +270,9 @@ NCCL = "NCCL error in: /pytorch/torch/csrc/distributed/c10d/NCCLUtils.cpp:94, "
             f"{NCCL}unhandled system error\nLast error:\nsocketProgress: Connection closed by remote"
         ),
         dist.DistBackendError("Watchdog caught collective operation timeout: ran for 600000 milliseconds"),
+        RuntimeError(f"{GLOO}pair.cc:227] connect [10.0.0.9]:1234: No route to host"),
+        RuntimeError("Gloo connectFullMesh failed with [pair.cc:160] no error"),
+        dist.DistNetworkError("The client socket has failed to connect to node: Network is unreachable"),
     ],
     ids=str,
 )

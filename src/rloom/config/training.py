@@ -80,7 +80,7 @@ class TrainingTopic(Topic):
         # accelerate's launcher names DeepSpeed by itself.
         launched = os.environ.get("ACCELERATE_USE_DEEPSPEED", "").lower() == "true"
         if (self.deepspeed or launched) and importlib.util.find_spec("deepspeed") is None:
-            raise MissingExtraError("DeepSpeed is asked for and is not installed: pip install deepspeed")
+            raise MissingExtraError('DeepSpeed is asked for and is not installed: pip install "deepspeed>=0.19.8"')
         if isinstance(self.deepspeed, str) and self.deepspeed.endswith(".json") and not Path(self.deepspeed).is_file():
             raise ConfigError(f"deepspeed: there is no file {self.deepspeed} (docs/recipes.md shows one)")
 

@@ -105,7 +105,8 @@ class Abilities:
 
     keyed_by_prompt: bool
     takes_images: bool
-    main_sends_weights: bool  # that all processes draw from: it is asked for nothing, so that it can, where others ask
+    # Only the main process sends weights, in `generate`. Where only others have prompts, it is called with none.
+    main_sends_weights: bool
     words: str
 
 

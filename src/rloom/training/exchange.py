@@ -86,18 +86,19 @@ class Exchange:
             with explaining_lost_peers():
                 dist.barrier(group=self._group)
 
-    def check_same(self, values: dict[str, Any]) -> None:
+    def check_same(self, values: dict[str, str]) -> None:
         """Raise an error where processes were given different options or data. They would wait for each other for ever,
         or train on the same prompts."""
         several = self.gather(values)
-        for name in dict.fromkeys(name for one in several for name in one):
-            found = [one.get(name) for one in several]
-            if any(value != found[0] for value in found):
-                raise ProcessError(
-                    f"processes must be given the same options and data, and have other values of {name}: "
-                    f"{', '.join(map(repr, found))}. Does the script shuffle without a seed, or look at the clock or "
-                    "at its rank?"
-                )
+        names = dict.fromkeys(name for one in several for name in one)
+        found = {name: [one.get(name) for one in several] for name in names}
+        differ = [f"{name} ({_who_has(values)})" for name, values in found.items() if len(set(values)) > 1]
+        if differ:
+            raise ProcessError(
+                f"processes must be given the same options, data, model and rewards, and have different "
+                f"{'; '.join(differ)}. Does the script look at its rank or at the clock, or shuffle without a seed? "
+                "docs/recipes.md says what may differ (Several GPUs)"
+            )
 
     # -- numbers
 
@@ -117,7 +118,8 @@ class Exchange:
 
 
 LOST = re.compile(
-    r"connection (was |likely )*(closed|reset|refused|aborted)|reset by peer|broken pipe|socket closed|got 0 bytes"
+    r"connection (was |likely )*(closed|reset|refused|abort)|reset by peer|broken pipe|socket closed|got 0 bytes"
+    r"|no route to host|host is (down|unreachable)|network is (down|unreachable)|not connected|connectFullMesh"
     r"|remote process|ncclRemoteError|tim(ed|ing)[ -]?out|timeout|communicator was aborted",
     re.IGNORECASE,
 )
@@ -140,6 +142,25 @@ def explaining_lost_peers() -> Iterator[None]:
             f"{_who()} has ended, or did not answer within ddp_timeout: the reason is in its own messages. What was "
             f"noticed here: {first_line}"
         ) from error
+
+
+def _who_has(values: list[str | None]) -> str:
+    """Each value, and the processes that have it.
+
+    >>> _who_has(["a", "b", "a", None])
+    "'a' in processes 0, 2; 'b' in process 1; nothing in process 3"
+    """
+    having: dict[str | None, list[int]] = {}
+    for rank, value in enumerate(values):
+        having.setdefault(value, []).append(rank)
+    return "; ".join(
+        f"{'nothing' if value is None else repr(value)} in process{'es' if ranks[1:] else ''} {_first(ranks)}"
+        for value, ranks in having.items()
+    )
+
+
+def _first(ranks: list[int], count: int = 8) -> str:
+    return ", ".join(map(str, ranks[:count])) + (f" and {len(ranks) - count} more" if len(ranks) > count else "")
 
 
 def _is_of_lost_peer(error: RuntimeError) -> bool:

@@ -74,11 +74,13 @@ def without_secrets(options: Mapping[str, Any]) -> dict[str, Any]:
     {'servers': [{}], 'stop_token': 'eos'}
     >>> without_secrets({"model_init_kwargs": '{"token": "b", "revision": "main"}'})
     {'model_init_kwargs': '{"revision": "main"}'}
+    >>> without_secrets({"model_init_kwargs": {"max_memory": {0: "20GiB"}}})
+    {'model_init_kwargs': {'max_memory': {0: '20GiB'}}}
     """
     return {
         name: _cleaned(value)
         for name, value in options.items()
-        if not isinstance(value, str) or not SECRET.search(name)
+        if not isinstance(value, str) or not SECRET.search(str(name))
     }
 
 

@@ -142,7 +142,7 @@ class RLOOTrainer(EvaluatingTrainer):
             self.model.config.use_cache = use_cache
         launch.check_devices(self)
         self.processes = processes_of(args, self.accelerator)
-        launch.check_same_everywhere(self.processes, args, train_dataset, eval_dataset)
+        launch.check_same_everywhere(self.processes, args, self.model, train_dataset, eval_dataset)
         # The reference is a copy of these weights, so they are made equal before it.
         self.processes.share_weights(self.model)
         asked = args.model_init_kwargs if isinstance(model, str) else None
@@ -154,6 +154,7 @@ class RLOOTrainer(EvaluatingTrainer):
         copied = prepare_reference(policy, reference_path, args, sharded=self.processes.is_layered)
         self.processes.shard(self.model, with_reference=copied)
         parts = assemble.build(self, policy, functions, terms, reward_classes, reference_path, engine)
+        launch.check_same_rewards(self.processes, parts.rewards)
         # The checks have run the model.
         self.processes.after_forwards()
         self.report = RunReport(self, own_engine=engine is not None)
