@@ -232,7 +232,7 @@ HEALTHY: dict[str, dict[str, Any]] = {
     "paper": {"objective": "paper", "temperature": 0.9},
     "a target for the KL": {"kl_target": 0.05},
     "dynamic sampling": {"dynamic_sampling": 1, "beta": 0.0},
-    "lora": {"learning_rate": 1e-2},
+    "lora": {"learning_rate": 3e-3, "max_steps": 48},
     "chat": {},
 }
 
@@ -246,7 +246,7 @@ def healthy_run(kind: str, seed: int, folder) -> RLOOTrainer:
     if kind == "lora":
         from peft import LoraConfig
 
-        lora = LoraConfig(r=8, lora_alpha=16, target_modules="all-linear")
+        lora = LoraConfig(r=16, lora_alpha=64, target_modules="all-linear")
     return train(folder, start()(seed), task.exact_match, ROWS, lora=lora, **changes)
 
 
