@@ -9,6 +9,7 @@ import torch
 
 from rloom import FakeEngine, RLOOTrainer
 from rloom.training.budget import SMALLEST, TokenBudget
+from rloom.training.callbacks import FitBudget
 from tests.conftest import make_model, make_tokenizer
 from tests.integration.test_invariance import FirstGradient, first_gradient, reward, script
 
@@ -54,6 +55,11 @@ def test_the_worst_case_is_run_and_leaves_no_trace(config, rows, monkeypatch):
     before = [p.detach().clone() for p in trainer.model.parameters()]
     tokens = trainer.learner.try_worst_case(trainer.model, prompt=43, completion=6, k=2)
     assert 200 < tokens <= 300
+    # An update has no more: here three completions, of which two share their prompt.
+    (fit,) = [callback for callback in trainer.callback_handler.callbacks if isinstance(callback, FitBudget)]
+    assert fit.most == trainer.args.per_device_train_batch_size
+    few = trainer.learner.try_worst_case(trainer.model, prompt=43, completion=6, k=2, most=3)
+    assert few == (43 + 2 * 6) + (43 + 6)
     assert all(p.grad is None for p in trainer.model.parameters())
     assert all(torch.equal(a, b) for a, b in zip(before, trainer.model.parameters(), strict=True))
     RunsOut(trainer.model, 2)

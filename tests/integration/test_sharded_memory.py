@@ -245,7 +245,7 @@ def test_the_worst_case_is_due_where_one_process_has_not_run_it():
         processes = SimpleNamespace(any=lambda flag: True, repeats_together=repeats_together)
         budget = TokenBudget(64)
         budget.tried = True
-        fit = FitBudget(SimpleNamespace(budget=budget, processes=processes), None)
+        fit = FitBudget(SimpleNamespace(budget=budget, processes=processes), None, 8)
         assert fit._is_due() is due
         assert fit.looked
 

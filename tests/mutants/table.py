@@ -1699,6 +1699,18 @@ MUTANTS = [
         "tests/unit/test_diagnose.py::test_a_resumed_run_does_not_name_what_it_has_named",
     ),
     Mutant(
+        "training/learner.py",
+        "range(len(rollout))[:most]",
+        "range(len(rollout))",
+        "tests/integration/test_memory.py::test_the_worst_case_is_run_and_leaves_no_trace",
+    ),
+    Mutant(
+        "training/trainer.py",
+        "most = self.schedule.most_together(args.num_generations)",
+        "most = 1000 * self.schedule.most_together(args.num_generations)",
+        "tests/integration/test_memory.py::test_the_worst_case_is_run_and_leaves_no_trace",
+    ),
+    Mutant(
         "training/launch.py",
         "    check_launch(args.world_size)",
         "    pass",

@@ -56,6 +56,14 @@ class Schedule:
         for start in range(0, len(stream), self.parts_per_update):
             yield stream[start : start + self.parts_per_update]
 
+    def most_together(self, num_generations: int) -> int:
+        """The most completions of one rollout that an update trains on in this process.
+
+        >>> Schedule(prompts=2, parts=4, passes=2, parts_per_update=3).most_together(8)
+        12
+        """
+        return -(-self.prompts * num_generations * min(self.parts_per_update, self.parts) // self.parts)
+
     def places(self) -> list[int]:
         """The places of this process' prompts among those of all processes in a rollout.
 

@@ -47,11 +47,12 @@ class SyncReference(TrainerCallback):
 class FitBudget(TrainerCallback):
     """Runs the worst case once after the first update, when gradients and optimizer state have their memory.
 
-    The budget shrinks until the worst case fits. A run that cannot fit thus fails in its first minute.
+    The budget shrinks until the worst case fits. A run that cannot fit thus fails in its first minute. `most`: the
+    completions that a micro-batch can have; a small batch is not given the memory of a large one.
     """
 
-    def __init__(self, learner: Learner, encoder: PromptEncoder) -> None:
-        self.learner, self.encoder = learner, encoder
+    def __init__(self, learner: Learner, encoder: PromptEncoder, most: int) -> None:
+        self.learner, self.encoder, self.most = learner, encoder, most
         self.looked = False
 
     def on_step_end(self, args: RLOOConfig, state: Any, control: Any, **kwargs: Any) -> None:
@@ -69,9 +70,9 @@ class FitBudget(TrainerCallback):
         randomness = random_state()
         shape = (self.encoder.longest, args.max_completion_length, args.num_generations)
         model.zero_grad(set_to_none=True)
-        self.learner.try_worst_case(model, *shape, pictured=self.encoder.pictured)
+        tokens = self.learner.try_worst_case(model, *shape, most=self.most, pictured=self.encoder.pictured)
         restore_random_state(randomness)
-        logger.info("micro-batches of up to %d tokens; the worst case has been run", budget.tokens)
+        logger.info("micro-batches of up to %d tokens; the worst case has been run", min(tokens, budget.tokens))
 
     def _is_due(self) -> bool:
         """Whether the worst case has not been run. Processes that run in step run it where one of them has not: one

@@ -246,21 +246,30 @@ class Learner:
         return total
 
     def try_worst_case(
-        self, model: Any, prompt: int, completion: int, k: int, *, pictured: Prompt | None = None
+        self,
+        model: Any,
+        prompt: int,
+        completion: int,
+        k: int,
+        *,
+        most: int | None = None,
+        pictured: Prompt | None = None,
     ) -> int:
         """Run a micro-batch of the budget's size forward and backward, all prompts and completions at their limits.
 
-        `pictured`: a prompt with images that stands for all prompts, since such rows cost more.
+        `most`: completions that a micro-batch can have, where an update has fewer than fit into the budget. `pictured`:
+        a prompt with images that stands for all prompts, since such rows cost more.
 
         Returns the number of its tokens. The gradients are zero, and are removed. Out of memory, the budget shrinks.
         """
         groups = max(1, self.budget.tokens // (prompt + k * completion)) + 1
         rollout = self.passes.made_up(groups, k, prompt, completion, pictured)
+        all_rows = range(len(rollout))[:most]
 
         def attempt() -> int:
             with self.processes.in_step():
                 self.processes.rounds(1)
-                rows = self.batcher.plan(rollout, range(len(rollout)), self.budget.tokens, whole_groups=False)[0]
+                rows = self.batcher.plan(rollout, all_rows, self.budget.tokens, whole_groups=False)[0]
                 batch = self.batcher.make(rollout, rows, self.passes.device)
                 with self.passes.attention(), attention_for(batch):
                     (self.passes.forward(model, batch).logprobs.sum() * 0.0).backward()

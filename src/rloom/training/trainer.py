@@ -181,7 +181,8 @@ class RLOOTrainer(EvaluatingTrainer):
         """Add the callbacks that the options ask for."""
         self.add_callback(self.interrupts)
         self.add_callback(Describe(self))
-        self.add_callback(FitBudget(self.learner, self.collector.encoder))
+        most = self.schedule.most_together(args.num_generations)
+        self.add_callback(FitBudget(self.learner, self.collector.encoder, most))
         if args.sync_ref_model:
             # The config refuses sync_ref_model without a KL.
             assert self.reference is not None
