@@ -860,13 +860,13 @@ MUTANTS = [
         "training/sharded.py",
         "                module.set_gradient_divide_factor(1.0)",
         "                module.set_gradient_divide_factor(2.0)",
-        "tests/integration/test_sharded.py::test_two_halves_are_as_one[sequence]",
+        "tests/integration/test_sharded.py::test_two_halves_are_as_one[two-sequence]",
     ),
     Mutant(
         "training/sharded.py",
         "[name for name in parts if name in self._stale]",
         "[name for name in parts if not self._stale]",
-        "tests/integration/test_sharded.py::test_two_halves_are_as_one[sequence]",
+        "tests/integration/test_sharded.py::test_two_halves_are_as_one[two-sequence]",
     ),
     Mutant(
         "training/sharded.py",
@@ -884,7 +884,7 @@ MUTANTS = [
         "training/placement.py",
         "        if wanted[place] != place:",
         "        if False:",
-        "tests/integration/test_sharded.py::test_two_halves_are_as_one[layered by name]",
+        "tests/integration/test_sharded.py::test_two_halves_are_as_one[two-layered by name]",
     ),
     # -- replay and diff
     Mutant(
@@ -1245,7 +1245,7 @@ MUTANTS = [
         "training/passes.py",
         "        return nothing_of(self.forward(model, batch).logprobs)",
         "        return self.forward(model, batch).logprobs.sum() * 0.1",
-        "tests/integration/test_sharded.py::test_two_halves_are_as_one[token]",
+        "tests/integration/test_sharded.py::test_two_halves_are_as_one[two-token]",
     ),
     Mutant(
         "cli/flag_cache.py",
