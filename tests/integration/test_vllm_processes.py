@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 
 import pytest
@@ -58,10 +59,22 @@ def test_two_processes_share_servers(tmp_path):
 def test_servers_that_have_the_weights_from_an_earlier_run_are_proved_before_anybody_asks(tmp_path):
     """While the main process sends a server other numbers, the others wait, though it had named the right weights."""
     with serving(make_model(**processes_run._changes("vllm")).config) as service:
-        load, draw = service.collective_rpc, service.v1_completions
-        # As a model of some size: it is asked before it is sent anything, and has other numbers before it is done.
-        service.collective_rpc = lambda content: (time.sleep(0.3), load(content))[1]
-        service.v1_completions = lambda content: (time.sleep(0.7), draw(content))[1]
+        call, draw, loaded = service.collective_rpc, service.v1_completions, threading.Event()
+
+        def call_in_time(content):
+            if content["method"] == "update_config":  # a proof begins: there is time to ask before anything is sent
+                loaded.clear()
+                time.sleep(2.0)
+            answer = call(content)
+            if content["method"] == "reload_weights":
+                loaded.set()
+            return answer
+
+        def draw_late(content):  # what was asked before is drawn from the other numbers
+            loaded.wait(10)
+            return draw(content)
+
+        service.collective_rpc, service.v1_completions = call_in_time, draw_late
         done = torchrun(processes_run.__file__, str(tmp_path), "vllm twice", RLOOM_TEST_SERVER=service.address)
     assert_done(done)
     for found in results(tmp_path, "vllm twice"):

@@ -48,6 +48,7 @@ from rloom.training.budget import TokenBudget
 from rloom.training.collector import Collector
 from rloom.training.credit import Credit, Shaper
 from rloom.training.in_step import InStep
+from rloom.training.launch import check_same_rewards
 from rloom.training.learner import Learner
 from rloom.training.passes import Passes
 from rloom.training.placement import loads_without_data
@@ -93,6 +94,7 @@ def build(
     compile_kernels(trainer.processes.without_gradient(trainer.model), args)
     with others_loaded_whole():
         rewards, classes, composition = _rewards(trainer, functions, terms, reward_classes, args)
+        check_same_rewards(trainer.processes, rewards)
         reference = _reference(trainer, policy, reference_path, args) if args.beta != 0.0 else None
     metrics, clock, processes = Metrics(), PhaseClock(), trainer.processes
     journal = Journal(

@@ -154,7 +154,6 @@ class RLOOTrainer(EvaluatingTrainer):
         copied = prepare_reference(policy, reference_path, args, sharded=self.processes.is_layered)
         self.processes.shard(self.model, with_reference=copied)
         parts = assemble.build(self, policy, functions, terms, reward_classes, reference_path, engine)
-        launch.check_same_rewards(self.processes, parts.rewards)
         # The checks have run the model.
         self.processes.after_forwards()
         self.report = RunReport(self, own_engine=engine is not None)
