@@ -197,7 +197,14 @@ def test_fsdp_in_one_process_is_refused_before_loading(config, rows, monkeypatch
         RLOOTrainer("no/such-model", ones, config(fsdp=True), rows)
     monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(ConfigError, match=r"2 processes were launched .* have not found each other"):
-        check_several(SimpleNamespace(fsdp=True, parallel_mode=None, world_size=1))
+        check_several(SimpleNamespace(fsdp=True, world_size=1))
+    # A launcher's one process is one too.
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    with pytest.raises(ConfigError, match=r"fsdp=True shards over several processes, and this is one"):
+        check_several(SimpleNamespace(fsdp=True, world_size=1))
+    monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
+    with pytest.raises(ConfigError, match=r"\(FSDP\), and this is one: add --num_processes N"):
+        check_several(SimpleNamespace(fsdp=None, world_size=1))
 
 
 def test_processes_that_do_not_know_of_each_other_are_refused(monkeypatch):

@@ -94,6 +94,16 @@ def assert_same_log(one: dict, other: dict) -> None:
 # -- as one
 
 
+def test_one_process_of_a_launcher_is_as_without_it(tmp_path):
+    """accelerate would wrap its model for several. To the bit."""
+    assert_done(launch(str(tmp_path), "sequence", "lora", processes=1))
+    for kind in ("sequence", "lora"):
+        one = processes_run.run(tmp_path / "one", kind)
+        (found,) = results(tmp_path, kind, processes=1)
+        assert_close(one, found, allowed=0.0)
+        assert_same_log(one, found)
+
+
 @pytest.mark.parametrize("kind", AS_ONE)
 def test_two_processes_are_as_one(two, kind, tmp_path):
     """Weights after three updates, and every number in the log. Prompts and completions are ragged, so that the two

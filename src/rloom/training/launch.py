@@ -13,8 +13,6 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from transformers.training_args import ParallelMode
-
 from rloom.algo import KL_ESTIMATORS
 from rloom.config import RLOOConfig
 from rloom.data import datasets
@@ -48,10 +46,15 @@ def check_launch(joined: int) -> None:
 
 
 def check_several(args: RLOOConfig) -> None:
-    """Refuse `fsdp` in one process, before the Trainer does and a model is loaded."""
-    if not args.fsdp or args.parallel_mode == ParallelMode.DISTRIBUTED:
+    """Refuse FSDP in one process, before a model is loaded."""
+    if not asks_to_shard(args) or args.world_size > 1:
         return
     check_launch(args.world_size)
+    if not args.fsdp:
+        raise ConfigError(
+            "the configuration of `accelerate launch` shards over several processes (FSDP), and this is one: add "
+            "--num_processes N, or leave --config_file out"
+        )
     raise ConfigError(
         "fsdp=True shards over several processes, and this is one: launch with `torchrun --nproc_per_node N script.py` "
         "(of a command: `torchrun --nproc_per_node N -m rloom train …`), or leave fsdp out"

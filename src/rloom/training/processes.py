@@ -95,10 +95,8 @@ class Processes(Exchange):
 
     @contextmanager
     def preparing(self, accelerator: Accelerator) -> Iterator[None]:
-        """Keep accelerate from wrapping the model in DistributedDataParallel inside the block."""
-        if self.alone:
-            yield
-            return
+        """Keep accelerate from wrapping the model in DistributedDataParallel inside the block. It would do so for the
+        one process of a launcher too."""
         # accelerate does not wrap models that it prepares for evaluation.
         accelerator.prepare_model = functools.partial(accelerator.prepare_model, evaluation_mode=True)
         try:
