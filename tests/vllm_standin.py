@@ -156,6 +156,7 @@ class Service:
 
     def __init__(self, config, **changes):
         self.model, self.version, self.calls = Model(config), "default", []
+        self.folder = "org/model"  # by which it was started
         self.logprobs_mode, self.max_model_len, self.dtype = "processed_logprobs", 128, "torch.float32"
         self.missing, self.sick, self.sick_with, self.cut, self.deaf, self.address = (), (), 503, (), False, ""
         self.modes = set()  # of the files that were read
@@ -180,6 +181,7 @@ class Service:
 
     def server_info(self, _):
         found = {"logprobs_mode": self.logprobs_mode, "max_model_len": self.max_model_len, "dtype": self.dtype}
+        found["model"] = self.folder
         transfer = None if self.backend is None else {"backend": self.backend}
         return {"vllm_config": {"model_config": found, "weight_transfer_config": transfer}}
 

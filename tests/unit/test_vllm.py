@@ -283,7 +283,7 @@ def test_four_bit_bases_and_images_are_refused_at_the_start(monkeypatch, tmp_pat
     # 4-bit weights come in blocks of 64.
     save_llama(tmp_path / "model", hidden_size=64, intermediate_size=128)
     four_bits = {"quantization_config": quantization_config(load_in_4bit=True), "peft_config": lora(r=2)}
-    with pytest.raises(EngineError, match=r"quantized ones cannot be handed over yet\. Leave `engine` unset"):
+    with pytest.raises(EngineError, match=r"quantized ones cannot be handed over yet\. Leave `use_vllm` \(or"):
         RLOOTrainer(str(tmp_path / "model"), reward, config(use_vllm=True), rows, **four_bits)
     model, processor = vision_models.make("gemma3")
     seen = [{"prompt": [{"role": "user", "content": "what"}], "image": vision_models.picture(0)}] * 4
@@ -326,7 +326,7 @@ def test_classes_that_vllm_changes_are_given_back():
 def test_not_installed(monkeypatch):
     monkeypatch.setitem(sys.modules, "vllm", None)
     model = make_model()
-    with pytest.raises(EngineError, match=r"engine='vllm': .* pip install \"rloom\[vllm\]\", .* Leave `engine` unset"):
+    with pytest.raises(EngineError, match=r"engine='vllm': .* pip install \"rloom\[vllm\]\", .* Leave `use_vllm` \("):
         choose_engine(lambda: model, sampling(), wanted="vllm", tokenizer=make_tokenizer())
     install(monkeypatch, version=(0, 21, 2))
     with pytest.raises(EngineError, match=r"vLLM 0.21.2 is too old: 0.22 is the oldest"):
@@ -596,7 +596,7 @@ def test_what_is_no_address(address):
     [
         ({"missing": ("server_info",)}, "does not know /server_info.* developer mode.* VLLM_SERVER_DEV_MODE=1"),
         ({"missing": ("weight_checker",)}, "does not know /weight_checker.* older than 0.22"),
-        ({"missing": ("health",)}, "Is http://127.0.0.1:.* a vLLM server"),
+        ({"missing": ("health",)}, "Is a vLLM server at http://127.0.0.1:.*"),
         ({"logprobs_mode": "raw_logprobs"}, "as raw_logprobs, before temperature: .*--logprobs-mode processed"),
         ({"deaf": True}, "does not take 21 of its weights from ours"),
         ({"reset_prefix_cache": lambda _: {"success": False}}, "kept keys and values"),
@@ -650,7 +650,7 @@ def test_a_server_that_stops_taking_weights():
             list(engine.generate(prompts(3), 2, seed=0))
 
 
-def test_a_server_that_is_not_there_or_dies(monkeypatch):
+def test_a_server_that_is_not_there_or_dies(monkeypatch, caplog):
     model = make_model()
     options = VllmOptions(mode="server", servers=("127.0.0.1:9",), timeout=0.2)
     with pytest.raises(EngineError, match=r"cannot be reached.* waited 0.2 s .vllm_server_timeout.* Is it running"):
@@ -675,8 +675,13 @@ def test_a_server_that_is_not_there_or_dies(monkeypatch):
         service.sick, service.sick_with = ("health",), 502  # by a proxy before it
         with pytest.raises(EngineError, match=r"answered /health with 502.* waited 0.1 s"):
             client.Client(service.address).wait(0.1)
+        assert "waiting for" not in caplog.text
+        monkeypatch.setattr(client, "PATIENT_SECONDS", 0.0)
+        with pytest.raises(EngineError, match=r"waited 1.2 s"):
+            client.Client(service.address).wait(1.2)
+        assert caplog.text.count(f"waiting for the vLLM server at {service.address}, up to 1.2 s") == 1
         service.sick, service.sick_with, service.cut = (), 503, ("v1_completions",)
-        with pytest.raises(EngineError, match=r"cannot be reached: IncompleteRead"):
+        with pytest.raises(EngineError, match=r"cannot be reached: IncompleteRead.* start it again, and go on"):
             list(engine.generate(prompts(3), 2, seed=0))
         service.cut = ()
         service.v1_completions, service.sick = lambda _: {"error": "no"}, ("v1_completions",)

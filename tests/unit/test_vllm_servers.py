@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import shlex
 import socket
 import sys
 import threading
@@ -14,6 +15,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from peft import LoraConfig, get_peft_model
 
 from rloom.cli.main import main
 from rloom.errors import EngineError
@@ -169,6 +171,29 @@ def test_one_that_is_back_takes_the_place_of_one_that_dies(two, monkeypatch):
     model.model.norm.weight.data[0] += 0.5
     with pytest.raises(EngineError, match=second.address):
         list(engine.generate(prompts(*LENGTHS), 2, seed=0))
+
+
+def test_a_server_of_another_shape_is_sent_nothing(two, tmp_path):
+    """Weights that do not fit would leave it unusable for the right model too."""
+    model, service, _ = two
+    make_model(hidden_size=64).config.save_pretrained(tmp_path / "other")
+    service.folder = str(tmp_path / "other")
+    with pytest.raises(EngineError, match=r"serves .*other, whose hidden_size is 64, and that of"):
+        engine_of([service], model)
+    assert not [path for path, _ in service.calls if "rpc" in path or "update" in path]
+    model.config.save_pretrained(tmp_path / "same")
+    service.folder = str(tmp_path / "same")
+    assert_drawn_from(model, engine_of([service], model).generate(prompts(3), 2, seed=0))
+    service.weight_checker, service.sick, service.sick_with = lambda _: {"error": "meta"}, ("weight_checker",), 500
+    with pytest.raises(EngineError, match=r"/weight_checker with 500.* start it again"):
+        engine_of([service], model)
+
+
+def test_adapters_that_are_merged_are_told(two, caplog):
+    model, service, _ = two
+    adapted = get_peft_model(model, LoraConfig(r=2, target_modules=["q_proj"]))
+    engine_of([service], adapted)
+    assert "the adapter merged in, at every update (the server was not started for adapters" in caplog.text
 
 
 def test_the_main_process_sends_weights_where_it_has_nothing_to_ask_for(two):
@@ -496,7 +521,7 @@ def told(monkeypatch, *words):
     return became[0]
 
 
-def test_the_verb_starts_a_server_that_can_be_sent_weights(installed, monkeypatch):
+def test_the_verb_starts_a_server_that_can_be_sent_weights(installed, monkeypatch, capsys):
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     words = ["--port", "9", "--transfer", "gloo", "--vllm-flags", "--seed", "3"]
     command, variables = told(monkeypatch, str(installed), *words)
@@ -507,7 +532,13 @@ def test_the_verb_starts_a_server_that_can_be_sent_weights(installed, monkeypatc
     assert '--load-format dummy --hf-overrides {"tie_word_embeddings": false}' in text
     assert '--weight-transfer-config {"backend": "gloo"} --worker-extension-cls rloom.' in text
     assert "--host 127.0.0.1 --port 9 --dtype float32" in text
+    assert "--gpu-memory-utilization 0.3" in text  # of the host's memory, which vLLM would take for itself
     assert command[-2:] == ["--seed", "3"]
+    # What is printed can be typed.
+    printed = shlex.split(capsys.readouterr().out.partition("; starting ")[2])
+    assert printed == ["VLLM_SERVER_DEV_MODE=1", "python", *command[1:]]
+    monkeypatch.setenv("VLLM_CPU_KVCACHE_SPACE", "2")
+    assert "--gpu-memory-utilization" not in told(monkeypatch, str(installed))[0]
 
 
 def test_the_verb_serves_adapters_and_gpus(installed, monkeypatch):

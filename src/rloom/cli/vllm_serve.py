@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 from argparse import REMAINDER, Namespace
 
 from rloom.cli.parser import Parser, count
@@ -23,7 +24,8 @@ def add_arguments(parser: Parser) -> None:
         "and server see (default), ipc on one GPU, nccl between GPUs, gloo between CPUs")  # fmt: skip
     add("--max-lora-rank", type=count, metavar="RANK", help="take LoRA adapters alone, of up to this rank")
     add("--max-model-len", type=count, metavar="N", help="tokens of prompt and completion (default: the model's)")
-    add("--gpu-memory-utilization", type=float, metavar="SHARE", help="of the GPU's memory (default: vLLM's, 0.9)")
+    add("--gpu-memory-utilization", type=float, metavar="SHARE", help="of the GPU's memory, without a GPU of the "
+        "host's (default: vLLM's, 0.92; without a GPU 0.3)")  # fmt: skip
     add("--tensor-parallel-size", type=count, metavar="N", help="GPUs that share the model (default 1)")
     add("--vllm-flags", nargs=REMAINDER, default=[], metavar="FLAG", help="all that follows goes to vLLM as it is")
 
@@ -36,6 +38,7 @@ def run(options: Namespace) -> int:
     environment = dict(os.environ)
     given = {name: value for name, value in vars(options).items() if value is not None}
     command, variables = server_command(Serve(**{**given, "vllm_flags": tuple(options.vllm_flags)}))
+    typed = shlex.join([*(f"{name}={value}" for name, value in variables.items()), "python", *command[1:]])
     print(f"rloom: for RLOOConfig(use_vllm=True, vllm_mode='server', vllm_server_base_url='http://{options.host}:"
-          f"{options.port}'); starting {' '.join(command[1:])}", flush=True)  # fmt: skip
+          f"{options.port}'); starting {typed}", flush=True)  # fmt: skip
     os.execve(command[0], command, environment | variables)

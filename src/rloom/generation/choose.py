@@ -78,7 +78,8 @@ def choose_engine(
         try:
             return makers[wanted]()
         except EngineError as error:
-            raise EngineError(f"engine='{wanted}': {error}. Leave `engine` unset to use one that fits") from error
+            option = "`use_vllm` (or `engine`)" if wanted == "vllm" else "`engine`"
+            raise EngineError(f"engine='{wanted}': {error}. Leave {option} unset to use one that fits") from error
     if foreign:
         logger.info("generating with model.generate, because of %s", ", ".join(foreign))
         return makers["transformers"]()

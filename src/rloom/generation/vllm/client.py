@@ -10,6 +10,9 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from rloom.errors import EngineError
+from rloom.printable import get_logger
+
+logger = get_logger(__name__)
 
 HOW_TO_START = (
     "start it with `rloom vllm-serve MODEL`, or VLLM_SERVER_DEV_MODE=1 vllm serve MODEL --logprobs-mode "
@@ -18,6 +21,8 @@ HOW_TO_START = (
 
 # A server that is well says so within this time, or another one is asked.
 HEALTH_SECONDS = 5.0
+# A server that is waited for is named after this time.
+PATIENT_SECONDS = 3.0
 # The server is still starting, or has died. The first and the last come from a proxy before it.
 STARTING = (502, 503, 504)
 
@@ -106,14 +111,15 @@ class Client:
 
     def wait(self, seconds: float) -> None:
         """Until the server is up; an error says what to do if that takes longer."""
-        end = time.monotonic() + seconds
+        began, told = time.monotonic(), False
+        end = began + seconds
         while True:
             try:
                 self.get("/health", timeout=max(1.0, min(10.0, seconds)))
                 return
             except ServerError as error:
                 if error.status not in STARTING:
-                    raise EngineError(f"{error}. Is {self.address} a vLLM server?") from error
+                    raise EngineError(f"{error}. Is a vLLM server at {self.address}?") from error
                 last: EngineError = error
             except EngineError as error:
                 last = error
@@ -121,6 +127,11 @@ class Client:
                 raise EngineError(
                     f"{last}; waited {seconds:g} s (vllm_server_timeout). Is it running? Else {HOW_TO_START}"
                 ) from last
+            if not told and time.monotonic() - began > PATIENT_SECONDS:
+                told = True
+                logger.warning(
+                    "waiting for the vLLM server at %s, up to %g s (vllm_server_timeout)", self.address, seconds
+                )
             time.sleep(min(1.0, max(0.0, end - time.monotonic()) + 0.01))
 
     def developer(self, method: str, path: str, content: Any = None) -> Any:

@@ -198,7 +198,9 @@ class Dispatch:
 
     def _lose(self, client: Client, error: EngineError) -> None:
         if len(self.clients) == 1:
-            raise error
+            raise EngineError(
+                f"{error}. There is no other server: start it again, and go on with resume_from_checkpoint='auto'"
+            ) from error
         self._doubted.add(client)
         self.clients.remove(client)
         # Its other requests fail now, and are asked of others.

@@ -15,12 +15,13 @@ import torch
 from rloom.errors import EngineError
 from rloom.generation.base import InStep, Sampling
 from rloom.generation.vllm import proof
-from rloom.generation.vllm.client import HOW_TO_START, Client, ServerError
+from rloom.generation.vllm.client import Client, ServerError
 from rloom.generation.vllm.dispatch import Dispatch
 from rloom.generation.vllm.lora import adapter_rank, is_active, why_merged
 from rloom.generation.vllm.options import VllmOptions
 from rloom.generation.vllm.outgoing import NAME, Outgoing
-from rloom.generation.vllm.requests import RequestFormat
+from rloom.generation.vllm.requests import RequestFormat, read_completions
+from rloom.generation.vllm.same_shape import check_shape
 from rloom.generation.vllm.shared import compare_probe, probe_requests
 from rloom.generation.vllm.transfer import Transfer, transfer_of
 from rloom.generation.vllm.weights import base_of, checkpoint_weights, hint_rounding
@@ -234,6 +235,7 @@ class RemoteServer:
             logger.warning(
                 "the vLLM server computes in %s and the trainer in %s: `mismatch` will show it", dtype, wanted
             )
+        check_shape(self.client.address, str(info.get("model", "")), model)
         max_rank = int((config.get("lora_config") or {}).get("max_lora_rank", 0))
         self._backend = (config.get("weight_transfer_config") or {}).get("backend")
         return Served(
@@ -372,7 +374,12 @@ class RemoteServer:
                 raise EngineError("the vLLM server answers alike with two adapters that differ: it does not use them")
 
     def _checksums(self) -> dict[str, str]:
-        return dict(self.client.developer("POST", "/weight_checker", {"action": "checksum"})["checksums"])
+        try:
+            return dict(self.client.developer("POST", "/weight_checker", {"action": "checksum"})["checksums"])
+        except ServerError as error:
+            raise EngineError(
+                f"{error}. An earlier run may have left it with a part of the weights: start it again"
+            ) from error
 
     def _probe_groups(self, model: Any) -> list[list[Completion]]:
         return probe_requests(model, self.sampling, self.answers)
@@ -396,18 +403,6 @@ class RemoteServer:
                 "the vLLM server answers as it did before the last weights were sent: it did not take them"
             )
         self._probe = probe
-
-
-def read_completions(answer: dict[str, Any], request_format: RequestFormat, count: int) -> list[Completion]:
-    """The completions of one prompt in a server's answer."""
-    choices = sorted(answer["choices"], key=lambda choice: choice["index"])
-    if any(choice.get("token_ids") is None for choice in choices):
-        raise EngineError(f"the vLLM server returns no token ids; it is older than 0.22: {HOW_TO_START}")
-    found = [
-        request_format.completion(choice["token_ids"], choice["logprobs"]["token_logprobs"], choice["finish_reason"])
-        for choice in choices
-    ]
-    return request_format.group(found, count)
 
 
 def _sends_adapter_only(model: Any, max_rank: int, dtype: torch.dtype) -> bool:

@@ -10,6 +10,7 @@ from typing import Any
 from rloom.errors import ConfigError, EngineError, did_you_mean
 from rloom.generation.base import Sampling
 from rloom.generation.native.sampling.noise import key_of
+from rloom.generation.vllm.client import HOW_TO_START
 from rloom.printable import get_logger
 from rloom.types import ABORTED, EOS, LENGTH, STOP_STRING, Completion, Prompt
 
@@ -168,3 +169,15 @@ def _check_extra(extra: dict[str, Any]) -> None:
 
 def _as_list(value: Any) -> list[str]:
     return [] if not value else [value] if isinstance(value, str) else list(value)
+
+
+def read_completions(answer: dict[str, Any], request_format: RequestFormat, count: int) -> list[Completion]:
+    """The completions of one prompt in a server's answer."""
+    choices = sorted(answer["choices"], key=lambda choice: choice["index"])
+    if any(choice.get("token_ids") is None for choice in choices):
+        raise EngineError(f"the vLLM server returns no token ids; it is older than 0.22: {HOW_TO_START}")
+    found = [
+        request_format.completion(choice["token_ids"], choice["logprobs"]["token_logprobs"], choice["finish_reason"])
+        for choice in choices
+    ]
+    return request_format.group(found, count)

@@ -13,8 +13,8 @@ from rloom.generation.vllm.client import Client
 from rloom.generation.vllm.dispatch import REQUESTS_PER_SERVER, Dispatch, Reply, requests_per_server
 from rloom.generation.vllm.options import VllmOptions
 from rloom.generation.vllm.outgoing import Outgoing, version_of
-from rloom.generation.vllm.remote import RemoteServer, read_completions
-from rloom.generation.vllm.requests import RequestFormat, check_lengths
+from rloom.generation.vllm.remote import RemoteServer
+from rloom.generation.vllm.requests import RequestFormat, check_lengths, read_completions
 from rloom.generation.vllm.shared import Answers, VllmBase
 from rloom.generation.vllm.surroundings import temporary_folder
 from rloom.generation.vllm.weights import fingerprint, unties_embeddings
@@ -186,9 +186,11 @@ class VllmServerEngine(VllmBase):
                 break
             # The main process may itself wait for a server for that long, and then has to send.
             if waited > 2 * self.options.timeout:
+                silent = [server.client.address for server in self.servers if server not in up]
                 raise EngineError(
-                    f"no vLLM server has the weights of this process after {waited:.0f} s (vllm_server_timeout): the "
-                    f"main process, which sends them, has not, or has others; {len(up)} of {len(self.servers)} answer"
+                    f"no vLLM server has the weights of this process after {waited:.0f} s (twice vllm_server_timeout): "
+                    f"the main process, which sends them, has not, or has others; {len(up)} of {len(self.servers)} "
+                    f"answer{', not ' if silent else ''}{', '.join(silent)}"
                 )
             time.sleep(POLL_SECONDS)
         for server in self.servers:

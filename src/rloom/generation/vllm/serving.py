@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import json
+import os
 import sys
 from dataclasses import dataclass
 
@@ -12,6 +13,9 @@ from rloom.errors import EngineError
 from rloom.generation.vllm.lora import RANKS, reserved_rank
 
 UNTIED = ("--load-format", "dummy", "--hf-overrides", json.dumps({"tie_word_embeddings": False}))
+CACHE_SPACE = "VLLM_CPU_KVCACHE_SPACE"
+"""The variable by which vLLM is told how much of a host's memory it may take, in GiB."""
+SHARE_OF_HOST = 0.3
 GLOO_WORKER = "rloom.generation.vllm.gloo_worker.GlooWorker"
 
 
@@ -44,6 +48,9 @@ def server_command(serve: Serve) -> tuple[list[str], dict[str, str]]:
     for name in ("max_model_len", "gpu_memory_utilization", "tensor_parallel_size"):
         if getattr(serve, name) is not None:
             command += [f"--{name.replace('_', '-')}", str(getattr(serve, name))]
+    if serve.gpu_memory_utilization is None and not _has_gpu() and CACHE_SPACE not in os.environ:
+        # vLLM's own share is of a host that nobody else uses.
+        command += ["--gpu-memory-utilization", str(SHARE_OF_HOST)]
     variables = {"VLLM_SERVER_DEV_MODE": "1"}
     if serve.max_lora_rank is not None:
         command += ["--enable-lora", "--max-loras", "1", "--max-lora-rank", str(reserved_rank(serve.max_lora_rank))]

@@ -38,7 +38,9 @@ def check_taken(names: set[str], taken: Collection[str] | None) -> None:
 
 def hint_rounding(model: Any, dtype: torch.dtype, reason: str) -> None:
     """Say that an adapter is merged in, why, and what that costs in half precision."""
-    if is_peft_model(model) and dtype != torch.float32:
+    if is_peft_model(model) and dtype == torch.float32:
+        logger.warning("vLLM is given all weights with the adapter merged in, at every update (%s)", reason)
+    elif is_peft_model(model):
         logger.warning(
             "vLLM is given all weights with the adapter merged in, in %s, at every update (%s): what the adapter adds "
             "to a weight is lost where that is less than a few thousandths of it. `mismatch` shows how much that is; "
