@@ -1827,8 +1827,8 @@ MUTANTS = [
     ),
     Mutant(
         "training/exchange.py",
-        'f"noticed here: {first_line}"',
-        'f"noticed here: {error}"',
+        "What was noticed here: {first_line}",
+        "What was noticed here: {error}",
         "tests/unit/test_processes.py::test_a_process_that_has_gone_is_named_with_what_was_noticed",
     ),
     Mutant(

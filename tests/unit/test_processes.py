@@ -241,7 +241,7 @@ def test_other_models_or_rewards_are_named():
         return str(model.value), str(order.value), str(weights.value)
 
     (model, order, weights), _ = together(check)
-    shown = r"'LlamaForCausalLM with \d+ trained weights, digest \w+'"
+    shown = r"'LlamaForCausalLM with \d+ trained weights of [\d,]+ numbers, digest \w+'"
     assert re.search(rf"different model \({shown} in process 0; {shown} in process 1\)", model)
     assert """different reward_funcs ("['length', 'largest']" in process 0; "['largest', 'length']" in""" in order
     assert "different weights of rewards (" in weights

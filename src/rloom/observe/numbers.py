@@ -224,10 +224,10 @@ def duration(seconds: float | None) -> str:
 
 def counted(count: float, what: str) -> str:
     """
-    >>> counted(1, "log"), counted(0.375, "epoch"), counted(1200, "update")
-    ('1 log', '0.375 epochs', '1,200 updates')
+    >>> counted(1, "log"), counted(0.375, "epoch"), counted(1200, "update"), counted(1000.0, "epoch")
+    ('1 log', '0.375 epochs', '1,200 updates', '1,000 epochs')
     """
-    number = f"{count:,}" if isinstance(count, int) else f"{count:.3g}"
+    number = f"{count:,}" if isinstance(count, int) else f"{count:,.0f}" if count >= 100 else f"{count:.3g}"
     return f"{number} {what}{'' if count == 1 else 's'}"
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
 import torch
@@ -51,6 +52,8 @@ def processes_of(args: RLOOConfig, accelerator: Accelerator) -> Processes:
 def _settle(plugin: Any, args: RLOOConfig) -> bool:
     """Settle DeepSpeed's configuration. Returns whether DeepSpeed writes the optimizer's state itself."""
     check_version()
+    # DeepSpeed calls them in each update, and torch would say so each time.
+    warnings.filterwarnings("ignore", message=r"`torch\.distributed\.\w+` is deprecated", category=FutureWarning)
     main = args.process_index == 0
     if settle_stage(plugin) and main:
         logger.warning(

@@ -139,8 +139,8 @@ def explaining_lost_peers() -> Iterator[None]:
             raise
         first_line = str(error).strip().partition("\n")[0]
         raise ProcessError(
-            f"{_who()} has ended, or did not answer within ddp_timeout: the reason is in its own messages. What was "
-            f"noticed here: {first_line}"
+            f"{_who()} has ended, or did not answer within ddp_timeout: the reason is in its own messages or, if it "
+            f"was killed, in the launcher's. What was noticed here: {first_line}"
         ) from error
 
 

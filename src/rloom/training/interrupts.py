@@ -28,7 +28,8 @@ SIGNALS = (signal.SIGINT, signal.SIGTERM)
 class Interrupts(TrainerCallback):
     """Handles signals while a run trains: it is saved and stopped at the end of the current update."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, speaks: bool = True) -> None:
+        self._speaks = speaks  # of several processes one
         self.received: signal.Signals | None = None
         self._before: dict[signal.Signals, Any] = {}
 
@@ -49,12 +50,14 @@ class Interrupts(TrainerCallback):
         self.received = signal.Signals(number)
         # The next signal gets Python's own handling.
         self._stop_listening()
-        print(
+        self._say(
             f"\nrloom: {self.received.name}: the running update is finished, then a checkpoint is saved; "
-            "once more stops at once",
-            file=sys.stderr,
-            flush=True,
+            "once more stops at once"
         )
+
+    def _say(self, line: str) -> None:
+        if self._speaks:
+            print(line, file=sys.stderr, flush=True)
 
     def _stop_listening(self) -> None:
         before, self._before = self._before, {}
@@ -73,11 +76,9 @@ class Interrupts(TrainerCallback):
             return
         received, self.received = self.received, None
         folder = Path(output_dir) / f"checkpoint-{step}"
-        print(
+        self._say(
             f"rloom: stopped after update {step}, saved in {folder}. To go on: "
-            'trainer.train(resume_from_checkpoint="auto"), or `rloom train … --resume_from_checkpoint auto`',
-            file=sys.stderr,
-            flush=True,
+            'trainer.train(resume_from_checkpoint="auto"), or `rloom train … --resume_from_checkpoint auto`'
         )
         if received == signal.SIGINT:
             raise KeyboardInterrupt

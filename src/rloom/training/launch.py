@@ -116,9 +116,10 @@ def _options(args: RLOOConfig) -> dict[str, str]:
 def _weights(model: Any) -> str:
     """Names and shapes of what is trained. Tied weights count under both names: where a model is made without data, as
     FSDP2 does in all processes but one, they are not tied yet."""
-    weights = model.named_parameters(remove_duplicate=False)
-    shapes = sorted((name, tuple(p.shape)) for name, p in weights if p.requires_grad)
-    return f"{type(model).__name__} with {len(shapes)} trained weights, digest {_digest(str(shapes))}"
+    weights = [(name, p) for name, p in model.named_parameters(remove_duplicate=False) if p.requires_grad]
+    shapes = sorted((name, tuple(p.shape)) for name, p in weights)
+    size = f"{len(weights)} trained weights of {sum(p.numel() for _, p in weights):,} numbers"
+    return f"{type(model).__name__} with {size}, digest {_digest(str(shapes))}"
 
 
 def _digest(text: str) -> str:

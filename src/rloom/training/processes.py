@@ -63,6 +63,9 @@ class Processes(Exchange):
     repeats_together = False
     """Whether all processes repeat what one of them has run out of memory in."""
 
+    how = ""
+    """How weights are held, for the lines at the start: after "2 processes"."""
+
     is_sharded = False
     """Whether each process holds only a part of the weights."""
 

@@ -86,8 +86,9 @@ class RunReport:
         return f"{words}, {per_epoch:,} per epoch: {counted(state.max_steps / max(per_epoch, 1), 'epoch')}"
 
     def _device(self) -> str:
-        args, count = self.trainer.args, self.trainer.processes.count
-        words = f"{count} processes, this one on " if count > 1 else ""
+        args, processes = self.trainer.args, self.trainer.processes
+        several = f"{processes.count} process{'es' if processes.count > 1 else ''}{processes.how}, this one on "
+        words = several if processes.count > 1 or processes.how else ""
         if args.device.type == "cuda":
             free, whole = torch.cuda.mem_get_info(args.device)
             used = f"{(whole - free) / GIB:.1f} of {whole / GIB:.0f} GiB in use"

@@ -170,7 +170,7 @@ class RLOOTrainer(EvaluatingTrainer):
         self.reference = parts.reference
         self.metrics, self.clock, self.journal = parts.metrics, parts.clock, parts.journal
         self.completion_log, self.store = parts.journal.table, parts.journal.store
-        self.finite, self.interrupts = FiniteUpdates(self.metrics), Interrupts()
+        self.finite, self.interrupts = FiniteUpdates(self.metrics), Interrupts(speaks=self.processes.is_main)
         self.folder = OutputFolder(args.output_dir, main=self.processes.is_main)
         self.schedule = make_schedule(args)
         self.buffer = RolloutBuffer(self._make_rollout, self.schedule.parts * self.schedule.passes)

@@ -35,7 +35,7 @@ class ZeroProcesses(UnderDeepSpeed, ShardedProcesses):
 
     def __init__(self, *place: int, stage: int, **options: Any) -> None:
         super().__init__(*place, **options)
-        self.stage = stage
+        self.stage, self.how = stage, f" under DeepSpeed's ZeRO-{stage}"
         self.is_layered &= stage == 3
 
     def choose_copy(self, model: nn.Module, device: torch.device, *, by_servers: bool) -> None:

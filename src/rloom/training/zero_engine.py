@@ -19,6 +19,7 @@ from rloom.training.zero_checkpoint import WholeCheckpoints
 class UnderDeepSpeed(WholeCheckpoints):
     """Processes whose updates DeepSpeed makes."""
 
+    how = " under DeepSpeed"
     external_optimizer = True
     can_repeat = False
     cannot_repeat = "under DeepSpeed"
