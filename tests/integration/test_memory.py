@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import random
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from rloom import FakeEngine, RLOOTrainer
+from rloom.training import callbacks
 from rloom.training.budget import SMALLEST, TokenBudget
 from rloom.training.callbacks import FitBudget
+from rloom.training.processes import ALONE
 from tests.conftest import make_model, make_tokenizer
 from tests.integration.test_invariance import FirstGradient, first_gradient, reward, script
 
@@ -65,6 +68,32 @@ def test_the_worst_case_is_run_and_leaves_no_trace(config, rows, monkeypatch):
     RunsOut(trainer.model, 2)
     assert trainer.learner.try_worst_case(trainer.model, prompt=43, completion=6, k=2) <= 75
     assert trainer.learner.budget.tokens == 75
+
+
+def test_the_trial_is_made_once_and_is_no_larger_than_an_update(monkeypatch):
+    """It is made on a GPU alone: model and learner are stand-ins here."""
+    tried = []
+
+    class Stub:
+        budget = TokenBudget(300)
+        processes = ALONE
+
+        def try_worst_case(self, model, prompt, completion, k, **options):
+            tried.append((prompt, completion, k, options))
+            return 120
+
+    on_gpu = SimpleNamespace(device=SimpleNamespace(type="cuda"))
+    model = SimpleNamespace(parameters=lambda: iter([on_gpu]), zero_grad=lambda set_to_none: None)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(callbacks, "random_state", lambda: "before")
+    restored = []
+    monkeypatch.setattr(callbacks, "restore_random_state", restored.append)
+    args = SimpleNamespace(max_completion_length=6, num_generations=2)
+    fit = FitBudget(Stub(), SimpleNamespace(longest=43, pictured=None), 4)
+    for _ in range(2):
+        fit.on_step_end(args, None, None, model=model)
+    assert tried == [(43, 6, 2, {"most": 4, "pictured": None})]
+    assert restored == ["before"]
 
 
 @pytest.mark.parametrize("times", [1, 3, 4])
