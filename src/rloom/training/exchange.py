@@ -92,10 +92,10 @@ class Exchange:
         several = self.gather(values)
         names = dict.fromkeys(name for one in several for name in one)
         found = {name: [one.get(name) for one in several] for name in names}
-        differ = [f"{name} ({_who_has(values)})" for name, values in found.items() if len(set(values)) > 1]
+        differ = [f"{name} ({_who_has(column)})" for name, column in found.items() if len(set(column)) > 1]
         if differ:
             raise ProcessError(
-                f"processes must be given the same options, data, model and rewards, and have different "
+                "processes must be given the same options, data, model and rewards, and have different "
                 f"{'; '.join(differ)}. Does the script look at its rank or at the clock, or shuffle without a seed? "
                 "docs/recipes.md says what may differ (Several GPUs)"
             )
