@@ -523,6 +523,7 @@ def told(monkeypatch, *words):
 
 def test_the_verb_starts_a_server_that_can_be_sent_weights(installed, monkeypatch, capsys):
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    monkeypatch.delenv("VLLM_CPU_KVCACHE_SPACE", raising=False)  # a test of vLLM in the process leaves it there
     words = ["--port", "9", "--transfer", "gloo", "--vllm-flags", "--seed", "3"]
     command, variables = told(monkeypatch, str(installed), *words)
     text = " ".join(command)
