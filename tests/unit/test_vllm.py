@@ -21,7 +21,7 @@ from torch import nn
 from rloom import RLOOConfig, RLOOTrainer
 from rloom.errors import ConfigError, EngineError
 from rloom.generation import Sampling, choose_engine
-from rloom.generation.vllm import VllmEngine, VllmOptions, VllmServerEngine, client, dispatch
+from rloom.generation.vllm import VllmEngine, VllmOptions, VllmServerEngine, client, watch
 from rloom.generation.vllm.requests import RequestFormat
 from rloom.generation.vllm.starting import OLDEST
 from rloom.generation.vllm.surroundings import remember_classes, restore_classes
@@ -655,7 +655,7 @@ def test_a_server_that_is_not_there_or_dies(monkeypatch, caplog):
     options = VllmOptions(mode="server", servers=("127.0.0.1:9",), timeout=0.2)
     with pytest.raises(EngineError, match=r"cannot be reached.* waited 0.2 s .vllm_server_timeout.* Is it running"):
         VllmServerEngine(lambda: model, sampling(), options=options)
-    monkeypatch.setattr(dispatch, "HEALTH_SECONDS", 0.1)
+    monkeypatch.setattr(watch, "LOOK_SECONDS", 0.1)
     with serving(model.config) as service:
         engine = server_engine(service, model)
         hangs = threading.Event()
@@ -681,7 +681,7 @@ def test_a_server_that_is_not_there_or_dies(monkeypatch, caplog):
             client.Client(service.address).wait(1.2)
         assert caplog.text.count(f"waiting for the vLLM server at {service.address}, up to 1.2 s") == 1
         service.sick, service.sick_with, service.cut = (), 503, ("v1_completions",)
-        with pytest.raises(EngineError, match=r"cannot be reached: IncompleteRead.* start it again, and go on"):
+        with pytest.raises(EngineError, match=r"cannot be reached: IncompleteRead.* when it is up again, go on"):
             list(engine.generate(prompts(3), 2, seed=0))
         service.cut = ()
         service.v1_completions, service.sick = lambda _: {"error": "no"}, ("v1_completions",)

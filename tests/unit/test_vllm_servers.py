@@ -19,7 +19,7 @@ from peft import LoraConfig, get_peft_model
 
 from rloom.cli.main import main
 from rloom.errors import EngineError
-from rloom.generation.vllm import VllmOptions, VllmServerEngine, dispatch, proof, server, shared, transfer
+from rloom.generation.vllm import VllmOptions, VllmServerEngine, proof, server, shared, transfer, watch
 from rloom.generation.vllm.outgoing import version_of
 from rloom.generation.vllm.weights import fingerprint
 from rloom.training.collector import Collector
@@ -208,7 +208,7 @@ def test_the_main_process_sends_weights_where_it_has_nothing_to_ask_for(two):
 
 
 def test_a_server_that_hangs_is_left_out(two, monkeypatch, caplog):
-    monkeypatch.setattr(dispatch, "HEALTH_SECONDS", 0.1)
+    monkeypatch.setattr(watch, "LOOK_SECONDS", 0.1)
     model, first, second = two
     engine, hangs = engine_of([first, second], model, timeout=0.5), threading.Event()
 
@@ -235,11 +235,13 @@ def test_a_server_whose_engine_has_died_is_left_out(two, caplog):
     assert "answered /v1/completions with 500" in caplog.text
 
 
-def test_a_server_that_dies_after_its_last_answer_costs_nothing(two):
+@pytest.mark.parametrize("missing", [(), OLDER])
+def test_a_server_that_dies_after_its_last_answer_costs_nothing(two, missing):
     model, first, second = two
+    first.missing = second.missing = missing
     engine = engine_of([first, second], model)
     groups = engine.generate(prompts(*LENGTHS), 2, seed=0)
-    found = [next(groups) for _ in LENGTHS]  # all are there; what follows is the look at versions
+    found = [next(groups) for _ in LENGTHS]  # all are there; of older ones it is looked at what they answer now
     second.die()
     assert not list(groups)
     assert_drawn_from(model, found)
@@ -270,7 +272,7 @@ def test_a_server_with_other_weights_is_noticed(two):
     groups = engine.generate(prompts(*LENGTHS), 2, seed=0)
     next(groups)
     second.version = "somebody else's"
-    with pytest.raises(EngineError, match=rf"{second.address} was restarted or given other weights"):
+    with pytest.raises(EngineError, match=rf"{second.address} was given other weights while it generated"):
         list(groups)
 
 

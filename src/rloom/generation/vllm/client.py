@@ -37,6 +37,14 @@ class ServerError(EngineError):
         super().__init__(f"the vLLM server{where} answered {path} with {status}: {text[:500]}")
 
 
+class LostWeights(EngineError):
+    """The server answers, and does not have the weights that it was sent: it was started again."""
+
+
+class OtherWeights(LostWeights):
+    """Somebody else has sent the server weights: two runs use it."""
+
+
 class Client:
     """Asks one server. Proxies of the environment are not used: it is on this machine or in this network."""
 
@@ -61,10 +69,10 @@ class Client:
         with closing(self.connection(self.timeout)) as connection:
             self._raw(connection, "POST", path, content)
 
-    def is_up(self) -> bool:
-        """Whether the server answers at once that it is well."""
+    def is_up(self, seconds: float = HEALTH_SECONDS) -> bool:
+        """Whether the server answers within this time that it is well."""
         try:
-            self.get("/health", timeout=HEALTH_SECONDS)
+            self.get("/health", timeout=seconds)
         except EngineError:
             return False
         return True

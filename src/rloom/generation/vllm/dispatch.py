@@ -14,7 +14,9 @@ from http.client import HTTPConnection, HTTPException
 from typing import Any
 
 from rloom.errors import EngineError
-from rloom.generation.vllm.client import STARTING, Client, ServerError
+from rloom.generation.vllm.client import HEALTH_SECONDS, STARTING, Client, OtherWeights, ServerError
+from rloom.generation.vllm.requests import check_answer
+from rloom.generation.vllm.watch import Watch
 from rloom.printable import get_logger
 
 try:
@@ -27,12 +29,15 @@ logger = get_logger(__name__)
 
 # Requests under way at one server.
 REQUESTS_PER_SERVER = 256
-# Between two looks at whether servers that say nothing still live.
-HEALTH_SECONDS = 5.0
+# Between two looks at what was found out about servers that say nothing.
+LOOK_SECONDS = 1.0
 # A server on a machine that is gone does not even refuse.
 CONNECT_SECONDS = 10.0
 # How often a request is made to servers that are well, and fails all the same.
 TRIES = 3
+# A connection over which nothing comes is tried after so many seconds, then so often, so many times. Else nobody would
+# notice that the machine at its other end, or a gateway between, has forgotten it.
+KEEP_ALIVE = {"TCP_KEEPIDLE": 30, "TCP_KEEPINTVL": 10, "TCP_KEEPCNT": 6}
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,17 +48,20 @@ class Reply:
     client: Client
     answer: Any = None
     error: Exception | None = None
-    in_doubt: bool = False  # another request to this server had failed when the answer came
+
+
+def _believe(client: Client) -> None:
+    """Of servers that do not say which weights they have."""
 
 
 class Dispatch:
-    """POSTs requests to several servers, and takes those of a lost server to the others.
+    """POSTs requests for completions to several servers, and takes those of a lost server to the others.
 
-    A request that fails puts its server in doubt: it may have been started again, with other weights. If it is well by
-    `still_well`, the request is made again; else the server is lost, and what it has answered since is not used. It is
-    lost too when it is silent for `patience` seconds: it answers neither a request nor a question for its health. One
-    that is busy may take as long as it likes. A server that is well and refuses a request is not lost: another would
-    say the same, so the error is raised.
+    An answer counts if `confirm` raises nothing afterwards: the server still has the weights that it was sent. A
+    request that fails is made again where its server is well by `still_well` (which is told how long it may wait for
+    an answer); else the server is lost. It is lost too when it is silent for `patience` seconds, in which it answers
+    neither requests nor looks at it (see `Watch`). One that is busy may take as long as it likes. A server that is well
+    and refuses a request is not lost: another would say the same, so the error is raised.
     """
 
     def __init__(
@@ -64,14 +72,14 @@ class Dispatch:
         count: int,
         *,
         patience: float,
-        still_well: Callable[[Client], bool] = Client.is_up,
+        still_well: Callable[[Client, float], bool] = Client.is_up,
+        confirm: Callable[[Client], None] = _believe,
     ) -> None:
         self.clients = list(clients)  # those that are not lost
         self._path, self._content, self._count, self._patience = path, content, count, patience
-        self._still_well = still_well
+        self._still_well, self._watch = still_well, Watch(clients, patience, confirm)
         self._todo, self._replies = deque(range(count)), queue.SimpleQueue[Reply]()
         self._open: dict[HTTPConnection, Client] = {}  # of requests under way
-        self._doubted: set[Client] = set()
         self._failures: Counter[int] = Counter()  # of each request, at servers that were well
         self._ended = False
 
@@ -82,6 +90,7 @@ class Dispatch:
         first = [
             self._todo.popleft() for _ in range(min(requests_per_server(len(clients)) * len(clients), self._count))
         ]
+        self._watch.start()
         try:
             for index, number in enumerate(first):
                 self._start(clients[index % len(clients)], number)
@@ -99,6 +108,7 @@ class Dispatch:
         """Hang up: vLLM stops what it generates for somebody who is gone."""
         self._ended = True
         self._todo.clear()
+        self._watch.end()
         self._hang_up(self._open.values())
 
     # -- threads that ask
@@ -113,12 +123,11 @@ class Dispatch:
         while True:
             try:
                 answer = self._ask(client, number)
+                self._watch.answered(client)
             except Exception as error:
-                # Before anything else: a server that was started again answers from now on.
-                self._doubted.add(client)
                 self._replies.put(Reply(number, client, error=error))
                 return
-            self._replies.put(Reply(number, client, answer=answer, in_doubt=client in self._doubted))
+            self._replies.put(Reply(number, client, answer=answer))
             if client not in self.clients:
                 return
             try:
@@ -135,6 +144,7 @@ class Dispatch:
             # From here on it may take as long as it likes.
             connection.timeout = None
             connection.sock.settimeout(None)
+            _keep_alive(connection.sock)
             self._open[connection] = client
             try:
                 # Looked at after the connection can be hung up: either `end` sees it, or this sees the end.
@@ -143,49 +153,36 @@ class Dispatch:
                 answer = client.ask(connection, "POST", self._path, self._content(client, number))
             finally:
                 self._open.pop(connection, None)
-        if _was_aborted(answer):
-            raise EngineError(
-                f"the vLLM server at {client.address} has aborted a request: it is being stopped, or was told to pause"
-            )
+        check_answer(answer, client.address)
         return answer
 
     # -- servers that are lost
 
     def _next(self) -> Reply:
         while True:
-            try:
-                return self._replies.get(timeout=HEALTH_SECONDS)
-            except queue.Empty:
-                self._look()
-
-    def _look(self) -> None:
-        for client in list(self.clients):
-            try:
-                client.wait(self._patience)
-            except EngineError as error:
-                self._lose(client, error)
+            for client in list(self.clients):
+                error = self._watch.why_lost(client)
+                if error is not None:
+                    self._lose(client, error)
+            with suppress(queue.Empty):
+                return self._replies.get(timeout=LOOK_SECONDS)
 
     def _is_good(self, reply: Reply) -> bool:
         """Whether a reply is an answer that can be used. If not, the request has to be made again; its server is lost
         by then, or well."""
         client, error = reply.client, reply.error
-        if error is None and not reply.in_doubt:
-            return True
         if client not in self.clients:
             return False
-        if error is not None and not isinstance(error, EngineError):
-            raise error
-        is_well = self._still_well(client)
         if error is None:
-            if not is_well:
-                self._lose(client, EngineError(f"the vLLM server at {client.address} was started again"))
-            return is_well
+            return True
+        if not isinstance(error, EngineError):
+            raise error
+        # Another takes the place of a busy one at once, but nobody that of the last one.
+        is_well = self._still_well(client, HEALTH_SECONDS if len(self.clients) > 1 else self._patience)
         if is_well and isinstance(error, ServerError) and error.status not in STARTING:
             raise error
         self._failures[reply.number] += is_well
-        if is_well and self._failures[reply.number] < TRIES:
-            self._doubted.discard(client)
-        else:
+        if not is_well or self._failures[reply.number] == TRIES:
             self._lose(client, error)
         return False
 
@@ -197,11 +194,12 @@ class Dispatch:
         self._start(client, reply.number, wait=0.0 if is_lost else float(self._failures[reply.number] - 1))
 
     def _lose(self, client: Client, error: EngineError) -> None:
+        if isinstance(error, OtherWeights):
+            raise error
         if len(self.clients) == 1:
             raise EngineError(
-                f"{error}. There is no other server: start it again, and go on with resume_from_checkpoint='auto'"
+                f"{error}. There is no other server: when it is up again, go on with resume_from_checkpoint='auto'"
             ) from error
-        self._doubted.add(client)
         self.clients.remove(client)
         # Its other requests fail now, and are asked of others.
         self._hang_up([client])
@@ -218,6 +216,14 @@ class Dispatch:
                     connection.sock.shutdown(socket.SHUT_RDWR)
 
 
+def _keep_alive(connection: socket.socket) -> None:
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for name, value in KEEP_ALIVE.items():
+        # Not every system knows all of them.
+        if hasattr(socket, name):
+            connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
+
+
 def requests_per_server(servers: int) -> int:
     """Requests under way at each of so many servers. Each is an open file, of which half are left to others.
 
@@ -227,13 +233,3 @@ def requests_per_server(servers: int) -> int:
     limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0] if resource is not None else -1
     # -1: there is no limit.
     return REQUESTS_PER_SERVER if limit < 0 else max(1, min(REQUESTS_PER_SERVER, limit // 2 // servers))
-
-
-def _was_aborted(answer: Any) -> bool:
-    """Whether a server has ended a completion by itself: vLLM does so when it is stopped, and answers with 200.
-
-    >>> _was_aborted({"choices": [{"finish_reason": "stop"}, {"finish_reason": "abort"}]}), _was_aborted(None)
-    (True, False)
-    """
-    choices = answer.get("choices", ()) if isinstance(answer, dict) else ()
-    return any(choice.get("finish_reason") == "abort" for choice in choices)

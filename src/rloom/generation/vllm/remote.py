@@ -15,7 +15,7 @@ import torch
 from rloom.errors import EngineError
 from rloom.generation.base import InStep, Sampling
 from rloom.generation.vllm import proof
-from rloom.generation.vllm.client import Client, ServerError
+from rloom.generation.vllm.client import Client, LostWeights, OtherWeights, ServerError
 from rloom.generation.vllm.dispatch import Dispatch
 from rloom.generation.vllm.lora import adapter_rank, is_active, why_merged
 from rloom.generation.vllm.options import VllmOptions
@@ -35,6 +35,8 @@ logger = get_logger(__name__)
 EMPTY = hashlib.sha256(b"").hexdigest()
 FOR_ADAPTERS = "start it with `rloom vllm-serve MODEL --max-lora-rank RANK`"
 ANSWERS = "answers"
+# What vLLM calls the weights that it began with.
+FRESH = "default"
 # For requests that were aborted to end.
 ENDING_SECONDS = 30.0
 # A change of a log-probability that cannot be rounding in float32.
@@ -212,12 +214,33 @@ class RemoteServer:
 
     def still_has(self, model: Any) -> bool:
         """Whether the server has the weights that it was sent last."""
+        if not self.tells_its_weights:
+            return self._ask_probe(model)[1] is None
+        try:
+            self.confirm()
+        except LostWeights:
+            return False
+        return True
+
+    def confirm(self) -> None:
+        """Raise `LostWeights` where the server says that it does not have the weights that it was sent last. One that
+        does not say which it has is believed."""
         served = self._known
         if served.adapter_only:
-            return not served.version or served.version in self._models()
-        if served.versions:
-            return self._served_version() == served.version
-        return self._ask_probe(model)[1] is None
+            has = {name for name in self._models() if name.startswith(NAME)}
+        elif served.versions:
+            has = {self._served_version()} - {FRESH}
+        else:
+            return
+        # No adapter is in use: requests name the base.
+        if served.version in has or (served.adapter_only and not served.version):
+            return
+        if not has:
+            raise LostWeights(f"the vLLM server at {self.client.address} was started again")
+        raise OtherWeights(
+            f"the vLLM server at {self.client.address} was given other weights while it generated: use one server for "
+            "one run"
+        )
 
     def _look(self, model: Any) -> Served:
         """What the server says of itself: its model, its context length, its dtype, and whether it takes adapters."""

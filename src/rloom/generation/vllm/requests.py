@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import json
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -119,9 +120,12 @@ class RequestFormat:
             return completions
         return [copy.deepcopy(completions[0]) for _ in range(num_generations)]
 
-    def completion(self, token_ids: Sequence[int], logprobs: Sequence[float], finish_reason: str | None) -> Completion:
+    def completion(
+        self, token_ids: Sequence[int], logprobs: Sequence[float | None], finish_reason: str | None
+    ) -> Completion:
         """An answer, with rloom's words for why it ended."""
-        tokens, found = list(token_ids), [float(value) for value in logprobs]
+        # JSON has no NaN: a server sends null.
+        tokens, found = list(token_ids), [math.nan if value is None else float(value) for value in logprobs]
         if len(found) != len(tokens):
             raise EngineError(f"vLLM returned {len(found)} log-probabilities for {len(tokens)} tokens")
         if any(math.isnan(value) for value in found):
@@ -169,6 +173,31 @@ def _check_extra(extra: dict[str, Any]) -> None:
 
 def _as_list(value: Any) -> list[str]:
     return [] if not value else [value] if isinstance(value, str) else list(value)
+
+
+def check_answer(answer: Any, address: str) -> None:
+    """Refuse an answer that is none: of something that is no vLLM server, or of one that ended completions by itself,
+    as vLLM does, with a 200, when it is stopped.
+
+    >>> check_answer({"choices": [{"index": 0, "finish_reason": "stop", "logprobs": {"token_logprobs": []}}]}, "a")
+    >>> check_answer({"choices": [{"index": 0, "finish_reason": "abort"}]}, "http://a")
+    Traceback (most recent call last):
+    rloom.errors.EngineError: the vLLM server at http://a has aborted a request: it is being stopped, or told to pause
+    """
+    choices = answer.get("choices") if isinstance(answer, dict) else None
+    is_list = isinstance(choices, list) and all(isinstance(choice, dict) for choice in choices)
+    if is_list and any(choice.get("finish_reason") == "abort" for choice in choices or ()):
+        raise EngineError(f"the vLLM server at {address} has aborted a request: it is being stopped, or told to pause")
+    if not is_list or not all(map(_has_logprobs, choices or ())):
+        raise EngineError(
+            f"the vLLM server at {address} has answered a request with what are no completions with log-probabilities: "
+            f"{json.dumps(answer)[:500]}. Is it a vLLM server?"
+        )
+
+
+def _has_logprobs(choice: dict[str, Any]) -> bool:
+    logprobs = choice.get("logprobs")
+    return "index" in choice and isinstance(logprobs, dict) and isinstance(logprobs.get("token_logprobs"), list)
 
 
 def read_completions(answer: dict[str, Any], request_format: RequestFormat, count: int) -> list[Completion]:

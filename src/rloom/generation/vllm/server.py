@@ -101,13 +101,15 @@ class VllmServerEngine(VllmBase):
         def content(client: Client, number: int) -> dict[str, Any]:
             return by_client[client].request(request_format, prompts[number], count, seed, number)
 
+        model = self.get_model()
         dispatch = Dispatch(
             list(by_client),
             "/v1/completions",
             content,
             len(prompts),
             patience=self.options.timeout,
-            still_well=lambda client: self._is_well(by_client[client]),
+            still_well=lambda client, seconds: _is_well(by_client[client], model, seconds),
+            confirm=lambda client: by_client[client].confirm(),
         )
         self._abort_pending()
         self._calls, left = dispatch.replies(), len(prompts)
@@ -123,31 +125,8 @@ class VllmServerEngine(VllmBase):
                 f"another rollout began while {left} of {len(prompts)} prompts of this one were not done: the vLLM "
                 "server generates one at a time"
             )
-        self._check_unchanged([by_client[client] for client in dispatch.clients])
-
-    def _is_well(self, server: RemoteServer) -> bool:
-        """Whether a server is up, and draws from the weights that it was sent."""
-        try:
-            return server.client.is_up() and server.still_has(self.get_model())
-        except EngineError:
-            return False
-
-    def _check_unchanged(self, servers: Sequence[RemoteServer]) -> None:
-        """Refuse a rollout whose servers have other weights at its end than at its beginning."""
-        model = self.get_model()
-        for server in servers:
-            try:
-                has = server.still_has(model)
-            except EngineError:
-                # One that has died since its last answer gave that with the weights that it was sent.
-                if len(servers) == 1 or server.client.is_up():
-                    raise
-                continue
-            if not has:
-                raise EngineError(
-                    f"the vLLM server at {server.client.address} was restarted or given other weights while it "
-                    "generated: use one server for one run"
-                )
+        for client in dispatch.clients:
+            _check_unchanged(by_client[client], model)
 
     def _abort_pending(self) -> None:
         """Abort requests that nobody waits for: an error may hold on to a rollout that was never finished."""
@@ -263,3 +242,29 @@ def _follows(server: RemoteServer, model: Any, version: str) -> bool:
             raise
         server.end()
         return False
+
+
+def _is_well(server: RemoteServer, model: Any, seconds: float) -> bool:
+    """Whether a server is up, and draws from the weights that it was sent."""
+    try:
+        return server.client.is_up(seconds) and server.still_has(model)
+    except EngineError:
+        return False
+
+
+def _check_unchanged(server: RemoteServer, model: Any) -> None:
+    """Refuse a rollout at whose end a server that cannot say which weights it has answers by others."""
+    if server.tells_its_weights:
+        return
+    try:
+        has = server.still_has(model)
+    except EngineError:
+        # One that has died since its last answer gave that with the weights that it was sent.
+        if server.client.is_up():
+            raise
+        return
+    if not has:
+        raise EngineError(
+            f"the vLLM server at {server.client.address} was started again or given other weights while it generated: "
+            "use one server for one run"
+        )
