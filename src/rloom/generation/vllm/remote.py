@@ -7,7 +7,7 @@ import time
 import uuid
 from collections.abc import Generator, Iterator, Sequence
 from contextlib import closing
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -17,23 +17,18 @@ from rloom.generation.base import InStep, Sampling
 from rloom.generation.vllm import proof
 from rloom.generation.vllm.client import Client, LostWeights, OtherWeights, ServerError
 from rloom.generation.vllm.dispatch import Dispatch
-from rloom.generation.vllm.lora import adapter_rank, is_active, why_merged
+from rloom.generation.vllm.lora import is_active
 from rloom.generation.vllm.options import VllmOptions
 from rloom.generation.vllm.outgoing import NAME, Outgoing
 from rloom.generation.vllm.requests import RequestFormat, read_completions
-from rloom.generation.vllm.same_shape import check_shape
+from rloom.generation.vllm.served import FOR_ADAPTERS, Served, look_at, models_of
 from rloom.generation.vllm.shared import compare_probe, probe_requests
 from rloom.generation.vllm.transfer import Transfer, transfer_of
-from rloom.generation.vllm.weights import base_of, checkpoint_weights, hint_rounding
-from rloom.models.load import is_peft_model
-from rloom.printable import get_logger
+from rloom.generation.vllm.weights import base_of, checkpoint_weights
 from rloom.types import Completion, Prompt
-
-logger = get_logger(__name__)
 
 # The checksum of weights that vLLM keeps in a layout of its own, as it does with linear layers on a CPU.
 EMPTY = hashlib.sha256(b"").hexdigest()
-FOR_ADAPTERS = "start it with `rloom vllm-serve MODEL --max-lora-rank RANK`"
 ANSWERS = "answers"
 # What vLLM calls the weights that it began with.
 FRESH = "default"
@@ -43,23 +38,6 @@ ENDING_SECONDS = 30.0
 MOVED = 1e-4
 # Bytes that are gathered and sent at a time, where no process has memory for all weights.
 PIECE_BYTES = 2**30
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Served:
-    """What a server says of itself, and the weights that it has."""
-
-    model: str  # the name under which the policy is asked for
-    max_model_length: int
-    dtype: torch.dtype
-    adapter_only: bool  # whether it is sent the adapter alone
-    versions: bool  # whether it knows versions and checksums of its weights: since 0.32
-    version: str = ""  # of the weights that it was sent last; under an adapter, the adapter's name
-
-    @property
-    def name(self) -> str:
-        """The model that requests name."""
-        return self.version if self.adapter_only and self.version else self.model
 
 
 class RemoteServer:
@@ -86,7 +64,6 @@ class RemoteServer:
         self.sampling, self.options, self._group_port = sampling, options, group_port
         self.served: Served | None = None  # None: it has not been begun with, or it was lost
         self._silent = False  # it did not answer when it was last looked for
-        self._backend: str | None = None  # of vLLM's weight transfer; None: through a folder
         self._transfer: Transfer | None = None
         self._names: list[str] = []  # the server's own, of its weights
         self._sent: tuple[Any, ...] | None = None  # the fingerprint of the weights that it has
@@ -143,12 +120,12 @@ class RemoteServer:
         """Wait for the server, look at what it serves, and have it draw from the policy, or raise what is wrong."""
         self.client.wait(self.options.timeout)
         self.end()
-        self.served = self._look(model)
+        self.served = look_at(self.client, self.options, model)
         if self._whole is not None and not self.tells_its_weights:
             raise EngineError(_without_versions(self.client.address))
         try:
             if not self._known.adapter_only:
-                self._transfer = transfer_of(self._backend, self.client, self._group_port)
+                self._transfer = transfer_of(self._known.backend, self.client, self._group_port)
                 if self._transfer is not None and self._whole is not None:
                     self._transfer.piece_bytes = PIECE_BYTES
             self._prove(model, outgoing)
@@ -204,7 +181,7 @@ class RemoteServer:
     def follow(self, model: Any, version: str) -> bool:
         """Whether another process has sent the server these weights. Then it can be asked here too."""
         if self.served is None:
-            self.served = self._look(model)
+            self.served = look_at(self.client, self.options, model)
         if not self.tells_its_weights:
             # What it answers tells weights of two updates apart only where they differ by much.
             raise EngineError(_without_versions(self.client.address))
@@ -227,7 +204,7 @@ class RemoteServer:
         does not say which it has is believed."""
         served = self._known
         if served.adapter_only:
-            has = {name for name in self._models() if name.startswith(NAME)}
+            has = {name for name in models_of(self.client) if name.startswith(NAME)}
         elif served.versions:
             has = {self._served_version()} - {FRESH}
         else:
@@ -242,50 +219,11 @@ class RemoteServer:
             "one run"
         )
 
-    def _look(self, model: Any) -> Served:
-        """What the server says of itself: its model, its context length, its dtype, and whether it takes adapters."""
-        config = self.client.developer("GET", "/server_info?config_format=json")["vllm_config"]
-        info = config["model_config"]
-        mode = info.get("logprobs_mode")
-        if mode != "processed_logprobs":
-            raise EngineError(
-                f"the vLLM server reports log-probabilities as {mode}, before temperature: start it with "
-                f"--logprobs-mode processed_logprobs, as `rloom vllm-serve` does"
-            )
-        dtype = getattr(torch, str(info["dtype"]).removeprefix("torch."))
-        wanted = self.options.dtype_for(model)
-        if dtype != wanted:
-            logger.warning(
-                "the vLLM server computes in %s and the trainer in %s: `mismatch` will show it", dtype, wanted
-            )
-        check_shape(self.client.address, str(info.get("model", "")), model)
-        max_rank = int((config.get("lora_config") or {}).get("max_lora_rank", 0))
-        self._backend = (config.get("weight_transfer_config") or {}).get("backend")
-        return Served(
-            model=self._models()[0],
-            max_model_length=int(info["max_model_len"]),
-            dtype=dtype,
-            adapter_only=_sends_adapter_only(model, max_rank, dtype),
-            versions=self._has_versions(),
-        )
-
-    def _models(self) -> list[str]:
-        return [entry["id"] for entry in self.client.get("/v1/models")["data"]]
-
-    def _has_versions(self) -> bool:
-        try:
-            self.client.get("/weight_info", self.client.timeout)
-        except ServerError as error:
-            if not error.unknown:
-                raise
-            return False
-        return True
-
     def _send_adapter(self, model: Any, outgoing: Outgoing, shift: float = 0.0) -> None:
         """Send the adapter under a new name, so that keys and values of the last one are not used again."""
         self.served = replace(self._known, version="")
         # Ours, of this run and of earlier ones: vLLM refuses a name that it knows.
-        for last in self._models():
+        for last in models_of(self.client):
             if last.startswith(NAME):
                 self.client.tell("/v1/unload_lora_adapter", {"lora_name": last})
         if not is_active(model):
@@ -426,24 +364,6 @@ class RemoteServer:
                 "the vLLM server answers as it did before the last weights were sent: it did not take them"
             )
         self._probe = probe
-
-
-def _sends_adapter_only(model: Any, max_rank: int, dtype: torch.dtype) -> bool:
-    """Whether the server is sent the adapter alone; `max_rank` is what it was started for, 0 for no adapters."""
-    if not is_peft_model(model):
-        if max_rank:
-            raise EngineError("a vLLM server with --enable-lora takes adapters alone, and the policy has none")
-        return False
-    reason = why_merged(model)
-    if reason is None and not max_rank:
-        reason = f"the server was not started for adapters: {FOR_ADAPTERS}"
-    elif reason is None and max_rank < adapter_rank(model):
-        reason = f"the server was started for adapters of rank {max_rank}, and ours has {adapter_rank(model)}"
-    if reason is not None and max_rank:
-        raise EngineError(f"{reason}; a vLLM server with --enable-lora takes no other weights")
-    if reason is not None:
-        hint_rounding(model, dtype, reason)
-    return reason is None
 
 
 def _without_versions(address: str) -> str:
