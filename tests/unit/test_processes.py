@@ -31,17 +31,19 @@ from rloom.rewards.calling.reward_set import RewardSet
 from rloom.rewards.compose import Composition
 from rloom.rewards.functions import FunctionReward
 from rloom.rewards.scored import Scored
-from rloom.training import checkpoint
+from rloom.training import checkpoint, same_everywhere
 from rloom.training.collector import Collector
 from rloom.training.credit import Credit, Shaper
 from rloom.training.dynamic_sampling import replace_degenerate
 from rloom.training.exchange import explaining_lost_peers as lost_peers
-from rloom.training.launch import MAY_DIFFER, check_same_everywhere, check_same_rewards
+from rloom.training.policy import Policy
 from rloom.training.processes import ALONE, Processes, fingerprint
 from rloom.training.rollout_metrics import RolloutMetrics
+from rloom.training.same_everywhere import MAY_DIFFER, check_same_everywhere, check_same_rewards
+from rloom.training.sharded import ShardedProcesses
 from rloom.training.update_metrics import UpdateMetrics
 from rloom.types import Completion, Group, Prompt, Record, Rollout
-from tests.conftest import make_model
+from tests.conftest import make_model, make_tokenizer
 
 
 class Threads(Processes):
@@ -100,8 +102,82 @@ def test_weights_that_differ_are_named():
 OPTIONS = RLOOConfig("out", report_to="none", use_cpu=True)
 
 
-def check_same(processes, options, train, evaluation=None, model=None):
-    check_same_everywhere(processes, options, model or nn.Linear(1, 1), train, evaluation)
+def check_same(processes, options, train, evaluation=None, model=None, tokenizer=None):
+    tokenizer = tokenizer or make_tokenizer()
+    policy = Policy(
+        model=model or nn.Linear(1, 1), processing_class=tokenizer, tokenizer=tokenizer,
+        eos_token_ids=[tokenizer.eos_token_id], vision=False, new_adapter=False,
+    )  # fmt: skip
+    check_same_everywhere(processes, options, policy, train, evaluation)
+
+
+def told_of(differing, **given):
+    """What one of two processes says that were given something else each: `differing(rank)`."""
+
+    def check(processes):
+        try:
+            check_same(processes, OPTIONS, **{"train": [{"prompt": "a"}], **given, **differing(processes.rank)})
+        except ProcessError as error:
+            return str(error)
+        return None
+
+    first, second = together(check)
+    assert first == second
+    return first
+
+
+def test_prompts_that_begin_alike_are_told_apart():
+    """Many have one instruction, and then what differs."""
+    system = {"role": "system", "content": "You are a careful assistant. " * 10}
+    questions = [[system, {"role": "user", "content": f"what is {number} squared?"}] for number in range(300)]
+    for prompts in (questions, [str(chat) for chat in questions]):
+        rows = [{"prompt": prompt} for prompt in prompts]
+        orders = [rows, rows[1:] + rows[:1]]
+        assert "train_dataset (its first, a middle and the last prompt) (" in told_of(
+            lambda r, o=orders: {"train": o[r]}
+        )
+        within = [rows, [rows[0], *rows[1:30][::-1], *rows[30:]]]
+        assert "train_dataset (100 prompts) ('digest " in told_of(lambda r, w=within: {"train": w[r]})
+        assert told_of(lambda r, rows=rows: {"train": [dict(row, answer=r) for row in rows]}) is None
+
+
+def frozen_base(rank, **changes):
+    """A model whose head alone is trained, with another base in each process."""
+    model = make_model(**{name: values[rank] for name, values in changes.items()})
+    model.requires_grad_(False).lm_head.requires_grad_(True)
+    return model
+
+
+@pytest.mark.parametrize(
+    "differing",
+    [
+        lambda rank: {"model": make_model().to((torch.float32, torch.bfloat16)[rank])},
+        lambda rank: {"model": frozen_base(rank, intermediate_size=(48, 64))},
+        lambda rank: {"model": make_model().requires_grad_(rank == 0)},
+        lambda rank: {"model": make_model().to((torch.bfloat16, torch.float32)[rank])},
+    ],
+    ids=["dtype", "frozen shapes", "what is trained", "the main process' dtype"],
+)
+def test_models_that_differ_in_any_weight_are_named(differing):
+    """What is not trained too: the main process' weights are sent to all, as bytes."""
+    shown = r"'LlamaForCausalLM of [\d,]+ weights in \w+, [\d,]+ of them trained, digest \w+'"
+    assert re.search(rf"different model \({shown} in process 0; {shown} in process 1\)", told_of(differing))
+
+
+def test_tokenizers_that_differ_are_named():
+    ends = [make_tokenizer(), make_tokenizer(eos_token="<unk>")]
+    assert "different tokenizer (" in told_of(lambda rank: {"tokenizer": ends[rank]})
+    chats = [make_tokenizer(), make_tokenizer()]
+    chats[1].chat_template = "{{ messages[0].content }}"
+    assert "different tokenizer (" in told_of(lambda rank: {"tokenizer": chats[rank]})
+
+
+def test_launchers_that_shard_otherwise_are_named(monkeypatch):
+    """The configuration of `accelerate launch` lies on each machine."""
+    plans = [Processes().plan(), *(ShardedProcesses(0, 2, half=None, **kw).plan() for kw in ({}, {"reshard": False}))]
+    assert len(set(plans)) == 3
+    monkeypatch.setattr(Threads, "plan", lambda self: plans[self.rank])
+    assert f"different distribution ('{plans[0]}' in process 0; '{plans[1]}' in process 1)" in told_of(lambda rank: {})
 
 
 def test_processes_that_were_told_different_things():
@@ -169,7 +245,8 @@ def test_every_option_is_compared_that_is_not_said_to_differ():
     assert told({"sync_ref_model": True, "seed": 1}, {"seed": 2})[0] == (
         "processes must be given the same options, data, model and rewards, and have different seed ('1' in process 0; "
         "'2' in process 1); sync_ref_model ('True' in process 0; 'False' in process 1). Does the script look at its "
-        "rank or at the clock, or shuffle without a seed? docs/recipes.md says what may differ (Several GPUs)"
+        "rank or at the clock, or shuffle without a seed? Do machines have other files or settings? docs/recipes.md "
+        "says what may differ (Several GPUs)"
     )
 
 
@@ -215,7 +292,9 @@ def test_what_is_within_an_option_is_compared_too():
     )
 
 
-def test_addresses_that_differ_are_named_and_not_shown():
+def test_addresses_that_differ_are_named_and_not_shown(monkeypatch):
+    """Of options that are addresses; those that are there now may differ."""
+    monkeypatch.setattr(same_everywhere, "MAY_DIFFER", set(MAY_DIFFER) - {"eval_judge_url"})
     message, other = (
         told({"eval_judge_url": f"http://me:{word}@{host}"}, {"eval_judge_url": "http://b"})[0]
         for word, host in (("hidden", "a"), ("hidden", "b"))
@@ -229,22 +308,33 @@ def test_other_models_or_rewards_are_named():
     def length(completions): ...
     def largest(completions): ...
 
+    def composed(*terms):
+        return Composition(terms, ["length", "largest"])
+
     def check(processes):
         with pytest.raises(ProcessError) as model:
             check_same(processes, OPTIONS, [], model=make_model(vocab_size=64 + processes.rank))
         rewards = [FunctionReward(length), FunctionReward(largest)]
+        plain = composed(term(length), term(largest))
         with pytest.raises(ProcessError) as order:
-            check_same_rewards(processes, RewardSet(rewards if processes.is_main else rewards[::-1], None))
+            check_same_rewards(processes, RewardSet(rewards if processes.is_main else rewards[::-1], None), plain)
         with pytest.raises(ProcessError) as weights:
-            check_same_rewards(processes, RewardSet(rewards, weights=[1.0, 0.5 + processes.rank]))
-        check_same_rewards(processes, RewardSet(rewards, None))
-        return str(model.value), str(order.value), str(weights.value)
+            check_same_rewards(processes, RewardSet(rewards, weights=[1.0, 0.5 + processes.rank]), plain)
+        clipped = composed(term(length, clip=(0.0, 1.0 + processes.rank)), term(largest))
+        with pytest.raises(ProcessError) as terms:
+            check_same_rewards(processes, RewardSet(rewards, None), clipped)
+        gated = composed(term(length), term(largest, **({"only_if": "length"} if processes.is_main else {})))
+        with pytest.raises(ProcessError) as gates:
+            check_same_rewards(processes, RewardSet(rewards, None), gated)
+        check_same_rewards(processes, RewardSet(rewards, None), plain)
+        return str(model.value), str(order.value), str(weights.value), str(terms.value), str(gates.value)
 
-    (model, order, weights), _ = together(check)
-    shown = r"'LlamaForCausalLM with \d+ trained weights of [\d,]+ numbers, digest \w+'"
-    assert re.search(rf"different model \({shown} in process 0; {shown} in process 1\)", model)
+    (model, order, weights, terms, gates), _ = together(check)
+    assert "different model ('LlamaForCausalLM of " in model
     assert """different reward_funcs ("['length', 'largest']" in process 0; "['largest', 'length']" in""" in order
     assert "different weights of rewards (" in weights
+    assert "different terms of rewards ('[{at_least: 1.0, clip: [0.0, 1.0], function: length," in terms
+    assert "only_if: 0" in gates
 
 
 # -- another process has gone, or something is wrong with this one
@@ -295,6 +385,10 @@ def test_a_process_that_has_gone_is_named_with_what_was_noticed(error):
         dist.DistBackendError(
             f"{NCCL}unhandled cuda error\nncclUnhandledCudaError: …\nLast error:\nCuda failure 2 'out of memory'\n"
             "Exception raised from create at NCCLUtils.cpp:94 (most recent call first):\nframe #2: checkTimeout()"
+        ),
+        dist.DistBackendError(
+            "NCCL communicator was aborted on rank 0. Original reason for failure was: NCCL error: unhandled cuda error"
+            "\nncclUnhandledCudaError: …\nLast error:\nCuda failure 2 'out of memory'"
         ),
         RuntimeError(f"{GLOO}device.cc:83] ifa != nullptr. Unable to find address for: eth7"),
         RuntimeError("the reward's own connection timed out"),

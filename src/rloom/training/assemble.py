@@ -48,11 +48,11 @@ from rloom.training.budget import TokenBudget
 from rloom.training.collector import Collector
 from rloom.training.credit import Credit, Shaper
 from rloom.training.in_step import InStep
-from rloom.training.launch import check_same_rewards
 from rloom.training.learner import Learner
 from rloom.training.passes import Passes
 from rloom.training.placement import loads_without_data
 from rloom.training.policy import Policy
+from rloom.training.same_everywhere import check_same_rewards
 from rloom.training.sharding_options import generates_by_servers, others_loaded_whole
 from rloom.training.warmup import compile_kernels
 from rloom.types import Rollout
@@ -94,7 +94,7 @@ def build(
     compile_kernels(trainer.processes.without_gradient(trainer.model), args)
     with others_loaded_whole():
         rewards, classes, composition = _rewards(trainer, functions, terms, reward_classes, args)
-        check_same_rewards(trainer.processes, rewards)
+        check_same_rewards(trainer.processes, rewards, composition)
         reference = _reference(trainer, policy, reference_path, args) if args.beta != 0.0 else None
     metrics, clock, processes = Metrics(), PhaseClock(), trainer.processes
     journal = Journal(
@@ -208,12 +208,17 @@ def _batcher(trainer: Any, policy: Policy, args: RLOOConfig) -> tuple[Batcher, b
     padded otherwise."""
     # Of sharded weights the whole copy is tried out, if there is one.
     model, fused = trainer.processes.without_gradient(trainer.model), False
+
+    def proves(layers: FusedLayers | None = None) -> bool:
+        # Layer by layer processes run alike, so what one refuses is refused by all.
+        return not trainer.processes.any(not proves_packing(model, layers))
+
     # The checks run under autocast, as training does.
     with trainer.accelerator.autocast():
         check_head(model)
         if args.packing is not False and not args.compile_layers and runs_kernels(args.device):
-            fused = proves_packing(model, FusedLayers([loading.base_of(model)]))
-        packed = fused or (args.packing is not False and proves_packing(model))
+            fused = proves(FusedLayers([loading.base_of(model)]))
+        packed = fused or (args.packing is not False and proves())
     if args.packing and not packed:
         raise ConfigError(
             "packing=True: this model cannot be trained on packed rows (see above); leave `packing` unset"

@@ -97,7 +97,7 @@ class Exchange:
             raise ProcessError(
                 "processes must be given the same options, data, model and rewards, and have different "
                 f"{'; '.join(differ)}. Does the script look at its rank or at the clock, or shuffle without a seed? "
-                "docs/recipes.md says what may differ (Several GPUs)"
+                "Do machines have other files or settings? docs/recipes.md says what may differ (Several GPUs)"
             )
 
     # -- numbers
@@ -120,10 +120,11 @@ class Exchange:
 LOST = re.compile(
     r"connection (was |likely )*(closed|reset|refused|abort)|reset by peer|broken pipe|socket closed|got 0 bytes"
     r"|no route to host|host is (down|unreachable)|network is (down|unreachable)|not connected|connectFullMesh"
-    r"|remote process|ncclRemoteError|tim(ed|ing)[ -]?out|timeout|communicator was aborted",
+    r"|remote process|ncclRemoteError|tim(ed|ing)[ -]?out|timeout",
     re.IGNORECASE,
 )
-"""What gloo, NCCL and torch's store say when another process has gone, or does not answer."""
+"""What gloo, NCCL and torch's store say when another process has gone, or does not answer. A communicator that was
+aborted is not among it: the reason for which it was follows."""
 
 
 @contextmanager

@@ -131,13 +131,17 @@ def _data(data: Any) -> dict[str, Any]:
     if datasets.is_iterable(data):
         first = datasets.first_row(data)
         return {"first row": _digest(_row(first))} if first is not None else {}
-    count = len(data)
+    return {"rows": len(data), "content": _digest([_row(row) for row in some_rows(data)])}
+
+
+def some_rows(data: Any) -> list[Mapping[str, Any]]:
+    """Some rows of a data set that has a length, evenly spread, the first and the last among them."""
     images = [name for name in IMAGE_COLUMNS if name in (getattr(data, "column_names", None) or ())]
     if images and hasattr(data, "remove_columns"):
         # Decoding images takes time.
         data = data.remove_columns(images)
-    places = sorted({index * (count - 1) // max(1, SOME_ROWS - 1) for index in range(SOME_ROWS)})
-    return {"rows": count, "content": _digest([_row(data[index]) for index in places])}
+    places = {index * (len(data) - 1) // (SOME_ROWS - 1) for index in range(SOME_ROWS)} if len(data) else ()
+    return [data[place] for place in sorted(places)]
 
 
 def _row(row: Mapping[str, Any]) -> dict[str, Any]:

@@ -10,7 +10,7 @@ import signal
 import sys
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -19,6 +19,7 @@ from transformers import TrainerCallback
 
 from rloom.config import RLOOConfig
 from rloom.printable import get_logger
+from rloom.training.processes import ALONE, Processes
 
 logger = get_logger(__name__)
 
@@ -26,10 +27,13 @@ SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
 class Interrupts(TrainerCallback):
-    """Handles signals while a run trains: it is saved and stopped at the end of the current update."""
+    """Handles signals while a run trains: it is saved and stopped at the end of the current update.
 
-    def __init__(self, *, speaks: bool = True) -> None:
-        self._speaks = speaks  # of several processes one
+    A signal that one of several processes gets, as where one machine is taken back, ends the run in all.
+    """
+
+    def __init__(self, processes: Processes = ALONE) -> None:
+        self._processes = processes
         self.received: signal.Signals | None = None
         self._before: dict[signal.Signals, Any] = {}
 
@@ -56,8 +60,10 @@ class Interrupts(TrainerCallback):
         )
 
     def _say(self, line: str) -> None:
-        if self._speaks:
-            print(line, file=sys.stderr, flush=True)
+        if self._processes.is_main:
+            # "reentrant call": the signal came while this thread was writing.
+            with suppress(RuntimeError):
+                print(line, file=sys.stderr, flush=True)
 
     def _stop_listening(self) -> None:
         before, self._before = self._before, {}
@@ -71,13 +77,18 @@ class Interrupts(TrainerCallback):
         return control
 
     def leave(self, output_dir: str, step: int) -> None:
-        """After a run that a signal has ended: print how to resume it, and end the script too."""
-        if self.received is None:
+        """After a run that a signal has ended, in any process: print how to resume it, and end the script in all."""
+        several = self._processes.gather(self.received)
+        self.received = None
+        having = [rank for rank, signal_of_rank in enumerate(several) if signal_of_rank is not None]
+        if not having:
             return
-        received, self.received = self.received, None
+        received = several[having[0]]
         folder = Path(output_dir) / f"checkpoint-{step}"
+        # Launchers send theirs to all processes, and the main one has said so.
+        why = "" if 0 in having else f" by {received.name} in process {having[0]}"
         self._say(
-            f"rloom: stopped after update {step}, saved in {folder}. To go on: "
+            f"rloom: stopped after update {step}{why}, saved in {folder}. To go on: "
             'trainer.train(resume_from_checkpoint="auto"), or `rloom train … --resume_from_checkpoint auto`'
         )
         if received == signal.SIGINT:

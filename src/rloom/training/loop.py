@@ -32,6 +32,7 @@ class UpdateLoop(CheckpointedTrainer):
 
     assigner: CreditAssigner
     journal: Journal
+    _keeps_table: bool  # whether the main process shows completions, those of other processes among them
     _eval_prefix: str | None = None  # of metric names while evaluating; None while training
 
     # -- one batch of the loader is one update
@@ -191,8 +192,7 @@ class UpdateLoop(CheckpointedTrainer):
     def _write_down(self, pages: list[Page]) -> list[Page]:
         """Write the pages of all processes at the main one, and return them there. Other processes return nothing."""
         if not self.processes.is_main:
-            wanted = self.args.log_completions or self.args.num_sample_generations
-            pages = [self.journal.sendable(page, table=bool(wanted)) for page in pages]
+            pages = [self.journal.sendable(page, table=self._keeps_table) for page in pages]
         # The current update is not counted in `global_step` yet.
         done = self.state.global_step
         step = done + 1 if self._mode == "train" else done

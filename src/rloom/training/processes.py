@@ -94,6 +94,10 @@ class Processes(Exchange):
         self._device = device
         self._bucket = (bucket_megabytes or BUCKET_MEGABYTES) * 2**20
 
+    def plan(self) -> str:
+        """How the model is distributed by what this process was told, which must be the same everywhere."""
+        return "the whole model in each process"
+
     # -- tensors on the device
 
     @contextmanager

@@ -92,6 +92,11 @@ class ShardedProcesses(Processes):
         # What saves and loads; None until the model is sharded.
         self._state: ShardedState | None = None
 
+    def plan(self) -> str:
+        """How the model is distributed by what this process was told."""
+        dtype, parts = self.half or "their own dtype", "in parts" if self.saves_parts else "whole"
+        return f"parts by FSDP2, gathered in {dtype}, resharded: {self._reshard}, checkpoints {parts}"
+
     # -- the whole copy
 
     def without_gradient(self, model: nn.Module) -> nn.Module:

@@ -42,6 +42,7 @@ from rloom.training.interrupts import Interrupts
 from rloom.training.policy import check_images, make_policy, prepare_reference
 from rloom.training.precision import choose_precision
 from rloom.training.report import RunReport
+from rloom.training.same_everywhere import check_same_everywhere
 from rloom.training.sharding_options import check_layered, generates_by_servers
 from rloom.types import MicroBatch, Rollout
 
@@ -142,7 +143,7 @@ class RLOOTrainer(EvaluatingTrainer):
             self.model.config.use_cache = use_cache
         launch.check_devices(self)
         self.processes = processes_of(args, self.accelerator)
-        launch.check_same_everywhere(self.processes, args, self.model, train_dataset, eval_dataset)
+        check_same_everywhere(self.processes, args, policy, train_dataset, eval_dataset)
         # The reference is a copy of these weights, so they are made equal before it.
         self.processes.share_weights(self.model)
         asked = args.model_init_kwargs if isinstance(model, str) else None
@@ -170,7 +171,8 @@ class RLOOTrainer(EvaluatingTrainer):
         self.reference = parts.reference
         self.metrics, self.clock, self.journal = parts.metrics, parts.clock, parts.journal
         self.completion_log, self.store = parts.journal.table, parts.journal.store
-        self.finite, self.interrupts = FiniteUpdates(self.metrics), Interrupts(speaks=self.processes.is_main)
+        self._keeps_table = self.processes.from_main(bool(args.log_completions or args.num_sample_generations))
+        self.finite, self.interrupts = FiniteUpdates(self.metrics), Interrupts(self.processes)
         self.folder = OutputFolder(args.output_dir, main=self.processes.is_main)
         self.schedule = make_schedule(args)
         self.buffer = RolloutBuffer(self._make_rollout, self.schedule.parts * self.schedule.passes)

@@ -38,6 +38,11 @@ class ZeroProcesses(UnderDeepSpeed, ShardedProcesses):
         self.stage, self.how = stage, f" under DeepSpeed's ZeRO-{stage}"
         self.is_layered &= stage == 3
 
+    def plan(self) -> str:
+        """How the model is distributed by what this process was told."""
+        dtype = self.half or "their own dtype"
+        return f"ZeRO-{self.stage}, gathered in {dtype}, DeepSpeed's own files: {self.own_files}"
+
     def choose_copy(self, model: nn.Module, device: torch.device, *, by_servers: bool) -> None:
         """Under ZeRO-1 and ZeRO-2 each process has the whole model."""
         if self.stage == 3:
