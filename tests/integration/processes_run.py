@@ -25,6 +25,7 @@ from safetensors.torch import save_file
 
 from rloom import RLOOConfig, RLOOTrainer, term
 from rloom.generation.vllm import remote
+from rloom.models import model_checks
 from rloom.training import checkpoint, heartbeat, placement, whole_copy
 from tests import vision_models
 from tests.conftest import make_model, make_tokenizer
@@ -95,6 +96,8 @@ KINDS: dict[str, dict[str, Any]] = {
     "busy": {"beta": 0.0, "max_steps": 1},
     "frozen": {"beta": 0.0, "max_steps": 1},
     "stopped": {"beta": 0.1, "max_steps": 5, "logging_steps": 2},
+    # the last process is told to end; another time-out than the other runs have
+    "signalled": {"beta": 0.1, "max_steps": 5, "ddp_timeout": 777},
     # a diagnosis of the main process ends the run, and all processes write the checkpoint
     "ended early": {"beta": 0.1, "max_steps": 8, "max_completion_length": 2, "early_stop_patience": 2,
                     "early_stop_on": ["completions_are_cut_off", "nothing_ends"]},
@@ -113,6 +116,7 @@ KINDS: dict[str, dict[str, Any]] = {
     # sharded weights are run layer by layer, or the same engine runs the whole copy; completions end at other times
     "layered": {"beta": 0.1, "max_steps": 2, "engine": "forked", "steps": 2, "max_tokens_per_micro_batch": 20,
                 "ds3_gather_for_generation": False, "shuffle_dataset": False},
+    "layered scarce": {"engine": "forked", "ds3_gather_for_generation": False, "fsdp": True},
     "layered lora": {"beta": 0.1, "max_steps": 2, "engine": "forked", "learning_rate": 1e-2,
                      "max_tokens_per_micro_batch": 40, "ds3_gather_for_generation": False},
     # the main process alone reads the weights, of which one is tied, in the second kind although its file has it under
@@ -148,8 +152,8 @@ KINDS: dict[str, dict[str, Any]] = {
                            "ds3_gather_for_generation": False},
     "layered text of a vision model": {"beta": 0.1, "max_steps": 2, "engine": None,
                                        "ds3_gather_for_generation": False},
-    "corners": {"beta": 0.1, "engine": "forked", "log_completions": True, "num_completions_to_print": 1,
-                "per_device_eval_batch_size": 4},
+    "corners": {"beta": 0.1, "engine": "forked", "log_completions": os.environ.get("RANK", "0") == "0",
+                "num_completions_to_print": 1, "per_device_eval_batch_size": 4},
 }  # fmt: skip
 
 # One process has long prompts and the other short ones, so that they have unequally many micro-batches.
@@ -208,6 +212,13 @@ def stopped(completions, **kwargs):
     return [1.0] * len(completions)
 
 
+def told_to_end(completions, trainer_state, **kwargs):
+    """In the second update one process gets what a machine sends that is taken back."""
+    if rank() == count() - 1 and trainer_state.global_step == 1:
+        os.kill(os.getpid(), signal.SIGTERM)
+    return [float(len(_text(one))) for one in completions]
+
+
 JUDGED: list[str] = []
 
 
@@ -232,6 +243,7 @@ REWARDS: dict[str, Any] = {
     "failing": [failing],
     "busy": [busy],
     "frozen": [stopped],
+    "signalled": [told_to_end],
     "dropout": [by_length],  # without scores that are NaN, which is equal to nothing
     "whitened": [term(by_length, normalize=True), term(second, weight=0.5, only_if=by_length, at_least=0.5)],
 }
@@ -369,6 +381,8 @@ def run(
 ) -> dict[str, Any]:
     """One run, and what this process saw of it."""
     received, at_once = _count_received()
+    if kind == "layered scarce" and rank() == count() - 1:
+        model_checks._why_not_packed_text = _as_good_as_none_left
     trainer = make_trainer(output, kind, **changes)
     assert trainer.args.world_size == trainer.accelerator.num_processes == count()
     apart: list[str] = []
@@ -491,6 +505,18 @@ def corners(output: Path, **changes: Any) -> dict[str, Any]:
                     for entry in [*found, predicted]],
         "table": trainer.completion_log.table(step=3),
     }  # fmt: skip
+
+
+def run_signalled(output: Path) -> dict[str, Any]:
+    """A run that one process is told to end, and how it ends in this one."""
+    trainer, code = make_trainer(output, "signalled"), None
+    try:
+        trainer.train()
+    except SystemExit as error:
+        code = error.code
+    group = torch.distributed.distributed_c10d._get_default_group()
+    waits = group._get_backend(torch.device("cpu")).options._timeout.total_seconds()
+    return {"world": count(), "code": code, "step": trainer.state.global_step, "waits": waits}
 
 
 def leave_operators_uncompiled() -> None:
@@ -646,6 +672,10 @@ def _kill_in_an_update(trainer: Any) -> None:
     trainer.learner.loss = last
 
 
+def _as_good_as_none_left(*arguments: Any) -> None:
+    raise torch.OutOfMemoryError("as good as none left")
+
+
 def _run_out_once(trainer: Any) -> None:
     """The last process runs out of memory once, in the middle of an update."""
     loss, left = trainer.learner.loss, [rank() == count() - 1]
@@ -673,6 +703,8 @@ def main() -> None:
             heartbeat.SILENT_SECONDS = 2.0
         if kind == "corners":
             result = corners(folder)
+        elif kind == "signalled":
+            result = run_signalled(folder)
         elif kind.endswith(" corners"):
             config = {"deepspeed": zero_config(int(kind[4]))} if kind.startswith("zero") else {"fsdp": True}
             result = corners(folder, **config, ds3_gather_for_generation="layered" not in kind)

@@ -58,7 +58,7 @@ def two(tmp_path_factory) -> Path:
     def run(folder: Path) -> None:
         done = launch(
             str(folder), *AS_ONE, "replaced", "bfloat16", "transformers", "dropout", "resumed", "half resumed",
-            "corners", "busy", "frozen",
+            "corners", "signalled", "busy", "frozen",
         )  # fmt: skip
         assert_done(done)
         (folder / "stderr.txt").write_text(done.stderr)
@@ -286,8 +286,11 @@ def test_a_store_that_does_not_answer_names_who_keeps_it(monkeypatch, capsys):
     deadline = time.monotonic() + 10
     while not heart._named and time.monotonic() < deadline:
         time.sleep(0.02)
-    release.set()
+    # At the end of the process. A store answers one thread at a time.
+    began = time.monotonic()
     heart.stop()
+    assert time.monotonic() - began < 10
+    release.set()
     assert "rloom: process 0 has not been heard of for 0.3 s" in capsys.readouterr().err
 
 
@@ -304,6 +307,19 @@ def test_a_process_that_has_ended_is_not_missed(monkeypatch, capsys):
     assert hearts[0].silent() == []
     hearts[0].stop()
     assert capsys.readouterr().err == ""
+
+
+def test_a_signal_to_one_process_ends_the_run_in_all(two):
+    """None goes on in its script as after a whole run."""
+    for result in results(two, "signalled"):
+        assert (result["code"], result["step"]) == (143, 2)
+    assert (two / "signalled" / "checkpoint-2" / "rloom_state_1.pt").exists()
+    told = "rloom: stopped after update 2 by SIGTERM in process 1, saved in "
+    assert (two / "stderr.txt").read_text().count(told) == 1
+
+
+def test_processes_on_a_cpu_wait_as_long_as_they_were_told_to(two):
+    assert [result["waits"] for result in results(two, "signalled")] == [777.0] * 2
 
 
 def test_a_failure_in_one_process_ends_the_run(tmp_path):

@@ -174,6 +174,13 @@ def test_a_process_that_is_killed_in_an_update_ends_the_others(tmp_path):
     raise AssertionError(done.stderr[-2000:])
 
 
+def test_a_process_without_memory_at_the_start_ends_all(tmp_path):
+    """Packed rows are tried out on the parts: nobody may go on to the next check while others are in this one."""
+    done = launch(str(tmp_path), "layered scarce")
+    assert done.returncode != 0
+    assert "memory ran out while it was tried out how this model can be run; packing=False does without" in done.stderr
+
+
 @pytest.mark.parametrize(
     ("folder", "kind"), [("two", "half"), pytest.param("more", "layered half", marks=pytest.mark.slow)]
 )

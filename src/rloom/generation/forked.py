@@ -23,6 +23,7 @@ from rloom.models.verify import (
     largest_difference,
     plain_logits,
     probe_tokens,
+    raise_in_step,
 )
 from rloom.printable import get_logger
 from rloom.types import Completion, Group, Prompt
@@ -171,6 +172,7 @@ def why_not_forked(model: Any) -> str | None:
             forked = torch.stack(steps, 1)  # (4, 1 + C, V)
             plain = [plain_logits(model, prompt, completion) for prompt in (one, other)]
     except Exception as error:
+        raise_in_step(model, error, "servers that generate (vllm_mode='server') do without")
         logger.debug("the forked forward failed", exc_info=True)
         return f"the cache of {name} cannot be forked ({type(error).__name__}: {str(error)[:120]})"
     # The second row of each prompt: a cache that was repeated in another order would show.

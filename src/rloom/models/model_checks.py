@@ -31,6 +31,7 @@ from rloom.models.verify import (
     plain_logits,
     probe_length,
     probe_tokens,
+    raise_in_step,
     rounded_otherwise,
     window_to_cross,
 )
@@ -105,6 +106,7 @@ def why_not_packed(model: Any, rollout: Rollout | None = None, layers: FusedLaye
                 return f"image tokens of {name} see each other both ways"
             return _compare(model, rollout)
     except Exception as error:
+        raise_in_step(model, error, "packing=False does without")
         # Whatever an architecture does not like about packed rows, padded ones remain.
         logger.debug("the packed forward failed", exc_info=True)
         return f"{name} does not run on packed rows ({type(error).__name__}: {str(error)[:120]})"
@@ -120,7 +122,8 @@ def _why_not_packed_text(model: Any, layers: FusedLayers | None) -> str | None:
         return reason
     try:
         return _compare(model, _random_rollout(config, window), with_gradient=False)
-    except torch.OutOfMemoryError:
+    except torch.OutOfMemoryError as error:
+        raise_in_step(model, error, "packing=False does without")
         logger.info("a window of %d tokens was not tried out: there is no memory for it", window)
         return None
 

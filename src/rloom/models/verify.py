@@ -24,6 +24,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 from transformers import PretrainedConfig
 
 from rloom.data.model_inputs import Inputs, fitted_to, join
@@ -76,6 +77,15 @@ def evaluating(model: nn.Module) -> Iterator[None]:
         yield
     finally:
         model.train(training)
+
+
+def raise_in_step(model: nn.Module, error: Exception, otherwise: str) -> None:
+    """Raise an error of a check that other processes wait for: where weights are in parts, each forward gathers them
+    from all. What an architecture does not like, all find alike; memory runs out in one. `otherwise` says what to do.
+    """
+    if isinstance(model, FSDPModule) and isinstance(error, torch.OutOfMemoryError):
+        error.add_note(f"memory ran out while it was tried out how this model can be run; {otherwise}")
+        raise error
 
 
 @functools.cache

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import warnings
+from datetime import timedelta
 from typing import Any
 
 import torch
 from accelerate import Accelerator
 from accelerate.utils import DistributedType
+from torch.distributed import distributed_c10d
 
 from rloom.config import RLOOConfig
 from rloom.printable import get_logger
@@ -29,6 +31,9 @@ def processes_of(args: RLOOConfig, accelerator: Accelerator) -> Processes:
     if args.world_size == 1:
         return DeepSpeedProcess(device=args.device, own_files=own_files) if zero else Processes()
     heartbeat()
+    if args.device.type == "cpu":
+        # On GPUs transformers does it. Else processes would wait half an hour for one that is gone.
+        distributed_c10d._set_pg_timeout(timedelta(seconds=args.ddp_timeout))
     place = args.process_index, args.world_size
     options = {
         "group": host_group(args.ddp_timeout),

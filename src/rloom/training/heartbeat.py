@@ -62,7 +62,9 @@ class Heartbeat:
             for thread in self._threads:
                 # A heartbeat that is still on its way would overwrite the announcement.
                 thread.join(2.0)
-            self._send(ENDED)
+            # One that waits for a store that does not answer keeps it locked.
+            if not any(thread.is_alive() for thread in self._threads):
+                self._send(ENDED)
 
     # -- sending and receiving
 
