@@ -9,6 +9,8 @@ from rloom.errors import ConfigError, check_choice
 
 COLOCATE, SERVER = "colocate", "server"
 
+MOST_SECONDS = 7 * 24 * 3600.0
+
 OF_ONE_MODE = {
     COLOCATE: (
         "vllm_model_impl", "vllm_enable_sleep_mode", "vllm_gpu_memory_utilization", "vllm_max_model_length",
@@ -81,12 +83,13 @@ class VllmTopic(Topic):
                 "`use_vllm` unset, or set vllm_mode='server'"
             )
         self.require("vllm_gpu_memory_utilization", 0 < self.vllm_gpu_memory_utilization <= 1, "in (0, 1]")
-        self.require("vllm_server_timeout", self.vllm_server_timeout > 0, "above 0")
+        self.require("vllm_server_timeout", 0 < self.vllm_server_timeout <= MOST_SECONDS, "above 0, a week at most")
         servers = self.vllm_servers()
         # Each server meets the trainer at a port of its own.
         last = 65536 - len(servers)
         self.require("vllm_group_port", 0 <= self.vllm_group_port <= last, f"from 0 to {last}")
-        if len(set(servers)) < len(servers):
+        # As `Client` reads them.
+        if len({one.removeprefix("http://").rstrip("/") for one in servers}) < len(servers):
             raise ConfigError(f"vllm_server_base_url={self.vllm_server_base_url!r} names a server twice")
 
     def vllm_servers(self) -> tuple[str, ...]:

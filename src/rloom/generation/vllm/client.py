@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import time
-from contextlib import closing
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
 from http.client import HTTPConnection, HTTPException, HTTPSConnection
 from typing import Any
 from urllib.parse import urlsplit
@@ -37,8 +38,20 @@ class ServerError(EngineError):
         super().__init__(f"the vLLM server{where} answered {path} with {status}: {text[:500]}")
 
 
+class UnreachableError(EngineError):
+    """There was no answer: the connection broke, or there is none."""
+
+
+class SilentError(UnreachableError):
+    """There was no answer in time."""
+
+
 class LostWeights(EngineError):
     """The server answers, and does not have the weights that it was sent: it was started again."""
+
+
+class BeingSent(LostWeights):
+    """The server is being sent weights at the moment."""
 
 
 class OtherWeights(LostWeights):
@@ -60,7 +73,16 @@ class Client:
             raise EngineError(f"{address!r} is no address of a vLLM server: {error}") from error
 
     def get(self, path: str, timeout: float | None = 30.0) -> Any:
-        """The answer to a GET, as JSON where it is."""
+        """The answer to a GET: JSON, or nothing."""
+        try:
+            return self._get(path, timeout)
+        except SilentError:
+            raise
+        except UnreachableError:
+            # One connection that breaks says nothing about the server.
+            return self._get(path, timeout)
+
+    def _get(self, path: str, timeout: float | None) -> Any:
         with closing(self.connection(timeout)) as connection:
             return self.ask(connection, "GET", path)
 
@@ -72,10 +94,26 @@ class Client:
     def is_up(self, seconds: float = HEALTH_SECONDS) -> bool:
         """Whether the server answers within this time that it is well."""
         try:
-            self.get("/health", timeout=seconds)
+            self.check_health(seconds)
         except EngineError:
             return False
         return True
+
+    def check_health(self, seconds: float) -> None:
+        """Raise what is wrong where the server does not answer within this time that it is well."""
+        with closing(self.connection(seconds)) as connection:
+            self._raw(connection, "GET", "/health")
+
+    @contextmanager
+    def reading(self, path: str, answer: Any) -> Iterator[None]:
+        """Around what reads an answer: one that has not what is looked for is shown."""
+        try:
+            yield
+        except (LookupError, TypeError, ValueError, AttributeError) as error:
+            raise EngineError(
+                f"the vLLM server at {self.address} has answered {path} with {json.dumps(answer)[:500]}, which cannot "
+                f"be read ({type(error).__name__}: {error}): is it a vLLM server?"
+            ) from error
 
     def connection(self, timeout: float | None) -> HTTPConnection:
         """A connection to the server, not yet open."""
@@ -86,7 +124,7 @@ class Client:
         return make(parts.hostname, parts.port, timeout=timeout)
 
     def ask(self, connection: HTTPConnection, method: str, path: str, content: Any = None) -> Any:
-        """The answer to a request over this connection, as JSON where it is."""
+        """The answer to a request over this connection: JSON, or nothing."""
         body = self._raw(connection, method, path, content)
         try:
             return json.loads(body) if body else None
@@ -104,7 +142,7 @@ class Client:
         except (OSError, HTTPException) as error:
             # The kernel has a time limit too, where we have none.
             if isinstance(error, TimeoutError) and connection.timeout is not None:
-                raise EngineError(
+                raise SilentError(
                     f"the vLLM server at {self.address} did not answer {path} within {connection.timeout:g} s: see its "
                     "messages, or raise vllm_server_timeout"
                 ) from error
@@ -113,9 +151,9 @@ class Client:
             raise ServerError(answer.status, path, body.decode(errors="replace"), self.address)
         return body
 
-    def unreachable(self, error: Exception) -> EngineError:
+    def unreachable(self, error: Exception) -> UnreachableError:
         """What to raise where there is no connection, or none any more."""
-        return EngineError(f"the vLLM server at {self.address} cannot be reached: {type(error).__name__}: {error}")
+        return UnreachableError(f"the vLLM server at {self.address} cannot be reached: {type(error).__name__}: {error}")
 
     def wait(self, seconds: float) -> None:
         """Until the server is up; an error says what to do if that takes longer."""
@@ -123,7 +161,7 @@ class Client:
         end = began + seconds
         while True:
             try:
-                self.get("/health", timeout=max(1.0, min(10.0, seconds)))
+                self.check_health(max(1.0, min(10.0, seconds)))
                 return
             except ServerError as error:
                 if error.status not in STARTING:
@@ -145,6 +183,8 @@ class Client:
     def developer(self, method: str, path: str, content: Any = None) -> Any:
         """A call that the server knows in developer mode only."""
         try:
+            if method == "GET":
+                return self.get(path, self.timeout)
             with closing(self.connection(self.timeout)) as connection:
                 return self.ask(connection, method, path, content)
         except ServerError as error:

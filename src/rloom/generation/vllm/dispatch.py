@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import queue
 import socket
 import threading
@@ -10,12 +11,11 @@ from collections import Counter, deque
 from collections.abc import Callable, Generator, Sequence
 from contextlib import closing, suppress
 from dataclasses import dataclass
-from http.client import HTTPConnection, HTTPException
+from http.client import HTTPException
 from typing import Any
 
 from rloom.errors import EngineError
-from rloom.generation.vllm.client import HEALTH_SECONDS, STARTING, Client, OtherWeights, ServerError
-from rloom.generation.vllm.requests import check_answer
+from rloom.generation.vllm.client import HEALTH_SECONDS, STARTING, Client, LostWeights, OtherWeights, ServerError
 from rloom.generation.vllm.watch import Watch
 from rloom.printable import get_logger
 
@@ -33,7 +33,7 @@ REQUESTS_PER_SERVER = 256
 LOOK_SECONDS = 1.0
 # A server on a machine that is gone does not even refuse.
 CONNECT_SECONDS = 10.0
-# How often a request is made to servers that are well, and fails all the same.
+# How often a request is made to a server that is well, and fails all the same.
 TRIES = 3
 # A connection over which nothing comes is tried after so many seconds, then so often, so many times. Else nobody would
 # notice that the machine at its other end, or a gateway between, has forgotten it.
@@ -48,6 +48,8 @@ class Reply:
     client: Client
     answer: Any = None
     error: Exception | None = None
+    # After an error: what is wrong with the server; None where it is well.
+    wrong: Exception | None = None
 
 
 def _believe(client: Client) -> None:
@@ -57,11 +59,14 @@ def _believe(client: Client) -> None:
 class Dispatch:
     """POSTs requests for completions to several servers, and takes those of a lost server to the others.
 
-    An answer counts if `confirm` raises nothing afterwards: the server still has the weights that it was sent. A
-    request that fails is made again where its server is well by `still_well` (which is told how long it may wait for
-    an answer); else the server is lost. It is lost too when it is silent for `patience` seconds, in which it answers
-    neither requests nor looks at it (see `Watch`). One that is busy may take as long as it likes. A server that is well
-    and refuses a request is not lost: another would say the same, so the error is raised.
+    `read` makes of an answer what replies have, or raises what is wrong with it. An answer counts if `confirm` raises
+    nothing afterwards: the server still has the weights that it was sent. A request that fails is made again where its
+    server is well, three times in all; else the server is lost. It is lost too when it is silent for `patience`
+    seconds, in which it answers neither requests nor looks at it (see `Watch`). One that is busy may take as long as it
+    likes. A server that is well and refuses a request is not lost: another would say the same, so the error is raised.
+
+    Each request belongs to one server at a time, and what another says of it is not looked at: nothing waits for
+    threads that hang at a server which is lost.
     """
 
     def __init__(
@@ -71,45 +76,48 @@ class Dispatch:
         content: Callable[[Client, int], Any],
         count: int,
         *,
+        read: Callable[[Client, Any], Any],
         patience: float,
-        still_well: Callable[[Client, float], bool] = Client.is_up,
         confirm: Callable[[Client], None] = _believe,
     ) -> None:
         self.clients = list(clients)  # those that are not lost
-        self._path, self._content, self._count, self._patience = path, content, count, patience
-        self._still_well, self._watch = still_well, Watch(clients, patience, confirm)
-        self._todo, self._replies = deque(range(count)), queue.SimpleQueue[Reply]()
-        self._open: dict[HTTPConnection, Client] = {}  # of requests under way
-        self._failures: Counter[int] = Counter()  # of each request, at servers that were well
-        self._ended = False
+        self._path, self._content, self._read, self._count = path, content, read, count
+        self._patience, self._watch = patience, Watch(clients, patience, confirm)
+        self._replies = queue.SimpleQueue[Reply]()
+        self._failures: Counter[tuple[int, Client]] = Counter()  # of requests, at servers that were well
+        self._over = threading.Event()
+        # What follows is changed by all threads.
+        self._lock = threading.Lock()
+        self._todo = deque(range(count))
+        self._asked: dict[int, Client] = {}  # requests under way, and the server to which each belongs
+        self._open: dict[socket.socket, Client] = {}  # their connections
 
     def replies(self) -> Generator[Reply, None, None]:
         """Each request's answer, as they come. When nobody asks on, servers are left alone, and stop."""
         clients, left = list(self.clients), self._count
         # Taken before the first thread starts, which would take some too.
-        first = [
-            self._todo.popleft() for _ in range(min(requests_per_server(len(clients)) * len(clients), self._count))
-        ]
+        first = itertools.islice(itertools.cycle(clients), requests_per_server(len(clients)) * len(clients))
+        asked = [(client, number) for client in first if (number := self._take(client)) is not None]
         self._watch.start()
         try:
-            for index, number in enumerate(first):
-                self._start(clients[index % len(clients)], number)
+            for client, number in asked:
+                self._start(client, number)
             while left:
                 reply = self._next()
-                if self._is_good(reply):
+                if self._counts(reply):
                     left -= 1
                     yield reply
-                else:
-                    self._ask_again(reply)
         finally:
             self.end()
 
     def end(self) -> None:
         """Hang up: vLLM stops what it generates for somebody who is gone."""
-        self._ended = True
-        self._todo.clear()
+        self._over.set()
         self._watch.end()
-        self._hang_up(self._open.values())
+        with self._lock:
+            self._todo.clear()
+            self._asked.clear()
+        self._hang_up(None)
 
     # -- threads that ask
 
@@ -117,23 +125,28 @@ class Dispatch:
         # Daemons: a thread that hangs must not keep the process from ending.
         threading.Thread(target=self._work, args=(client, number, wait), name="rloom-vllm", daemon=True).start()
 
-    def _work(self, client: Client, number: int, wait: float) -> None:
+    def _take(self, client: Client) -> int | None:
+        """The next request, which is this server's from now on; None if there is none, or the server is lost."""
+        with self._lock:
+            if client not in self.clients or not self._todo:
+                return None
+            number = self._todo.popleft()
+            self._asked[number] = client
+            return number
+
+    def _work(self, client: Client, first: int, wait: float) -> None:
         """Make this request and then others, until there is none or something went wrong."""
-        time.sleep(wait)
-        while True:
+        number: int | None = first
+        self._over.wait(wait)
+        while number is not None:
             try:
                 answer = self._ask(client, number)
                 self._watch.answered(client)
             except Exception as error:
-                self._replies.put(Reply(number, client, error=error))
+                self._replies.put(Reply(number, client, error=error, wrong=self._what_is_wrong(number, client, error)))
                 return
             self._replies.put(Reply(number, client, answer=answer))
-            if client not in self.clients:
-                return
-            try:
-                number = self._todo.popleft()
-            except IndexError:
-                return
+            number = self._take(client)
 
     def _ask(self, client: Client, number: int) -> Any:
         with closing(client.connection(CONNECT_SECONDS)) as connection:
@@ -141,24 +154,36 @@ class Dispatch:
                 connection.connect()
             except (OSError, HTTPException) as error:
                 raise client.unreachable(error) from error
+            # The connection lets go of it where the server will close it after its answer.
+            held = connection.sock
             # From here on it may take as long as it likes.
             connection.timeout = None
-            connection.sock.settimeout(None)
-            _keep_alive(connection.sock)
-            self._open[connection] = client
+            held.settimeout(None)
+            _keep_alive(held)
+            with self._lock:
+                self._open[held] = client
             try:
-                # Looked at after the connection can be hung up: either `end` sees it, or this sees the end.
-                if self._ended:
+                # Looked at after the connection can be hung up: either who does sees it, or this sees the end.
+                if self._asked.get(number) is not client:
                     raise EngineError("called off")
                 answer = client.ask(connection, "POST", self._path, self._content(client, number))
             finally:
-                self._open.pop(connection, None)
-        check_answer(answer, client.address)
-        return answer
+                with self._lock:
+                    self._open.pop(held, None)
+        return self._read(client, answer)
+
+    def _what_is_wrong(self, number: int, client: Client, error: Exception) -> Exception | None:
+        """What is wrong with a server at which a request has failed."""
+        if isinstance(error, LostWeights) or self._asked.get(number) is not client:
+            return error
+        # Another takes the place of a busy one at once, but nobody that of the last one.
+        return self._watch.failed(client, HEALTH_SECONDS if len(self.clients) > 1 else self._patience)
 
     # -- servers that are lost
 
     def _next(self) -> Reply:
+        """The next reply. Servers that say nothing are found out while it is waited for."""
+        began, told = time.monotonic(), False
         while True:
             for client in list(self.clients):
                 error = self._watch.why_lost(client)
@@ -166,54 +191,73 @@ class Dispatch:
                     self._lose(client, error)
             with suppress(queue.Empty):
                 return self._replies.get(timeout=LOOK_SECONDS)
+            if not told and time.monotonic() - began > self._patience:
+                told = True
+                self._tell_waiting()
 
-    def _is_good(self, reply: Reply) -> bool:
-        """Whether a reply is an answer that can be used. If not, the request has to be made again; its server is lost
-        by then, or well."""
-        client, error = reply.client, reply.error
-        if client not in self.clients:
+    def _tell_waiting(self) -> None:
+        out = Counter(client.address for client in list(self._asked.values()))
+        waiting = ", ".join(f"{count} at {address}" for address, count in sorted(out.items()))
+        logger.warning(
+            "no completions for %g s; requests that are not answered: %s. Their servers say that they are well: long "
+            "completions, or requests that were lost on the way",
+            self._patience,
+            waiting,
+        )
+
+    def _counts(self, reply: Reply) -> bool:
+        """Whether a reply is an answer that can be used. If not, its request is made again."""
+        number, client, error = reply.number, reply.client, reply.error
+        # Of a server that is lost: another has been asked.
+        if self._asked.get(number) is not client:
             return False
         if error is None:
+            with self._lock:
+                del self._asked[number]
             return True
         if not isinstance(error, EngineError):
             raise error
-        # Another takes the place of a busy one at once, but nobody that of the last one.
-        is_well = self._still_well(client, HEALTH_SECONDS if len(self.clients) > 1 else self._patience)
-        if is_well and isinstance(error, ServerError) and error.status not in STARTING:
+        if reply.wrong is not None:
+            self._lose(client, reply.wrong if isinstance(reply.wrong, LostWeights) else error)
+            return False
+        if isinstance(error, ServerError) and error.status not in STARTING:
             raise error
-        self._failures[reply.number] += is_well
-        if not is_well or self._failures[reply.number] == TRIES:
+        self._failures[number, client] += 1
+        if self._failures[number, client] == TRIES:
             self._lose(client, error)
+        else:
+            # What has just failed may be better in a moment.
+            self._start(client, number, wait=float(self._failures[number, client] - 1))
         return False
 
-    def _ask_again(self, reply: Reply) -> None:
-        """Make a request again: at the same server if that is well, else at another."""
-        is_lost = reply.client not in self.clients
-        client = self.clients[reply.number % len(self.clients)] if is_lost else reply.client
-        # What has just failed may be better in a moment.
-        self._start(client, reply.number, wait=0.0 if is_lost else float(self._failures[reply.number] - 1))
-
     def _lose(self, client: Client, error: EngineError) -> None:
+        """Leave a server out, and ask others for what it has not answered."""
         if isinstance(error, OtherWeights):
             raise error
         if len(self.clients) == 1:
             raise EngineError(
                 f"{error}. There is no other server: when it is up again, go on with resume_from_checkpoint='auto'"
             ) from error
-        self.clients.remove(client)
-        # Its other requests fail now, and are asked of others.
-        self._hang_up([client])
+        with self._lock:
+            self.clients.remove(client)
+            moved = [number for number, asked in self._asked.items() if asked is client]
+            for number in moved:
+                self._asked[number] = self.clients[number % len(self.clients)]
+        self._hang_up(client)
         logger.warning(
             "left out for the rest of this rollout, its requests go to %d others: %s", len(self.clients), error
         )
+        for number in moved:
+            self._start(self._asked[number], number)
 
-    def _hang_up(self, clients: Any) -> None:
-        gone = list(clients)
-        for connection, client in list(self._open.items()):
+    def _hang_up(self, client: Client | None) -> None:
+        """Break the connections to a server, or to all."""
+        with self._lock:
+            gone = [held for held, other in self._open.items() if client in (None, other)]
+        for held in gone:
             # It may have ended by itself.
-            if client in gone:
-                with suppress(OSError, AttributeError):
-                    connection.sock.shutdown(socket.SHUT_RDWR)
+            with suppress(OSError):
+                held.shutdown(socket.SHUT_RDWR)
 
 
 def _keep_alive(connection: socket.socket) -> None:

@@ -19,6 +19,9 @@ from rloom.generation.vllm.weights import Whole
 NAME = "rloom-"
 """What names of weights and adapters begin with."""
 
+OTHER = "-other"
+"""What the name of numbers ends with that prove something, and are none of the policy's."""
+
 
 class Outgoing:
     """The policy's weights at one moment. Files are written when the first server asks for them.
@@ -39,7 +42,7 @@ class Outgoing:
 
     def version(self, other: bool = False) -> str:
         """The name of these weights. `other` are numbers that prove something and are none of the policy's."""
-        return version_of(self.fingerprint) + ("-other" if other else "")
+        return version_of(self.fingerprint) + (OTHER if other else "")
 
     def weights(
         self, weights: Iterator[tuple[str, torch.Tensor]], dtype: torch.dtype, names: Hashable, other: bool

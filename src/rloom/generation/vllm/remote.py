@@ -15,21 +15,34 @@ import torch
 from rloom.errors import EngineError
 from rloom.generation.base import InStep, Sampling
 from rloom.generation.vllm import proof
-from rloom.generation.vllm.client import Client, LostWeights, OtherWeights, ServerError
+from rloom.generation.vllm.client import (
+    BeingSent,
+    Client,
+    LostWeights,
+    OtherWeights,
+    ServerError,
+    SilentError,
+    UnreachableError,
+)
 from rloom.generation.vllm.dispatch import Dispatch
 from rloom.generation.vllm.lora import is_active
 from rloom.generation.vllm.options import VllmOptions
-from rloom.generation.vllm.outgoing import NAME, Outgoing
-from rloom.generation.vllm.requests import RequestFormat, read_completions
+from rloom.generation.vllm.outgoing import NAME, OTHER, Outgoing
+from rloom.generation.vllm.requests import RequestFormat, reader
 from rloom.generation.vllm.served import FOR_ADAPTERS, Served, look_at, models_of
 from rloom.generation.vllm.shared import compare_probe, probe_requests
 from rloom.generation.vllm.transfer import Transfer, transfer_of
 from rloom.generation.vllm.weights import base_of, checkpoint_weights
+from rloom.printable import get_logger
 from rloom.types import Completion, Prompt
+
+logger = get_logger(__name__)
 
 # The checksum of weights that vLLM keeps in a layout of its own, as it does with linear layers on a CPU.
 EMPTY = hashlib.sha256(b"").hexdigest()
 ANSWERS = "answers"
+# What the version of weights begins with that are on their way.
+SENDING = "sending-"
 # What vLLM calls the weights that it began with.
 FRESH = "default"
 # For requests that were aborted to end.
@@ -93,11 +106,14 @@ class RemoteServer:
         def content(client: Client, number: int) -> dict[str, Any]:
             return self.request(request_format, prompts[number], count, seed, number)
 
+        read = reader(request_format, count)
         patience = self.options.timeout
-        calls = Dispatch([self.client], "/v1/completions", content, len(prompts), patience=patience).replies()
+        calls = Dispatch(
+            [self.client], "/v1/completions", content, len(prompts), read=read, patience=patience
+        ).replies()
         with closing(calls):
             for reply in calls:
-                yield reply.number, read_completions(reply.answer, request_format, count)
+                yield reply.number, reply.answer
 
     @property
     def _known(self) -> Served:
@@ -155,12 +171,27 @@ class RemoteServer:
 
     def refresh(self, model: Any, outgoing: Outgoing) -> bool:
         """Have the server draw from the policy; whether weights had to be sent."""
-        sent = self._refresh(model, outgoing)
+        try:
+            sent = self._refresh(model, outgoing)
+        except (UnreachableError, ServerError) as error:
+            began = self.served is not None and self._sent is None
+            if not began or isinstance(error, SilentError) or not self.client.is_up():
+                raise
+            # A connection has broken, or the group in which weights are sent. A new one may do.
+            logger.warning("%s. The server is begun with anew", error)
+            self.end()
+            sent = self._refresh(model, outgoing)
         self._silent = False
         return sent
 
     def _refresh(self, model: Any, outgoing: Outgoing) -> bool:
-        if self.served is None or (self.tells_its_weights and not self.still_has(model)):
+        if self.served is not None and self.tells_its_weights:
+            try:
+                self.confirm()
+            except LostWeights as error:
+                logger.warning("between two rollouts: %s. It is sent all weights, and proved", error)
+                self.end()
+        if self.served is None:
             # It was lost, or started again: what it was told at the start is gone.
             self.begin(model, outgoing)
             return True
@@ -179,7 +210,10 @@ class RemoteServer:
         return checkpoint_weights(model, self._names, whole=self._whole)
 
     def follow(self, model: Any, version: str) -> bool:
-        """Whether another process has sent the server these weights. Then it can be asked here too."""
+        """Whether another process has sent the server these weights. Then it can be asked here too.
+
+        Raises `BeingSent` while it does.
+        """
         if self.served is None:
             self.served = look_at(self.client, self.options, model)
         if not self.tells_its_weights:
@@ -187,7 +221,13 @@ class RemoteServer:
             raise EngineError(_without_versions(self.client.address))
         adapted = not self._known.adapter_only or is_active(model)
         self.served = replace(self._known, version=version if adapted else "")
-        return self.still_has(model)
+        try:
+            self.confirm()
+        except BeingSent:
+            raise
+        except LostWeights:
+            return False
+        return True
 
     def still_has(self, model: Any) -> bool:
         """Whether the server has the weights that it was sent last."""
@@ -214,9 +254,11 @@ class RemoteServer:
             return
         if not has:
             raise LostWeights(f"the vLLM server at {self.client.address} was started again")
+        # The main process proves one that was started again, while others may still ask it.
+        if all(name.startswith(SENDING) or name.endswith(OTHER) for name in has):
+            raise BeingSent(f"the vLLM server at {self.client.address} is being sent weights")
         raise OtherWeights(
-            f"the vLLM server at {self.client.address} was given other weights while it generated: use one server for "
-            "one run"
+            f"the vLLM server at {self.client.address} was given weights by somebody else: use one server for one run"
         )
 
     def _send_adapter(self, model: Any, outgoing: Outgoing, shift: float = 0.0) -> None:
@@ -239,7 +281,7 @@ class RemoteServer:
         """Send all weights. `other` are numbers that prove something and are none of the policy's."""
         dtype = self._known.dtype
         # Until it has all of them, the server names nothing that anybody waits for or had.
-        self._tell_version(f"sending-{uuid.uuid4().hex[:12]}")
+        self._tell_version(f"{SENDING}{uuid.uuid4().hex[:12]}")
         if self._transfer is not None:
             self._transfer.send((name, _as(tensor, dtype)) for name, tensor in weights)
         else:
@@ -272,7 +314,7 @@ class RemoteServer:
             self.client.tell("/reset_prefix_cache?reset_running_requests=true", {})
             return
         end = time.monotonic() + min(ENDING_SECONDS, self.options.timeout)
-        while not self.client.developer("POST", "/reset_prefix_cache")["success"]:
+        while not self._has_emptied_cache():
             if time.monotonic() > end:
                 raise EngineError(
                     "the vLLM server kept keys and values of the old weights: requests are under way that are not of "
@@ -280,8 +322,15 @@ class RemoteServer:
                 )
             time.sleep(0.1)
 
+    def _has_emptied_cache(self) -> bool:
+        answer = self.client.developer("POST", "/reset_prefix_cache")
+        with self.client.reading("/reset_prefix_cache", answer):
+            return bool(answer["success"])
+
     def _served_version(self) -> str:
-        return str(self.client.developer("GET", "/weight_info")["weight_version"])
+        answer = self.client.developer("GET", "/weight_info")
+        with self.client.reading("/weight_info", answer):
+            return str(answer["weight_version"])
 
     # -- the proof
 
@@ -336,11 +385,13 @@ class RemoteServer:
 
     def _checksums(self) -> dict[str, str]:
         try:
-            return dict(self.client.developer("POST", "/weight_checker", {"action": "checksum"})["checksums"])
+            answer = self.client.developer("POST", "/weight_checker", {"action": "checksum"})
         except ServerError as error:
             raise EngineError(
                 f"{error}. An earlier run may have left it with a part of the weights: start it again"
             ) from error
+        with self.client.reading("/weight_checker", answer):
+            return dict(answer["checksums"])
 
     def _probe_groups(self, model: Any) -> list[list[Completion]]:
         return probe_requests(model, self.sampling, self.answers)

@@ -5,13 +5,14 @@ from __future__ import annotations
 import copy
 import json
 import math
-from collections.abc import Sequence
+import operator
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from rloom.errors import ConfigError, EngineError, did_you_mean
 from rloom.generation.base import Sampling
 from rloom.generation.native.sampling.noise import key_of
-from rloom.generation.vllm.client import HOW_TO_START
+from rloom.generation.vllm.client import HOW_TO_START, Client
 from rloom.printable import get_logger
 from rloom.types import ABORTED, EOS, LENGTH, STOP_STRING, Completion, Prompt
 
@@ -125,7 +126,10 @@ class RequestFormat:
     ) -> Completion:
         """An answer, with rloom's words for why it ended."""
         # JSON has no NaN: a server sends null.
-        tokens, found = list(token_ids), [math.nan if value is None else float(value) for value in logprobs]
+        tokens, found = (
+            list(map(operator.index, token_ids)),
+            [math.nan if value is None else float(value) for value in logprobs],
+        )
         if len(found) != len(tokens):
             raise EngineError(f"vLLM returned {len(found)} log-probabilities for {len(tokens)} tokens")
         if any(math.isnan(value) for value in found):
@@ -200,9 +204,25 @@ def _has_logprobs(choice: dict[str, Any]) -> bool:
     return "index" in choice and isinstance(logprobs, dict) and isinstance(logprobs.get("token_logprobs"), list)
 
 
+def reader(request_format: RequestFormat, count: int) -> Callable[[Client, Any], list[Completion]]:
+    """What reads the answers of servers: `count` completions of one prompt each. Errors name the server."""
+
+    def read(client: Client, answer: Any) -> list[Completion]:
+        check_answer(answer, client.address)
+        try:
+            with client.reading("/v1/completions", answer):
+                return read_completions(answer, request_format, count)
+        except EngineError as error:
+            raise EngineError(f"{error} (the vLLM server at {client.address})") from error
+
+    return read
+
+
 def read_completions(answer: dict[str, Any], request_format: RequestFormat, count: int) -> list[Completion]:
     """The completions of one prompt in a server's answer."""
     choices = sorted(answer["choices"], key=lambda choice: choice["index"])
+    if [choice["index"] for choice in choices] != list(range(len(choices))):
+        raise EngineError(f"vLLM has numbered its completions {[choice['index'] for choice in choices]}")
     if any(choice.get("token_ids") is None for choice in choices):
         raise EngineError(f"the vLLM server returns no token ids; it is older than 0.22: {HOW_TO_START}")
     found = [

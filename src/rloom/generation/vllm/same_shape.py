@@ -21,9 +21,13 @@ def check_shape(address: str, served: str, model: Any) -> None:
     `served` is the name by which it was started. Of one that is no folder here nothing is known.
     """
     path = Path(served, "config.json")
-    if not path.is_file():
+    # A relative path is seen from where the server was started.
+    if not path.is_absolute() or not path.is_file():
         return
-    config = json.loads(path.read_text())
+    try:
+        config = json.loads(path.read_text())
+    except (OSError, ValueError):
+        return
     theirs, ours = config.get("text_config", config), base_of(model).config.get_text_config().to_dict()
     for name in SHAPE:
         if name in theirs and name in ours and theirs[name] != ours[name]:

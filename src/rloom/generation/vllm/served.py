@@ -41,33 +41,39 @@ class Served:
 
 def look_at(client: Client, options: VllmOptions, model: Any) -> Served:
     """What the server says of itself; an error where it cannot draw from this policy."""
-    config = client.developer("GET", "/server_info?config_format=json")["vllm_config"]
-    info = config["model_config"]
-    mode = info.get("logprobs_mode")
+    answer = client.developer("GET", "/server_info?config_format=json")
+    with client.reading("/server_info", answer):
+        config = answer["vllm_config"]
+        info = config["model_config"]
+        mode, name = info.get("logprobs_mode"), str(info.get("model", ""))
+        dtype = getattr(torch, str(info["dtype"]).removeprefix("torch."))
+        max_model_length = int(info["max_model_len"])
+        max_rank = int((config.get("lora_config") or {}).get("max_lora_rank", 0))
+        backend = (config.get("weight_transfer_config") or {}).get("backend")
     if mode != "processed_logprobs":
         raise EngineError(
             f"the vLLM server reports log-probabilities as {mode}, before temperature: start it with --logprobs-mode "
             "processed_logprobs, as `rloom vllm-serve` does"
         )
-    dtype = getattr(torch, str(info["dtype"]).removeprefix("torch."))
     wanted = options.dtype_for(model)
     if dtype != wanted:
         logger.warning("the vLLM server computes in %s and the trainer in %s: `mismatch` will show it", dtype, wanted)
-    check_shape(client.address, str(info.get("model", "")), model)
-    max_rank = int((config.get("lora_config") or {}).get("max_lora_rank", 0))
+    check_shape(client.address, name, model)
     return Served(
         model=models_of(client)[0],
-        max_model_length=int(info["max_model_len"]),
+        max_model_length=max_model_length,
         dtype=dtype,
         adapter_only=_sends_adapter_only(model, max_rank, dtype),
-        backend=(config.get("weight_transfer_config") or {}).get("backend"),
+        backend=backend,
         versions=_has_versions(client),
     )
 
 
 def models_of(client: Client) -> list[str]:
     """The names that requests may ask for: of the model, and of its adapters."""
-    return [entry["id"] for entry in client.get("/v1/models")["data"]]
+    answer = client.get("/v1/models")
+    with client.reading("/v1/models", answer):
+        return [entry["id"] for entry in answer["data"]]
 
 
 def _has_versions(client: Client) -> bool:

@@ -9,12 +9,18 @@ from typing import Any
 
 from rloom.errors import EngineError
 from rloom.generation.base import InStep, Sampling, nothing_asked
-from rloom.generation.vllm.client import Client
+from rloom.generation.vllm.client import (
+    HEALTH_SECONDS,
+    PATIENT_SECONDS,
+    BeingSent,
+    Client,
+    UnreachableError,
+)
 from rloom.generation.vllm.dispatch import REQUESTS_PER_SERVER, Dispatch, Reply, requests_per_server
 from rloom.generation.vllm.options import VllmOptions
 from rloom.generation.vllm.outgoing import Outgoing, version_of
 from rloom.generation.vllm.remote import RemoteServer
-from rloom.generation.vllm.requests import RequestFormat, check_lengths, read_completions
+from rloom.generation.vllm.requests import RequestFormat, check_lengths, reader
 from rloom.generation.vllm.shared import Answers, VllmBase
 from rloom.generation.vllm.surroundings import temporary_folder
 from rloom.generation.vllm.weights import fingerprint, unties_embeddings
@@ -24,8 +30,10 @@ from rloom.types import Group, Prompt
 logger = get_logger(__name__)
 
 
-# Between two looks at whether the main process has sent weights, and how long servers wait for the last of them.
+# Between two looks at whether the main process has sent weights: the first, and the longest pause.
 POLL_SECONDS = 0.1
+LONGEST_PAUSE_SECONDS = 1.0
+# How long those that have weights wait for the next server to be sent them.
 GRACE_SECONDS = 30.0
 
 
@@ -101,23 +109,23 @@ class VllmServerEngine(VllmBase):
         def content(client: Client, number: int) -> dict[str, Any]:
             return by_client[client].request(request_format, prompts[number], count, seed, number)
 
-        model = self.get_model()
         dispatch = Dispatch(
             list(by_client),
             "/v1/completions",
             content,
             len(prompts),
+            read=reader(request_format, count),
             patience=self.options.timeout,
-            still_well=lambda client, seconds: _is_well(by_client[client], model, seconds),
             confirm=lambda client: by_client[client].confirm(),
         )
         self._abort_pending()
         self._calls, left = dispatch.replies(), len(prompts)
-        calls = self._calls
+        calls, answered = self._calls, set[Client]()
         try:
             for reply in calls:
                 left -= 1
-                yield reply.number, read_completions(reply.answer, request_format, count)
+                answered.add(reply.client)
+                yield reply.number, reply.answer
         finally:
             calls.close()
         if left:
@@ -125,8 +133,8 @@ class VllmServerEngine(VllmBase):
                 f"another rollout began while {left} of {len(prompts)} prompts of this one were not done: the vLLM "
                 "server generates one at a time"
             )
-        for client in dispatch.clients:
-            _check_unchanged(by_client[client], model)
+        for client in answered:
+            _check_unchanged(by_client[client], self.get_model(), is_lost=client not in dispatch.clients)
 
     def _abort_pending(self) -> None:
         """Abort requests that nobody waits for: an error may hold on to a rollout that was never finished."""
@@ -156,31 +164,50 @@ class VllmServerEngine(VllmBase):
 
     def _await_all(self, version: str) -> None:
         """Wait until the main process has sent servers these weights."""
-        model, began = self.get_model(), time.monotonic()
+        waiting = _Waiting(self.options.timeout)
+        having: list[RemoteServer] = []
+        # The main process sends them to one after the other.
+        progress, pause = time.monotonic(), POLL_SECONDS
         while True:
-            up = [server for server in self.servers if server.client.is_up()]
-            having = [server for server in up if _follows(server, model, version)]
-            waited = time.monotonic() - began
-            if having and (len(having) == len(up) or waited > GRACE_SECONDS):
+            coming = False
+            for server in [server for server in self.servers if server not in having]:
+                try:
+                    if _follows(server, self.get_model(), version):
+                        having.append(server)
+                        progress = time.monotonic()
+                except BeingSent:
+                    progress, coming = time.monotonic(), True
+            rest = [server.client for server in self.servers if server not in having]
+            if having and (not rest or (not coming and time.monotonic() - progress > GRACE_SECONDS)):
                 break
             # The main process may itself wait for a server for that long, and then has to send.
-            if waited > 2 * self.options.timeout:
-                silent = [server.client.address for server in self.servers if server not in up]
+            if time.monotonic() - progress > 2 * self.options.timeout:
                 raise EngineError(
-                    f"no vLLM server has the weights of this process after {waited:.0f} s (twice vllm_server_timeout): "
-                    f"the main process, which sends them, has not, or has others; {len(up)} of {len(self.servers)} "
-                    f"answer{', not ' if silent else ''}{', '.join(silent)}"
+                    f"no vLLM server has the weights of this process after {2 * self.options.timeout:.0f} s (twice "
+                    f"vllm_server_timeout): the main process, which sends them, has not, or has others; {_said(rest)}"
                 )
-            time.sleep(POLL_SECONDS)
+            waiting.tell("for weights that the main process sends to", rest)
+            time.sleep(pause)
+            pause = min(2 * pause, LONGEST_PAUSE_SECONDS)
         for server in self.servers:
             if server not in having:
+                logger.warning(
+                    "the vLLM server at %s has not the weights of this process: asked for nothing in this rollout",
+                    server.client.address,
+                )
                 server.end()
 
     def _begin_all(self, weights: tuple[Any, ...]) -> None:
         model = self.get_model()
         with Outgoing(self.folder, weights) as outgoing:
-            for server in self.servers:
-                server.begin(model, outgoing)
+            try:
+                for server in self.servers:
+                    server.begin(model, outgoing)
+            except BaseException:
+                # Ports of those that were begun with are free again.
+                for server in self.servers:
+                    server.end()
+                raise
         self.syncs += 1
         self._try_regex(model)
 
@@ -195,8 +222,8 @@ class VllmServerEngine(VllmBase):
                 try:
                     sent |= self._send(server, model, outgoing)
                 except EngineError as error:
-                    # One that has died over it is left out.
-                    if server.client.is_up():
+                    # One that has died over it, or does not answer, is left out.
+                    if not isinstance(error, UnreachableError) and server.client.is_up():
                         raise
                     self._leave_out(server)
                     errors.append(error)
@@ -209,15 +236,17 @@ class VllmServerEngine(VllmBase):
         if len(self.servers) == 1:
             self.servers[0].client.wait(self.options.timeout)
             return self.servers
-        end = time.monotonic() + self.options.timeout
-        while time.monotonic() < end:
+        waiting, clients = _Waiting(self.options.timeout), [server.client for server in self.servers]
+        while True:
             if up := [server for server in self.servers if server.client.is_up()]:
                 return up
+            if waiting.is_over():
+                raise EngineError(
+                    f"none of {len(clients)} vLLM servers has answered for {self.options.timeout:g} s "
+                    f"(vllm_server_timeout): {_said(clients)}"
+                )
+            waiting.tell("for", clients)
             time.sleep(POLL_SECONDS)
-        raise EngineError(
-            f"none of {len(self.servers)} vLLM servers has answered for {self.options.timeout:g} s "
-            "(vllm_server_timeout): see their own messages"
-        )
 
     def _send(self, server: RemoteServer, model: Any, outgoing: Outgoing) -> bool:
         """Have a server draw from the policy; whether weights had to be sent."""
@@ -234,37 +263,55 @@ class VllmServerEngine(VllmBase):
 
 
 def _follows(server: RemoteServer, model: Any, version: str) -> bool:
-    """Whether a server has these weights; one that dies over the question has not."""
+    """Whether a server has these weights; one that does not answer has not."""
     try:
-        return server.follow(model, version)
-    except EngineError:
-        if server.client.is_up():
-            raise
+        return server.client.is_up() and server.follow(model, version)
+    except UnreachableError:
         server.end()
         return False
 
 
-def _is_well(server: RemoteServer, model: Any, seconds: float) -> bool:
-    """Whether a server is up, and draws from the weights that it was sent."""
-    try:
-        return server.client.is_up(seconds) and server.still_has(model)
-    except EngineError:
-        return False
-
-
-def _check_unchanged(server: RemoteServer, model: Any) -> None:
-    """Refuse a rollout at whose end a server that cannot say which weights it has answers by others."""
+def _check_unchanged(server: RemoteServer, model: Any, *, is_lost: bool) -> None:
+    """Refuse a rollout for which a server that cannot say which weights it has may have drawn from others."""
     if server.tells_its_weights:
         return
-    try:
-        has = server.still_has(model)
-    except EngineError:
-        # One that has died since its last answer gave that with the weights that it was sent.
-        if server.client.is_up():
-            raise
-        return
-    if not has:
+    address = server.client.address
+    if is_lost or not server.client.is_up():
         raise EngineError(
-            f"the vLLM server at {server.client.address} was started again or given other weights while it generated: "
-            "use one server for one run"
+            f"the vLLM server at {address} was lost after it had answered, and is too old (before 0.32) to have said "
+            "which weights it had then: go on with resume_from_checkpoint='auto'"
         )
+    if not server.still_has(model):
+        raise EngineError(
+            f"the vLLM server at {address} was started again or given other weights while it generated: use one server "
+            "for one run"
+        )
+
+
+class _Waiting:
+    """A wait for servers, which is told once when it has become long."""
+
+    def __init__(self, seconds: float) -> None:
+        self._began, self._seconds, self._told = time.monotonic(), seconds, False
+
+    def is_over(self) -> bool:
+        """Whether it has taken all of its time."""
+        return time.monotonic() - self._began >= self._seconds
+
+    def tell(self, what: str, clients: Sequence[Client]) -> None:
+        """Say what is waited for."""
+        if not self._told and time.monotonic() - self._began > PATIENT_SECONDS:
+            self._told = True
+            logger.warning("waiting %s %s, up to %g s (vllm_server_timeout)", what, _said(clients), self._seconds)
+
+
+def _said(clients: Sequence[Client]) -> str:
+    """What servers say of themselves now."""
+    found = []
+    for client in clients:
+        try:
+            client.check_health(HEALTH_SECONDS)
+            found.append(f"the vLLM server at {client.address}, which is well")
+        except EngineError as error:
+            found.append(str(error))
+    return "; ".join(found)

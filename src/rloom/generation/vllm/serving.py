@@ -8,6 +8,7 @@ import json
 import os
 import sys
 from dataclasses import dataclass
+from pathlib import Path
 
 from rloom.errors import EngineError
 from rloom.generation.vllm.lora import RANKS, reserved_rank
@@ -42,7 +43,7 @@ def server_command(serve: Serve) -> tuple[list[str], dict[str, str]]:
     distribution that is drawn from, temperature included.
     """
     _check(serve)
-    command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", serve.model]
+    command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", _seen_from_anywhere(serve.model)]
     command += ["--host", serve.host, "--port", str(serve.port), "--dtype", serve.dtype or _dtype()]
     command += ["--logprobs-mode", "processed_logprobs"]
     for name in ("max_model_len", "gpu_memory_utilization", "tensor_parallel_size"):
@@ -65,6 +66,11 @@ def server_command(serve: Serve) -> tuple[list[str], dict[str, str]]:
         # A handle of memory is a pickle to vLLM, which it reads from whoever reaches the server.
         variables["VLLM_ALLOW_INSECURE_SERIALIZATION"] = "1"
     return [*command, *serve.vllm_flags], variables
+
+
+def _seen_from_anywhere(model: str) -> str:
+    """A folder by its whole path: a trainer that sees it looks whether the server has its model."""
+    return str(Path(model).absolute()) if Path(model).is_dir() else model
 
 
 def _check(serve: Serve) -> None:

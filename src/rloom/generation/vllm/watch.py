@@ -5,7 +5,6 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 
 from rloom.errors import EngineError
 from rloom.generation.vllm.client import HEALTH_SECONDS, Client, LostWeights
@@ -14,20 +13,49 @@ from rloom.printable import get_logger
 logger = get_logger(__name__)
 
 # Between two looks at a server.
-LOOK_SECONDS = 5.0
+WATCH_SECONDS = 5.0
 
 
-@dataclass(slots=True)
-class _Seen:
-    """What was found at one server."""
+class Question:
+    """A question for which many threads wait: one that is put after they have come does for all of them."""
 
-    asked: float | None = None  # when it was first asked what it has not answered
-    error: Exception | None = None  # what came instead of an answer
-    lost: LostWeights | None = None  # why it can be used no more, though it answers
-    # Of the last time that its weights were asked for after an answer.
-    lock: threading.Lock = field(default_factory=threading.Lock)
-    confirmed: float = 0.0
-    why_not: Exception | None = None
+    def __init__(self, put: Callable[[], None]) -> None:
+        self._put = put
+        self._lock = threading.Lock()
+        self._put_at = 0.0
+        self._error: Exception | None = None
+
+    def ask(self) -> None:
+        """Raise what the question raises."""
+        came = time.monotonic()
+        with self._lock:
+            if self._put_at <= came:
+                self._put_at, self._error = time.monotonic(), None
+                try:
+                    self._put()
+                except Exception as error:
+                    # It does for those, too, that have come meanwhile: else each would wait as long again.
+                    self._put_at, self._error = time.monotonic(), error
+            if self._error is not None:
+                raise self._error
+
+
+class _Server:
+    """One server, and what was found out about it."""
+
+    def __init__(self, client: Client, confirm: Callable[[Client], None]) -> None:
+        self.client, self._confirm = client, confirm
+        self.seconds = HEALTH_SECONDS  # for which the last question about a failure waits
+        self.after_answers = Question(lambda: confirm(client))
+        self.after_failures = Question(lambda: self.look(self.seconds))
+        self.asked: float | None = None  # when it was first asked what it has not answered
+        self.error: Exception | None = None  # what came instead of an answer
+        self.lost: LostWeights | None = None  # why it can be used no more, though it answers
+
+    def look(self, seconds: float) -> None:
+        """Raise what is wrong with it."""
+        self.client.check_health(seconds)
+        self._confirm(self.client)
 
 
 class Watch:
@@ -38,14 +66,14 @@ class Watch:
     """
 
     def __init__(self, clients: Sequence[Client], patience: float, confirm: Callable[[Client], None]) -> None:
-        self._patience, self._confirm = patience, confirm
-        self._seen = {client: _Seen() for client in clients}
+        self._patience = patience
+        self._servers = {client: _Server(client, confirm) for client in clients}
         self._over = threading.Event()
 
     def start(self) -> None:
         """Look from now on."""
-        for client in self._seen:
-            threading.Thread(target=self._watch, args=(client,), name="rloom-vllm-watch", daemon=True).start()
+        for server in self._servers.values():
+            threading.Thread(target=self._watch, args=(server,), name="rloom-vllm-watch", daemon=True).start()
 
     def end(self) -> None:
         """Ask no more."""
@@ -54,48 +82,51 @@ class Watch:
     def answered(self, client: Client) -> None:
         """Raise what is wrong with an answer that a server has just given: it may have been started again unnoticed,
         as behind an address that leads to another machine from now on."""
-        seen, came = self._seen[client], time.monotonic()
-        with seen.lock:
-            # One question does for all answers that came before it.
-            if seen.confirmed <= came:
-                seen.confirmed, seen.why_not = time.monotonic(), None
-                try:
-                    self._confirm(client)
-                except Exception as error:
-                    seen.why_not = error
-            if seen.why_not is not None:
-                raise seen.why_not
-        seen.asked = None
+        server = self._servers[client]
+        server.after_answers.ask()
+        server.asked = None
+
+    def failed(self, client: Client, seconds: float) -> Exception | None:
+        """What is wrong with a server at which a request has just failed; None where it is well. It may take so many
+        seconds to say so."""
+        server = self._servers[client]
+        server.seconds = seconds
+        try:
+            server.after_failures.ask()
+        except Exception as error:
+            return error
+        return None
 
     def why_lost(self, client: Client) -> EngineError | None:
         """Why a server cannot be used any more: it has been silent for too long, or is not what it was."""
-        seen = self._seen[client]
-        if seen.lost is not None:
-            return seen.lost
-        asked = seen.asked
+        server = self._servers[client]
+        if server.lost is not None:
+            return server.lost
+        asked = server.asked
         if asked is None or time.monotonic() - asked < self._patience:
             return None
-        said = seen.error or f"the vLLM server at {client.address} does not answer"
+        said = server.error or f"the vLLM server at {client.address} does not answer"
         return EngineError(f"{said}; waited {self._patience:g} s (vllm_server_timeout)")
 
-    def _watch(self, client: Client) -> None:
-        seen = self._seen[client]
-        while not self._over.wait(min(LOOK_SECONDS, self._patience)):
-            if seen.asked is None:
-                seen.asked, seen.error = time.monotonic(), None
+    def _watch(self, server: _Server) -> None:
+        seconds = HEALTH_SECONDS
+        while not self._over.wait(min(WATCH_SECONDS, self._patience)):
+            if server.asked is None:
+                server.asked, server.error = time.monotonic(), None
             try:
-                client.get("/health", timeout=HEALTH_SECONDS)
-                self._confirm(client)
+                server.look(seconds)
             except LostWeights as error:
-                seen.lost = error
+                server.lost = error
                 return
             except Exception as error:
-                self._tell(seen, error)
+                self._tell(server, error)
+                # It may be slow to say anything, and well.
+                seconds = min(2 * seconds, self._patience)
             else:
-                seen.asked = None
+                server.asked, seconds = None, HEALTH_SECONDS
 
-    def _tell(self, seen: _Seen, error: Exception) -> None:
+    def _tell(self, server: _Server, error: Exception) -> None:
         # Not of one that has answered a request meanwhile.
-        if seen.error is None and seen.asked is not None and not self._over.is_set():
+        if server.error is None and server.asked is not None and not self._over.is_set():
             logger.warning("%s; waiting for it, up to %g s (vllm_server_timeout)", error, self._patience)
-        seen.error = error
+        server.error = error
