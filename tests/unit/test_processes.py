@@ -148,6 +148,13 @@ def frozen_base(rank, **changes):
     return model
 
 
+def with_one(rank, change):
+    """A model with one weight changed, in each process another one of its shape."""
+    model = make_model()
+    change((model.model.layers[0].mlp.up_proj, model.model.layers[0].mlp.gate_proj)[rank])
+    return model
+
+
 @pytest.mark.parametrize(
     "differing",
     [
@@ -155,12 +162,15 @@ def frozen_base(rank, **changes):
         lambda rank: {"model": frozen_base(rank, intermediate_size=(48, 64))},
         lambda rank: {"model": make_model().requires_grad_(rank == 0)},
         lambda rank: {"model": make_model().to((torch.bfloat16, torch.float32)[rank])},
+        lambda rank: {"model": with_one(rank, lambda weight: weight.to(torch.bfloat16))},
+        lambda rank: {"model": with_one(rank, lambda weight: weight.requires_grad_(False))},
+        lambda rank: {"model": with_one(rank, lambda weight: weight.to(torch.bfloat16)).requires_grad_(False)},
     ],
-    ids=["dtype", "frozen shapes", "what is trained", "the main process' dtype"],
+    ids=["dtype", "frozen shapes", "trained", "main dtype", "whose dtype", "which is frozen", "frozen, whose dtype"],
 )
 def test_models_that_differ_in_any_weight_are_named(differing):
     """What is not trained too: the main process' weights are sent to all, as bytes."""
-    shown = r"'LlamaForCausalLM of [\d,]+ weights in \w+, [\d,]+ of them trained, digest \w+'"
+    shown = r"'LlamaForCausalLM of [\d,]+ weights in [\w ]+, [\d,]+ of them trained, digest \w+'"
     assert re.search(rf"different model \({shown} in process 0; {shown} in process 1\)", told_of(differing))
 
 

@@ -90,6 +90,11 @@ def test_both_spellings_mean_the_same():
             "vllm_group_port must be from 0 to 65534",
         ),
         ({"use_vllm": True, "vllm_mode": "server", "vllm_server_base_url": "a:1,a:1"}, "names a server twice"),
+        (
+            {"use_vllm": True, "vllm_mode": "server", "vllm_server_base_url": "http://a:1/,a:1"},
+            "names a server twice",
+        ),
+        ({"use_vllm": True, "vllm_mode": "server", "vllm_server_timeout": float("inf")}, "a week at most"),
         ({"use_vllm": True, "vllm_gpu_memory_utilization": 1.5}, "vllm_gpu_memory_utilization must be in"),
         ({"use_vllm": True, "vllm_mode": "server", "vllm_server_timeout": 0.0}, "vllm_server_timeout must be above 0"),
     ],
@@ -552,10 +557,13 @@ def test_a_rollout_over_http(tmp_path):
         assert service.modes == {0o666 & ~umask}  # the server may be another user's
         request = next(content for path, content in service.calls if path == "/v1/completions")
         assert {"model": "served", "return_token_ids": True, "logprobs": 0}.items() <= request.items()
+        draw, given = service.v1_completions, threading.Event()
+        service.v1_completions = lambda content: (len(content["prompt"]) == 3 or given.wait(30), draw(content))[1]
         groups = engine.generate(prompts(3, 4), 2, seed=0)
         next(groups)
         service.version = "another"
-        with pytest.raises(EngineError, match="given other weights while it generated"):
+        given.set()
+        with pytest.raises(EngineError, match="given weights by somebody else"):
             list(groups)
 
 
@@ -655,7 +663,7 @@ def test_a_server_that_is_not_there_or_dies(monkeypatch, caplog):
     options = VllmOptions(mode="server", servers=("127.0.0.1:9",), timeout=0.2)
     with pytest.raises(EngineError, match=r"cannot be reached.* waited 0.2 s .vllm_server_timeout.* Is it running"):
         VllmServerEngine(lambda: model, sampling(), options=options)
-    monkeypatch.setattr(watch, "LOOK_SECONDS", 0.1)
+    monkeypatch.setattr(watch, "WATCH_SECONDS", 0.1)
     with serving(model.config) as service:
         engine = server_engine(service, model)
         hangs = threading.Event()

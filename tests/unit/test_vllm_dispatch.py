@@ -12,9 +12,9 @@ import torch
 
 from rloom.errors import EngineError
 from rloom.generation.vllm import dispatch, watch
-from rloom.generation.vllm.client import Client
+from rloom.generation.vllm.client import Client, SilentError
 from rloom.generation.vllm.dispatch import REQUESTS_PER_SERVER, Dispatch, requests_per_server
-from tests.unit.test_vllm import assert_drawn_from, prompts
+from tests.unit.test_vllm import OLDER, assert_drawn_from, prompts
 from tests.unit.test_vllm_servers import LENGTHS, engine_of, two
 
 __all__ = ["two"]
@@ -111,6 +111,265 @@ def test_a_request_that_always_breaks_ends_the_run(two, monkeypatch):
     assert len(tried) == dispatch.TRIES
 
 
+def test_a_request_that_breaks_everywhere_ends_the_run(two, monkeypatch):
+    """It is tried three times at each server, and not for ever at the last."""
+    model, *services = two
+    engine, tried = engine_of(services, model), []
+
+    def poisoned(service):
+        draw = service.v1_completions
+
+        def answer(content):
+            if len(content["prompt"]) != 5:
+                return draw(content)
+            tried.append(service.port)
+            return hang_up(service)
+
+        return answer
+
+    for service in services:
+        service.v1_completions = poisoned(service)
+    with pytest.raises(EngineError, match=r"cannot be reached: .*There is no other server"):
+        list(engine.generate(prompts(*LENGTHS), 2, seed=0))
+    assert sorted(map(tried.count, set(tried))) == [dispatch.TRIES] * 2
+
+
+def test_a_request_that_waits_for_its_next_try_is_taken_from_a_lost_server(two, monkeypatch):
+    """The server is started again meanwhile, and would say nothing more."""
+    monkeypatch.setattr(dispatch, "LOOK_SECONDS", 0.05)
+    monkeypatch.setattr(watch, "WATCH_SECONDS", 0.1)
+    model, first, second = two
+    engine, hangs, tried = engine_of([first, second], model), threading.Event(), []
+
+    def answer(content):
+        tried.append(1)
+        if len(tried) == 2:
+            threading.Timer(0.3, start_again, [second]).start()
+        return hang_up(second) if len(tried) <= 2 else hangs.wait(30)
+
+    second.v1_completions = answer
+    found = list(engine.generate(prompts(3, 4), 2, seed=0))
+    hangs.set()
+    assert lengths(found) == [3, 4]
+    assert_drawn_from(model, found)
+
+
+def test_a_server_that_is_left_out_is_asked_for_nothing_more(two, monkeypatch):
+    """One of its requests has failed too often. Another has been answered, and its weights are being asked for."""
+    monkeypatch.setattr(dispatch, "REQUESTS_PER_SERVER", 2)
+    monkeypatch.setattr(dispatch, "TRIES", 1)
+    model, first, second = two
+    engine, draw, draw_first, ask = engine_of([first, second], model), second.v1_completions, first.v1_completions, []
+
+    def answer(content):
+        ask.append(1)
+        if len(ask) == 1:
+            return hang_up(second)
+        time.sleep(0.5)
+        return draw(content)
+
+    tell = second.weight_info
+    second.v1_completions = answer
+    second.weight_info = lambda content: (ask and time.sleep(1.0), tell(content))[1]
+    first.v1_completions = lambda content: (time.sleep(0.4), draw_first(content))[1]
+    found = list(engine.generate(prompts(*[3] * 14), 2, seed=0))
+    assert lengths(found) == [3] * 14
+    assert len(ask) == 2
+
+
+def test_an_answer_that_stops_in_the_middle_is_hung_up(two, monkeypatch):
+    """Where the server will close the connection, Python's own forgets it before the answer is read."""
+    monkeypatch.setattr(dispatch, "LOOK_SECONDS", 0.05)
+    monkeypatch.setattr(watch, "WATCH_SECONDS", 0.1)
+    model, first, second = two
+    engine, hangs, broken = engine_of([first, second], model, timeout=2.0), threading.Event(), []
+
+    def half(content):
+        head = b"HTTP/1.1 200 OK\r\nConnection: close\r\nContent-Length: 1000\r\n\r\n{"
+        second.here.connection.sendall(head)
+        second.health = lambda _: hangs.wait(30)
+        # Until the other end goes.
+        broken.append(second.here.connection.recv(1))
+        return hangs.wait(30)
+
+    second.v1_completions = half
+    found = list(engine.generate(prompts(3, 4), 2, seed=0))
+    assert lengths(found) == [3, 4]
+    until = time.monotonic() + 20
+    while not broken and time.monotonic() < until:
+        time.sleep(0.02)
+    hangs.set()
+    assert broken == [b""]
+
+
+@pytest.mark.parametrize("how", ["dies", "breaks"])
+def test_older_servers_that_are_lost_after_an_answer_end_the_run(two, how, monkeypatch):
+    """They cannot say of which weights that was: this one was started again before it."""
+    monkeypatch.setattr(dispatch, "REQUESTS_PER_SERVER", 1)
+    model, first, second = two
+    for service in (first, second):
+        service.missing, service.reset_prefix_cache = OLDER, lambda _: None
+    engine = engine_of([first, second], model)
+    draw, draw_first, asked = second.v1_completions, first.v1_completions, []
+    first.v1_completions = lambda content: (time.sleep(0.5), draw_first(content))[1]
+
+    def answer(content):
+        # A proof's.
+        if content["max_tokens"] == 8:
+            return draw(content)
+        asked.append(1)
+        if len(asked) == 1:
+            start_again(second)
+        if len(asked) == 2:
+            return second.die() if how == "dies" else hang_up(second)
+        return draw(content)
+
+    second.v1_completions = answer
+    message = "was lost after it had answered, and is too old" if how == "dies" else "was started again or given other"
+    with pytest.raises(EngineError, match=rf"{second.address} {message}"):
+        list(engine.generate(prompts(*LENGTHS), 2, seed=0))
+
+
+@pytest.mark.parametrize("says", [{}, None, []])
+def test_a_server_that_says_nothing_of_its_weights_is_left_out(two, says, caplog):
+    model, first, second = two
+    engine, draw = engine_of([first, second], model), second.v1_completions
+    second.v1_completions = lambda content: (setattr(second, "weight_info", lambda _: says), draw(content))[1]
+    found = list(engine.generate(prompts(*LENGTHS), 2, seed=0))
+    assert lengths(found) == list(LENGTHS)
+    assert f"the vLLM server at {second.address} has answered /weight_info with" in caplog.text
+
+
+def drop(choices):
+    choices.remove(max(choices, key=lambda choice: choice["index"]))
+
+
+@pytest.mark.parametrize(
+    ("spoil", "message"),
+    [
+        (drop, "returned 1 completions, 2 were asked for"),
+        (lambda choices: choices[0].update(finish_reason="error"), "ended a completion with 'error'"),
+        (lambda choices: choices[0].update(token_ids=7), "cannot be read .TypeError"),
+        (lambda choices: choices[0].update(index="a"), "cannot be read .TypeError"),
+        (lambda choices: choices[0]["logprobs"]["token_logprobs"].__setitem__(0, "x"), "cannot be read .ValueError"),
+        (lambda choices: choices[0]["logprobs"]["token_logprobs"].__setitem__(0, None), "are not finite"),
+        (lambda choices: choices[0].pop("finish_reason"), "cannot be read .KeyError"),
+        (lambda choices: choices[0].update(choices[1]), "has numbered its completions"),
+    ],
+)
+def test_completions_that_are_none_name_their_server(two, spoil, message, monkeypatch):
+    model, first, _ = two
+    engine, draw = engine_of([first], model), first.v1_completions
+    monkeypatch.setattr(dispatch, "TRIES", 1)
+
+    def spoilt(content):
+        answer = draw(content)
+        spoil(answer["choices"])
+        return answer
+
+    first.v1_completions = spoilt
+    with pytest.raises(EngineError, match=message) as caught:
+        list(engine.generate(prompts(3), 2, seed=0))
+    assert first.address in str(caught.value)
+
+
+def test_a_question_that_is_not_answered_is_waited_for_once(two):
+    """Answers that come while it is asked wait for it, and then not as long again for one of their own."""
+    began, put, first_is_put = [], [], threading.Event()
+
+    def silent():
+        put.append(1)
+        first_is_put.set()
+        time.sleep(1.0)
+        raise SilentError("no answer")
+
+    question = watch.Question(silent)
+
+    def ask():
+        with pytest.raises(SilentError):
+            question.ask()
+        began.append(time.monotonic())
+
+    threads = [threading.Thread(target=ask) for _ in range(4)]
+    threads[0].start()
+    first_is_put.wait(10)
+    for thread in threads[1:]:
+        thread.start()
+    for thread in threads:
+        thread.join(20)
+    assert len(began) == 4
+    assert len(put) == 1
+
+
+def test_failures_at_one_server_keep_nobody_from_the_answers_of_others(two):
+    """Its connections break together, and then it says nothing of itself for a while."""
+    model, first, second = two
+    engine, hangs, came = engine_of([first, second], model, timeout=60.0), threading.Event(), threading.Barrier(4)
+
+    def answer(content):
+        came.wait(30)
+        second.weight_info = lambda _: hangs.wait(30)
+        return hang_up(second)
+
+    second.v1_completions = answer
+    groups = engine.generate(prompts(*[3] * 8), 2, seed=0)
+    began = time.monotonic()
+    found = [next(groups) for _ in range(4)]
+    assert time.monotonic() - began < 20
+    del second.weight_info
+    second.v1_completions = type(second).v1_completions.__get__(second)
+    hangs.set()
+    found += groups
+    assert lengths(found) == [3] * 8
+    assert_drawn_from(model, found)
+
+
+def test_a_server_that_the_main_process_proves_is_left_out_by_others(two):
+    """In an evaluation each process collects by itself. Nothing that it draws in between is used."""
+    model, first, second = two
+    engine, draw = engine_of([first, second], model), second.v1_completions
+    second.v1_completions = lambda content: (setattr(second, "version", "sending-1"), draw(content))[1]
+    found = list(engine.generate(prompts(*LENGTHS), 2, seed=0))
+    assert lengths(found) == list(LENGTHS)
+    assert_drawn_from(model, found)
+
+
+def test_requests_that_nobody_answers_are_told(two, monkeypatch, caplog):
+    """Their server is well: it may be busy, or something between has lost them."""
+    monkeypatch.setattr(dispatch, "LOOK_SECONDS", 0.05)
+    model, first, _ = two
+    engine, draw = engine_of([first], model, timeout=20.0), first.v1_completions
+    monkeypatch.setattr(Dispatch, "__init__", impatient(Dispatch.__init__))
+    first.v1_completions = lambda content: (time.sleep(1.5), draw(content))[1]
+    assert lengths(engine.generate(prompts(3, 4), 2, seed=0)) == [3, 4]
+    assert f"no completions for 1 s; requests that are not answered: 2 at {first.address}" in caplog.text
+
+
+def impatient(make):
+    def made(self, *arguments, **options):
+        make(self, *arguments, **options)
+        self._patience = 1.0
+
+    return made
+
+
+def test_no_threads_are_left(two, monkeypatch):
+    monkeypatch.setattr(watch, "WATCH_SECONDS", 0.05)
+    model, *services = two
+    engine = engine_of(services, model)
+    for _ in range(3):
+        list(engine.generate(prompts(*LENGTHS), 2, seed=0))
+        groups = engine.generate(prompts(*LENGTHS), 2, seed=0)
+        next(groups)
+        groups.close()
+    until = time.monotonic() + 20
+    while (left := [t.name for t in threading.enumerate() if t.name.startswith("rloom-vllm")]) and (
+        time.monotonic() < until
+    ):
+        time.sleep(0.02)
+    assert left == []
+
+
 @pytest.mark.parametrize("tokens", [0, 2])
 def test_completions_that_a_server_aborts_are_drawn_again(two, tokens):
     """vLLM aborts what is under way when it is stopped, and answers with 200."""
@@ -166,11 +425,13 @@ def test_one_that_was_started_again_with_nothing_to_answer_is_not_believed(two):
 
 def test_one_that_was_started_again_is_noticed_beside_its_requests(two, monkeypatch, caplog):
     """Something between keeps its connections, over which nothing will ever come."""
-    monkeypatch.setattr(watch, "LOOK_SECONDS", 0.1)
+    monkeypatch.setattr(watch, "WATCH_SECONDS", 0.1)
     model, first, second = two
     engine, hangs = engine_of([first, second], model), threading.Event()
     second.v1_completions = lambda _: (start_again(second), hangs.wait(30))
+    began = time.monotonic()
     found = list(engine.generate(prompts(*LENGTHS), 2, seed=0))
+    assert time.monotonic() - began < 20
     hangs.set()
     assert lengths(found) == list(LENGTHS)
     assert_drawn_from(model, found)
@@ -193,12 +454,12 @@ def test_weights_of_somebody_else_end_the_run_though_there_is_another_server(two
     model, first, second = two
     engine, draw = engine_of([first, second], model), second.v1_completions
     second.v1_completions = lambda content: (setattr(second, "version", "somebody else's"), draw(content))[1]
-    with pytest.raises(EngineError, match=rf"{second.address} was given other weights while it generated"):
+    with pytest.raises(EngineError, match=rf"{second.address} was given weights by somebody else"):
         list(engine.generate(prompts(*LENGTHS), 2, seed=0))
 
 
 def test_a_silent_server_keeps_nobody_from_the_answers_of_others(two, monkeypatch):
-    monkeypatch.setattr(watch, "LOOK_SECONDS", 0.1)
+    monkeypatch.setattr(watch, "WATCH_SECONDS", 0.1)
     model, first, second = two
     engine, hangs = engine_of([first, second], model, timeout=60.0), threading.Event()
     draw, second.v1_completions = first.v1_completions, lambda _: hangs.wait(30)
@@ -219,7 +480,7 @@ def test_a_silent_server_keeps_nobody_from_the_answers_of_others(two, monkeypatc
 
 
 def test_a_server_that_is_silent_is_named_once(two, monkeypatch, caplog):
-    monkeypatch.setattr(watch, "LOOK_SECONDS", 0.05)
+    monkeypatch.setattr(watch, "WATCH_SECONDS", 0.05)
     model, first, _ = two
     engine, draw = engine_of([first], model, timeout=20.0), first.v1_completions
 
@@ -322,7 +583,7 @@ def test_a_machine_that_does_not_answer_is_not_waited_for(monkeypatch):
         client = Client(f"http://127.0.0.1:{address[1]}", 0.2)
         began = time.monotonic()
         with pytest.raises(EngineError, match="cannot be reached: TimeoutError"):
-            list(Dispatch([client], "/", lambda *_: {}, 1, patience=0.2, still_well=lambda *_: False).replies())
+            list(Dispatch([client], "/", lambda *_: {}, 1, read=lambda *_: None, patience=0.2).replies())
         assert time.monotonic() - began < 20
         for one in waiting:
             one.close()

@@ -20,6 +20,7 @@ from peft import LoraConfig, get_peft_model
 from rloom.cli.main import main
 from rloom.errors import EngineError
 from rloom.generation.vllm import VllmOptions, VllmServerEngine, proof, server, shared, transfer, watch
+from rloom.generation.vllm.client import SilentError
 from rloom.generation.vllm.outgoing import version_of
 from rloom.generation.vllm.weights import fingerprint
 from rloom.training.collector import Collector
@@ -143,11 +144,10 @@ def test_a_server_that_did_not_answer_a_question_is_not_proved_again(two, monkey
     calls, server = len(second.calls), engine.servers[1]
     with monkeypatch.context() as silent:
 
-        def still_has(model):
-            silent.setattr(server.client, "is_up", lambda: False)
-            raise EngineError("no answer")
+        def confirm():
+            raise SilentError("no answer")
 
-        silent.setattr(server, "still_has", still_has)
+        silent.setattr(server, "confirm", confirm)
         assert_drawn_from(model, engine.generate(prompts(*LENGTHS), 2, seed=0))
         assert engine.usable == engine.servers[:1]
     assert_drawn_from(model, engine.generate(prompts(*LENGTHS), 2, seed=0))
@@ -208,7 +208,7 @@ def test_the_main_process_sends_weights_where_it_has_nothing_to_ask_for(two):
 
 
 def test_a_server_that_hangs_is_left_out(two, monkeypatch, caplog):
-    monkeypatch.setattr(watch, "LOOK_SECONDS", 0.1)
+    monkeypatch.setattr(watch, "WATCH_SECONDS", 0.1)
     model, first, second = two
     engine, hangs = engine_of([first, second], model, timeout=0.5), threading.Event()
 
@@ -235,13 +235,11 @@ def test_a_server_whose_engine_has_died_is_left_out(two, caplog):
     assert "answered /v1/completions with 500" in caplog.text
 
 
-@pytest.mark.parametrize("missing", [(), OLDER])
-def test_a_server_that_dies_after_its_last_answer_costs_nothing(two, missing):
+def test_a_server_that_dies_after_its_last_answer_costs_nothing(two):
     model, first, second = two
-    first.missing = second.missing = missing
     engine = engine_of([first, second], model)
     groups = engine.generate(prompts(*LENGTHS), 2, seed=0)
-    found = [next(groups) for _ in LENGTHS]  # all are there; of older ones it is looked at what they answer now
+    found = [next(groups) for _ in LENGTHS]
     second.die()
     assert not list(groups)
     assert_drawn_from(model, found)
@@ -256,6 +254,105 @@ def test_a_server_that_dies_while_it_is_sent_weights(two, caplog):
     assert "left out until it does" in caplog.text
 
 
+@pytest.mark.parametrize("where", ["weight_info", "collective_rpc", "update_weight_version"])
+def test_a_connection_that_breaks_between_rollouts_costs_nothing(two, where):
+    model, first, second = two
+    engine = engine_of([first, second], model)
+    ask, left = getattr(second, where), [1]
+
+    def breaks(content):
+        if left:
+            left.pop()
+            return second.here.connection.shutdown(socket.SHUT_RDWR)
+        return ask(content)
+
+    setattr(second, where, breaks)
+    model.model.norm.weight.data[0] += 0.5
+    assert_drawn_from(model, engine.generate(prompts(*LENGTHS), 2, seed=0))
+    assert not left
+    assert engine.usable == engine.servers
+
+
+def test_a_server_that_says_nothing_to_weights_is_left_out(two):
+    model, first, second = two
+    engine, hangs = engine_of([first, second], model), threading.Event()
+    engine.servers[1].client.timeout = 1.0
+    second.collective_rpc = lambda _: hangs.wait(30)
+    model.model.norm.weight.data[0] += 0.5
+    assert_drawn_from(model, engine.generate(prompts(*LENGTHS), 2, seed=0))
+    hangs.set()
+    assert engine.usable == engine.servers[:1]
+
+
+def test_servers_that_are_waited_for_are_told_with_what_they_say(two, monkeypatch, caplog):
+    monkeypatch.setattr(server, "PATIENT_SECONDS", 0.2)
+    model, first, second = two
+    engine = engine_of([first, second], model)
+    engine.options = replace(engine.options, timeout=1.0)
+    for service in (first, second):
+        service.sick, service.sick_with = ("health",), 500
+        service.health = lambda _: {"error": "CUDA out of memory"}
+    with pytest.raises(EngineError, match=r"none of 2 vLLM servers has answered for 1 s .*CUDA out of memory") as error:
+        list(engine.generate(prompts(3), 2, seed=0))
+    for service in (first, second):
+        assert service.address in str(error.value)
+        assert service.address in caplog.text
+    assert caplog.text.count("waiting for") == 1
+
+
+def test_a_server_that_others_have_not_been_sent_to_is_told(two, monkeypatch, caplog):
+    """Sending goes on for longer than this process waits."""
+    monkeypatch.setattr(server, "GRACE_SECONDS", 0.3)
+    model, first, second = two
+    main, copy = engine_of([first, second], model), make_model()
+    other = engine_of([first, second], copy, sends=False)
+    list(other.generate(prompts(3), 2, seed=0))
+    with torch.no_grad():
+        [one.model.norm.weight[0].add_(0.5) for one in (model, copy)]
+    # The main process has been kept from the second.
+    main.servers = main.servers[:1]
+    list(main.generate([], 2, seed=0))
+    assert_drawn_from(copy, other.generate(prompts(*LENGTHS), 2, seed=0))
+    assert other.usable == other.servers[:1]
+    assert f"{second.address} has not the weights of this process: asked for nothing in this rollout" in caplog.text
+
+
+def test_a_server_that_is_being_sent_weights_is_waited_for(two, monkeypatch):
+    """The main process sends them to one server after the other."""
+    monkeypatch.setattr(server, "GRACE_SECONDS", 0.3)
+    model, first, second = two
+    main, copy = engine_of([first, second], model), make_model()
+    other = engine_of([first, second], copy, sends=False)
+    list(other.generate(prompts(3), 2, seed=0))
+    with torch.no_grad():
+        [one.model.norm.weight[0].add_(0.5) for one in (model, copy)]
+    load = second.collective_rpc
+    second.collective_rpc = lambda content: (time.sleep(1.5), load(content))[1]
+    sending = threading.Thread(target=lambda: list(main.generate([], 2, seed=0)))
+    sending.start()
+    assert_drawn_from(copy, other.generate(prompts(*LENGTHS), 2, seed=0))
+    sending.join(30)
+    assert other.usable == other.servers
+
+
+def test_what_is_no_vllm_server_is_shown(two):
+    model, first, _ = two
+    first.server_info = lambda _: {"model_path": "m"}
+    with pytest.raises(EngineError, match=rf"{first.address} has answered /server_info with .*is it a vLLM server"):
+        engine_of([first], model)
+
+
+def test_a_server_that_is_refused_leaves_the_ports_of_others_free(two):
+    model, first, second = two
+    first.backend = second.backend = "gloo"
+    port = free_port()
+    second.logprobs_mode = "raw_logprobs"
+    with pytest.raises(EngineError, match="logprobs-mode") as held:
+        engine_of([first, second], model, group_port=port)
+    assert held.value
+    engine_of([first], model, group_port=port)
+
+
 def test_an_error_of_one_is_not_asked_of_another(two):
     model, first, second = two
     engine = engine_of([first, second], model)
@@ -264,15 +361,20 @@ def test_an_error_of_one_is_not_asked_of_another(two):
         list(engine.generate(prompts(*LENGTHS), 2, seed=0))
 
 
-def test_a_server_with_other_weights_is_noticed(two):
+def test_a_server_with_other_weights_is_noticed(two, caplog):
     model, first, second = two
     engine = engine_of([first, second], model)
     second.version = "somebody else's"
     assert_drawn_from(model, engine.generate(prompts(*LENGTHS), 2, seed=0))
+    told = "given weights by somebody else: use one server for one run. It is sent all weights, and proved"
+    assert told in caplog.text
+    draw, given = second.v1_completions, threading.Event()
+    second.v1_completions = lambda content: (given.wait(30), draw(content))[1]
     groups = engine.generate(prompts(*LENGTHS), 2, seed=0)
     next(groups)
     second.version = "somebody else's"
-    with pytest.raises(EngineError, match=rf"{second.address} was given other weights while it generated"):
+    given.set()
+    with pytest.raises(EngineError, match=rf"{second.address} was given weights by somebody else"):
         list(groups)
 
 
@@ -356,7 +458,9 @@ def test_a_process_whose_weights_nobody_sends_says_so(two):
     model, *services = two
     engine_of(services, model)
     other = engine_of(services, make_model(seed=5), sends=False, timeout=0.3)
-    with pytest.raises(EngineError, match=r"no vLLM server has the weights of this process after 1 s.* 2 of 2 answer"):
+    with pytest.raises(
+        EngineError, match=r"no vLLM server has the weights of this process after 1 s.* which is well; "
+    ):
         list(other.generate(prompts(3), 2, seed=0))
 
 

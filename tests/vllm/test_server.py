@@ -90,7 +90,7 @@ def test_weights_that_somebody_else_has_sent_are_replaced(server):
     assert_drawn_from(one, some, in_order(first, some))
     in_order(second, some)
     # What is asked of the server after each answer.
-    with pytest.raises(EngineError, match=r"given other weights while it generated: use one server for one run"):
+    with pytest.raises(EngineError, match=r"given weights by somebody else: use one server for one run"):
         first.servers[0].confirm()
     assert_drawn_from(one, some, in_order(first, some))
 
