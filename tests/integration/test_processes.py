@@ -296,14 +296,14 @@ def test_a_store_that_does_not_answer_names_who_keeps_it(monkeypatch, capsys):
 
 def test_a_process_that_has_ended_is_not_missed(monkeypatch, capsys):
     monkeypatch.setattr(heartbeat, "BEAT_SECONDS", 0.02)
-    monkeypatch.setattr(heartbeat, "SILENT_SECONDS", 0.3)
+    monkeypatch.setattr(heartbeat, "SILENT_SECONDS", 1.5)
     store = torch.distributed.HashStore()
     hearts = [heartbeat.Heartbeat(store, rank, 2) for rank in (0, 1)]
     for heart in hearts:
         heart.start()
     time.sleep(0.1)
     hearts[1].stop()
-    time.sleep(0.6)
+    time.sleep(2.5)
     assert hearts[0].silent() == []
     hearts[0].stop()
     assert capsys.readouterr().err == ""

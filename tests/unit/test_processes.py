@@ -55,9 +55,9 @@ class Threads(Processes):
 
     def gather(self, value):
         self.boxes[self.rank] = value
-        self.meeting.wait(5)
+        self.meeting.wait(60)
         values = list(self.boxes)
-        self.meeting.wait(5)
+        self.meeting.wait(60)
         return values
 
 

@@ -9,6 +9,7 @@ import sys
 import threading
 import tomllib
 import weakref
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -532,8 +533,8 @@ def test_training_and_images(monkeypatch, config, rows):
 # -- over HTTP
 
 
-def server_engine(service, model, **changes):
-    options = VllmOptions(mode="server", servers=(service.address,), timeout=0.5, **changes)
+def server_engine(service, model, timeout=20.0, **changes):
+    options = VllmOptions(mode="server", servers=(service.address,), timeout=timeout, **changes)
     return VllmServerEngine(lambda: model, sampling(), options=options)
 
 
@@ -613,7 +614,8 @@ def test_what_is_no_address(address):
 def test_a_server_that_is_not_as_it_should_be(changes, message):
     model = make_model()
     with serving(model.config, **changes) as service, pytest.raises(EngineError, match=message):
-        server_engine(service, model)
+        # So long it is waited for requests to end.
+        server_engine(service, model, timeout=1.0)
 
 
 OLDER = ("weight_info", "weight_checker", "update_weight_version")
@@ -666,6 +668,7 @@ def test_a_server_that_is_not_there_or_dies(monkeypatch, caplog):
     monkeypatch.setattr(watch, "WATCH_SECONDS", 0.1)
     with serving(model.config) as service:
         engine = server_engine(service, model)
+        engine.options, engine.servers[0].client.timeout = replace(engine.options, timeout=0.5), 0.5
         hangs = threading.Event()
         service.v1_completions, service.sick = lambda _: hangs.wait(30), ("health",)
         with pytest.raises(EngineError, match=r"answered /health with 503.* waited 0.5 s"):

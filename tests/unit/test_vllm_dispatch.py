@@ -521,9 +521,11 @@ def test_a_logprob_that_is_no_number_is_an_error(two):
         answer["choices"][0]["logprobs"]["token_logprobs"][0] = None
         return answer
 
-    first.v1_completions = broken
-    with pytest.raises(EngineError, match="log-probabilities are not finite"):
+    asked = []
+    first.v1_completions = lambda content: (asked.append(1), broken(content))[1]
+    with pytest.raises(EngineError, match=rf"log-probabilities are not finite.*{first.address}.$"):
         list(engine.generate(prompts(3), 2, seed=0))
+    assert asked == [1]
 
 
 def test_connections_over_which_nothing_comes_are_tried(two):

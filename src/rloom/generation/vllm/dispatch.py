@@ -16,6 +16,7 @@ from typing import Any
 
 from rloom.errors import EngineError
 from rloom.generation.vllm.client import HEALTH_SECONDS, STARTING, Client, LostWeights, OtherWeights, ServerError
+from rloom.generation.vllm.requests import NotFiniteError
 from rloom.generation.vllm.watch import Watch
 from rloom.printable import get_logger
 
@@ -215,7 +216,7 @@ class Dispatch:
             with self._lock:
                 del self._asked[number]
             return True
-        if not isinstance(error, EngineError):
+        if not isinstance(error, EngineError) or isinstance(error, NotFiniteError):
             raise error
         if reply.wrong is not None:
             self._lose(client, reply.wrong if isinstance(reply.wrong, LostWeights) else error)

@@ -46,6 +46,10 @@ OWNED = {
 """Entries that the trainer must know about, and the option of ours to use instead."""
 
 
+class NotFiniteError(EngineError):
+    """A model has log-probabilities that are no numbers. Asking again does not help."""
+
+
 class RequestFormat:
     """Turns prompts into vLLM's requests, and its answers into completions."""
 
@@ -133,7 +137,7 @@ class RequestFormat:
         if len(found) != len(tokens):
             raise EngineError(f"vLLM returned {len(found)} log-probabilities for {len(tokens)} tokens")
         if any(math.isnan(value) for value in found):
-            raise EngineError(
+            raise NotFiniteError(
                 "vLLM's log-probabilities are not finite: the model's weights are broken. Look at the last updates: a "
                 "learning rate that is too high, float16 without loss scaling"
             )
@@ -213,7 +217,7 @@ def reader(request_format: RequestFormat, count: int) -> Callable[[Client, Any],
             with client.reading("/v1/completions", answer):
                 return read_completions(answer, request_format, count)
         except EngineError as error:
-            raise EngineError(f"{error} (the vLLM server at {client.address})") from error
+            raise type(error)(f"{error} (the vLLM server at {client.address})") from error
 
     return read
 
