@@ -300,19 +300,26 @@ def test_servers_that_are_waited_for_are_told_with_what_they_say(two, monkeypatc
     assert caplog.text.count("waiting for") == 1
 
 
-def test_a_server_that_others_have_not_been_sent_to_is_told(two, monkeypatch, caplog):
-    """Sending goes on for longer than this process waits."""
-    monkeypatch.setattr(server, "GRACE_SECONDS", 0.3)
-    model, first, second = two
-    main, copy = engine_of([first, second], model), make_model()
-    other = engine_of([first, second], copy, sends=False)
+def of_two_processes(two):
+    """The engines of a main process and another one, after an update."""
+    model, *services = two
+    main, copy = engine_of(services, model), make_model()
+    other = engine_of(services, copy, sends=False)
     list(other.generate(prompts(3), 2, seed=0))
     with torch.no_grad():
         [one.model.norm.weight[0].add_(0.5) for one in (model, copy)]
+    return main, other
+
+
+def test_a_server_that_others_have_not_been_sent_to_is_told(two, monkeypatch, caplog):
+    """Sending goes on for longer than this process waits."""
+    monkeypatch.setattr(server, "GRACE_SECONDS", 0.3)
+    _, _, second = two
+    main, other = of_two_processes(two)
     # The main process has been kept from the second.
     main.servers = main.servers[:1]
     list(main.generate([], 2, seed=0))
-    assert_drawn_from(copy, other.generate(prompts(*LENGTHS), 2, seed=0))
+    assert_drawn_from(other.get_model(), other.generate(prompts(*LENGTHS), 2, seed=0))
     assert other.usable == other.servers[:1]
     assert f"{second.address} has not the weights of this process: asked for nothing in this rollout" in caplog.text
 
@@ -320,17 +327,13 @@ def test_a_server_that_others_have_not_been_sent_to_is_told(two, monkeypatch, ca
 def test_a_server_that_is_being_sent_weights_is_waited_for(two, monkeypatch):
     """The main process sends them to one server after the other."""
     monkeypatch.setattr(server, "GRACE_SECONDS", 0.3)
-    model, first, second = two
-    main, copy = engine_of([first, second], model), make_model()
-    other = engine_of([first, second], copy, sends=False)
-    list(other.generate(prompts(3), 2, seed=0))
-    with torch.no_grad():
-        [one.model.norm.weight[0].add_(0.5) for one in (model, copy)]
+    _, _, second = two
+    main, other = of_two_processes(two)
     load = second.collective_rpc
     second.collective_rpc = lambda content: (time.sleep(1.5), load(content))[1]
     sending = threading.Thread(target=lambda: list(main.generate([], 2, seed=0)))
     sending.start()
-    assert_drawn_from(copy, other.generate(prompts(*LENGTHS), 2, seed=0))
+    assert_drawn_from(other.get_model(), other.generate(prompts(*LENGTHS), 2, seed=0))
     sending.join(30)
     assert other.usable == other.servers
 
