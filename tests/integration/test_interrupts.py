@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from rloom import RLOOTrainer
+from rloom.training.interrupts import Interrupts
 from tests.conftest import make_model, make_tokenizer
 
 
@@ -102,3 +103,13 @@ def test_a_run_that_fails_gives_signals_back(config, rows):
     with pytest.raises(Exception, match="no"):
         trainer_for(config, rows, broken).train()
     assert signal.getsignal(signal.SIGTERM) is before
+
+
+def test_a_signal_after_the_last_update_names_no_checkpoint(tmp_path, capsys):
+    interrupts = Interrupts()
+    with interrupts.listening():
+        os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(0.1)
+    with pytest.raises(SystemExit):
+        interrupts.leave(str(tmp_path), 5)
+    assert "rloom: stopped after update 5, which was the last. To go on" in capsys.readouterr().err

@@ -1911,7 +1911,7 @@ MUTANTS = [
     ),
     Mutant(
         "models/verify.py",
-        "if isinstance(model, FSDPModule) and isinstance(error, torch.OutOfMemoryError):",
+        "if in_parts and isinstance(error, torch.OutOfMemoryError):",
         "if False:",
         "tests/integration/test_sharded.py::test_a_process_without_memory_at_the_start_ends_all",
     ),
@@ -1923,8 +1923,8 @@ MUTANTS = [
     ),
     Mutant(
         "generation/vllm/dispatch.py",
-        "        if reply.wrong is not None:",
-        "        if False:",
+        "        elif reply.server_error is not None:",
+        "        elif False:",
         "tests/unit/test_vllm_servers.py::test_a_server_whose_engine_has_died_is_left_out",
     ),
     Mutant(
@@ -1953,8 +1953,8 @@ MUTANTS = [
     ),
     Mutant(
         "generation/vllm/dispatch.py",
-        "        if self._asked.get(number) is not client:\n            return False",
-        "        if number not in self._asked:\n            return False",
+        "        if self._asked.get(reply.number) is not reply.client:\n            return False",
+        "        if reply.number not in self._asked:\n            return False",
         "tests/unit/test_vllm_faults.py::test_every_request_is_answered_once_by_the_right_weights[1-256]",
     ),
     Mutant(
@@ -2049,14 +2049,14 @@ MUTANTS = [
     ),
     Mutant(
         "generation/vllm/remote.py",
-        "            if not began or isinstance(error, SilentError) or not self.client.is_up():",
+        "            if isinstance(error, SilentError) or not self.client.is_up():",
         "            if True:",
         "tests/unit/test_vllm_servers.py::test_a_connection_that_breaks_between_rollouts_costs_nothing[collective_rpc]",
     ),
     Mutant(
         "generation/vllm/client.py",
-        "        except UnreachableError:\n            # One",
-        "        except RecursionError:\n            # One",
+        "        except UnreachableError:\n            return call()",
+        "        except RecursionError:\n            return call()",
         "tests/unit/test_vllm_servers.py::test_a_connection_that_breaks_between_rollouts_costs_nothing[weight_info]",
     ),
     Mutant(
@@ -2067,20 +2067,80 @@ MUTANTS = [
     ),
     Mutant(
         "generation/vllm/server.py",
-        "    if is_lost or not server.client.is_up():",
+        "    if is_lost or not server.client.is_up(patience):",
         "    if False:",
         "tests/unit/test_vllm_dispatch.py::test_older_servers_that_are_lost_after_an_answer_end_the_run[dies]",
-    ),
-    Mutant(
-        "generation/vllm/server.py",
-        "                    progress, coming = time.monotonic(), True",
-        "                    pass",
-        "tests/unit/test_vllm_servers.py::test_a_server_that_is_being_sent_weights_is_waited_for",
     ),
     Mutant(
         "generation/vllm/server.py",
         "                for server in self.servers:\n                    server.end()\n                raise",
         "                raise",
         "tests/unit/test_vllm_servers.py::test_a_server_that_is_refused_leaves_the_ports_of_others_free",
+    ),
+    Mutant(
+        "generation/vllm/following.py",
+        "return State.NOT_YET if is_old else State.COMING, error.names",
+        "return State.NOT_YET, error.names",
+        "tests/unit/test_vllm_servers.py::test_a_server_that_is_being_sent_weights_is_waited_for",
+    ),
+    Mutant(
+        "generation/vllm/following.py",
+        "rest = found - {State.HAS, State.DOWN}",
+        "rest = found - {State.HAS}",
+        "tests/unit/test_vllm_servers.py::test_a_server_that_is_down_keeps_nobody_waiting",
+    ),
+    Mutant(
+        "generation/vllm/following.py",
+        "state is State.COMING and names != self.names.get(server)",
+        "state is State.COMING",
+        "tests/unit/test_vllm_servers.py::test_a_server_that_was_left_in_the_middle_is_not_waited_for_twice",
+    ),
+    Mutant(
+        "generation/vllm/following.py",
+        "            if error.status not in STARTING:",
+        "            if True:",
+        "tests/unit/test_vllm_servers.py::test_a_proxy_before_a_server_that_is_down_ends_no_run",
+    ),
+    Mutant(
+        "generation/vllm/dispatch.py",
+        "        if len(self.clients) > 1 or reply.seconds >= self._patience:",
+        "        if True:",
+        "tests/unit/test_vllm_dispatch.py::test_servers_that_fail_together_are_given_time",
+    ),
+    Mutant(
+        "generation/vllm/dispatch.py",
+        "        if isinstance(reply.server_error, LostWeights):",
+        "        if isinstance(reply.server_error, LostWeights) and not _is_final(reply.error):",
+        "tests/unit/test_vllm_dispatch.py::test_completions_of_lost_weights_say_nothing_of_the_policy",
+    ),
+    Mutant(
+        "generation/vllm/dispatch.py",
+        "    return isinstance(error, UnusableAnswerError) or",
+        "    return",
+        "tests/unit/test_vllm_dispatch.py::test_a_logprob_that_is_no_number_is_an_error",
+    ),
+    Mutant(
+        "generation/vllm/remote.py",
+        "self.confirm(HEALTH_SECONDS if self._silent else None)",
+        "self.confirm(None)",
+        "tests/unit/test_vllm_servers.py::test_a_server_that_was_silent_is_not_waited_for_as_long_again",
+    ),
+    Mutant(
+        "rewards/compose.py",
+        "            values = sorted(values, key=repr)",
+        "            values = list(values)",
+        "tests/unit/test_compose.py::test_several_values_of_a_column",
+    ),
+    Mutant(
+        "models/verify.py",
+        ' or any(hasattr(p, "ds_id") for p in model.parameters())',
+        "",
+        "tests/unit/test_verify.py::test_memory_that_runs_out_while_others_wait_is_no_verdict",
+    ),
+    Mutant(
+        "training/interrupts.py",
+        "if folder.is_dir() else",
+        "if True else",
+        "tests/integration/test_interrupts.py::test_a_signal_after_the_last_update_names_no_checkpoint",
     ),
 ]

@@ -24,6 +24,7 @@ from rloom.models.verify import (
     plain_logits,
     probe_length,
     probe_tokens,
+    raise_in_step,
 )
 
 SIZES = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2}
@@ -114,3 +115,17 @@ def test_layers_that_are_checkpointed_in_evaluation_too_are_counted_once():
     for layer in model.model.layers:
         layer.forward = functools.partial(checkpoint, layer.forward, use_reentrant=False)
     assert why_not_packed(model) is None
+
+
+@pytest.mark.parametrize("in_parts", [False, True])
+def test_memory_that_runs_out_while_others_wait_is_no_verdict(in_parts):
+    """Each forward of weights in parts, here by DeepSpeed's ZeRO-3, gathers them from all processes."""
+    model, error = nn.Linear(2, 2), torch.OutOfMemoryError("none left")
+    if in_parts:
+        model.weight.ds_id = 0
+    raise_in_step(model, ValueError("what no process likes"), "do without")
+    with pytest.raises(torch.OutOfMemoryError) if in_parts else contextlib.nullcontext():
+        raise_in_step(model, error, "do without")
+    assert getattr(error, "__notes__", []) == (
+        ["memory ran out while it was tried out how this model can be run; do without"] if in_parts else []
+    )

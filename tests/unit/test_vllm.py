@@ -692,7 +692,7 @@ def test_a_server_that_is_not_there_or_dies(monkeypatch, caplog):
             client.Client(service.address).wait(1.2)
         assert caplog.text.count(f"waiting for the vLLM server at {service.address}, up to 1.2 s") == 1
         service.sick, service.sick_with, service.cut = (), 503, ("v1_completions",)
-        with pytest.raises(EngineError, match=r"cannot be reached: IncompleteRead.* when it is up again, go on"):
+        with pytest.raises(EngineError, match=r"cannot be reached: IncompleteRead.* when it is well again, go on"):
             list(engine.generate(prompts(3), 2, seed=0))
         service.cut = ()
         service.v1_completions, service.sick = lambda _: {"error": "no"}, ("v1_completions",)

@@ -103,8 +103,8 @@ class Server:
         self.http.server_close()
 
 
-def confirm(client):
-    if client.get("/weight_info")["weight_version"] != SENT:
+def confirm(client, seconds):
+    if client.get("/weight_info", seconds)["weight_version"] != SENT:
         raise LostWeights(f"{client.address} was started again")
 
 

@@ -19,7 +19,17 @@ from peft import LoraConfig, get_peft_model
 
 from rloom.cli.main import main
 from rloom.errors import EngineError
-from rloom.generation.vllm import VllmOptions, VllmServerEngine, proof, server, shared, transfer, watch
+from rloom.generation.vllm import (
+    VllmOptions,
+    VllmServerEngine,
+    following,
+    proof,
+    remote,
+    server,
+    shared,
+    transfer,
+    watch,
+)
 from rloom.generation.vllm.client import SilentError
 from rloom.generation.vllm.outgoing import version_of
 from rloom.generation.vllm.weights import fingerprint
@@ -144,7 +154,7 @@ def test_a_server_that_did_not_answer_a_question_is_not_proved_again(two, monkey
     calls, server = len(second.calls), engine.servers[1]
     with monkeypatch.context() as silent:
 
-        def confirm():
+        def confirm(seconds):
             raise SilentError("no answer")
 
         silent.setattr(server, "confirm", confirm)
@@ -297,7 +307,7 @@ def test_servers_that_are_waited_for_are_told_with_what_they_say(two, monkeypatc
     for service in (first, second):
         assert service.address in str(error.value)
         assert service.address in caplog.text
-    assert caplog.text.count("waiting for") == 1
+    assert caplog.text.count("waiting, up to 1 s (vllm_server_timeout): ") == 1
 
 
 def of_two_processes(two):
@@ -313,7 +323,7 @@ def of_two_processes(two):
 
 def test_a_server_that_others_have_not_been_sent_to_is_told(two, monkeypatch, caplog):
     """Sending goes on for longer than this process waits."""
-    monkeypatch.setattr(server, "GRACE_SECONDS", 0.3)
+    monkeypatch.setattr(following, "GRACE_SECONDS", 0.3)
     _, _, second = two
     main, other = of_two_processes(two)
     # The main process has been kept from the second.
@@ -326,7 +336,7 @@ def test_a_server_that_others_have_not_been_sent_to_is_told(two, monkeypatch, ca
 
 def test_a_server_that_is_being_sent_weights_is_waited_for(two, monkeypatch):
     """The main process sends them to one server after the other."""
-    monkeypatch.setattr(server, "GRACE_SECONDS", 0.3)
+    monkeypatch.setattr(following, "GRACE_SECONDS", 0.3)
     _, _, second = two
     main, other = of_two_processes(two)
     load = second.collective_rpc
@@ -336,6 +346,67 @@ def test_a_server_that_is_being_sent_weights_is_waited_for(two, monkeypatch):
     assert_drawn_from(other.get_model(), other.generate(prompts(*LENGTHS), 2, seed=0))
     sending.join(30)
     assert other.usable == other.servers
+
+
+def test_a_server_that_was_left_in_the_middle_is_not_waited_for_twice(two, monkeypatch, caplog):
+    """The main process goes on without it, and would wait for this process elsewhere."""
+    monkeypatch.setattr(following, "GRACE_SECONDS", 0.3)
+    _, _, second = two
+    main, other = of_two_processes(two)
+    main.servers[1].client.timeout = 0.5
+    other._following._timeout, hangs = 1.0, threading.Event()
+    load = second.collective_rpc
+    second.collective_rpc = lambda content: hangs.wait(60) and load(content)
+    took = []
+    for _ in range(2):
+        list(main.generate([], 2, seed=0))
+        began = time.monotonic()
+        assert_drawn_from(other.get_model(), other.generate(prompts(3, 4), 2, seed=0))
+        took.append(time.monotonic() - began)
+    hangs.set()
+    assert second.version.startswith("sending-")
+    assert other.usable == other.servers[:1]
+    assert max(took) < 15
+    assert f"{second.address} has not the weights of this process" in caplog.text
+
+
+def test_a_server_that_is_down_keeps_nobody_waiting(two):
+    """For as long as servers wait for the next one that is sent weights."""
+    _, _, second = two
+    main, other = of_two_processes(two)
+    second.die()
+    for _ in range(2):
+        list(main.generate([], 2, seed=0))
+        began = time.monotonic()
+        assert_drawn_from(other.get_model(), other.generate(prompts(3, 4), 2, seed=0))
+        assert time.monotonic() - began < following.GRACE_SECONDS / 2
+
+
+def test_a_proxy_before_a_server_that_is_down_ends_no_run(two):
+    _, _, second = two
+    main, other = of_two_processes(two)
+    list(main.generate([], 2, seed=0))
+    second.sick, second.sick_with = ("weight_info",), 502
+    assert_drawn_from(other.get_model(), other.generate(prompts(3, 4), 2, seed=0))
+    assert other.usable == other.servers[:1]
+
+
+def test_a_server_that_was_silent_is_not_waited_for_as_long_again(two, monkeypatch):
+    """It says that it is well, and not which weights it has."""
+    monkeypatch.setattr(remote, "HEALTH_SECONDS", 0.3)
+    model, _, second = two
+    engine, hangs = engine_of(two[1:], model), threading.Event()
+    engine.servers[1].client.timeout = 4.0
+    second.weight_info = lambda _: hangs.wait(60)
+    took = []
+    for _ in range(2):
+        began = time.monotonic()
+        list(engine.generate([], 2, seed=0))
+        took.append(time.monotonic() - began)
+    hangs.set()
+    assert took[0] > 3.5
+    assert took[1] < 3.0
+    assert engine.usable == engine.servers[:1]
 
 
 def test_what_is_no_vllm_server_is_shown(two):
@@ -461,9 +532,7 @@ def test_a_process_whose_weights_nobody_sends_says_so(two):
     model, *services = two
     engine_of(services, model)
     other = engine_of(services, make_model(seed=5), sends=False, timeout=0.3)
-    with pytest.raises(
-        EngineError, match=r"no vLLM server has the weights of this process after 1 s.* which is well; "
-    ):
+    with pytest.raises(EngineError, match=r"no vLLM server has the weights of this process after 1 s.* is well; "):
         list(other.generate(prompts(3), 2, seed=0))
 
 

@@ -83,7 +83,9 @@ def raise_in_step(model: nn.Module, error: Exception, otherwise: str) -> None:
     """Raise an error of a check that other processes wait for: where weights are in parts, each forward gathers them
     from all. What an architecture does not like, all find alike; memory runs out in one. `otherwise` says what to do.
     """
-    if isinstance(model, FSDPModule) and isinstance(error, torch.OutOfMemoryError):
+    # By FSDP2, or by DeepSpeed's ZeRO-3.
+    in_parts = isinstance(model, FSDPModule) or any(hasattr(p, "ds_id") for p in model.parameters())
+    if in_parts and isinstance(error, torch.OutOfMemoryError):
         error.add_note(f"memory ran out while it was tried out how this model can be run; {otherwise}")
         raise error
 

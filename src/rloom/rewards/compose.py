@@ -75,7 +75,10 @@ def term(
         if not isinstance(when, (tuple, list)) or len(when) != 2:
             raise RewardError(f"when must be (column, value or values), not {when!r}")
         column, values = when
-        when = (column, tuple(values) if isinstance(values, (list, tuple, set, frozenset)) else (values,))
+        if isinstance(values, (set, frozenset)):
+            # In the same order in every process.
+            values = sorted(values, key=repr)
+        when = (column, tuple(values) if isinstance(values, (list, tuple)) else (values,))
     return Term(function=function, weight=weight, clip=clip, normalize=normalize, only_if=only_if, at_least=at_least,
                 otherwise=otherwise, when=when)  # fmt: skip
 

@@ -213,10 +213,12 @@ def _batcher(trainer: Any, policy: Policy, args: RLOOConfig) -> tuple[Batcher, b
         # Layer by layer processes run alike, so what one refuses is refused by all.
         return not trainer.processes.any(not proves_packing(model, layers))
 
+    # Which checks are made is the same in all processes too.
+    kernels = not trainer.processes.any(not runs_kernels(args.device))
     # The checks run under autocast, as training does.
     with trainer.accelerator.autocast():
         check_head(model)
-        if args.packing is not False and not args.compile_layers and runs_kernels(args.device):
+        if args.packing is not False and not args.compile_layers and kernels:
             fused = proves(FusedLayers([loading.base_of(model)]))
         packed = fused or (args.packing is not False and proves())
     if args.packing and not packed:

@@ -87,8 +87,10 @@ class Interrupts(TrainerCallback):
         folder = Path(output_dir) / f"checkpoint-{step}"
         # Launchers send theirs to all processes, and the main one has said so.
         why = "" if 0 in having else f" by {received.name} in process {having[0]}"
+        # A signal may come after the last update.
+        saved = f"saved in {folder}" if folder.is_dir() else "which was the last"
         self._say(
-            f"rloom: stopped after update {step}{why}, saved in {folder}. To go on: "
+            f"rloom: stopped after update {step}{why}, {saved}. To go on: "
             'trainer.train(resume_from_checkpoint="auto"), or `rloom train … --resume_from_checkpoint auto`'
         )
         if received == signal.SIGINT:

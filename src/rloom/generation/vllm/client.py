@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
 from http.client import HTTPConnection, HTTPException, HTTPSConnection
-from typing import Any
+from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
 from rloom.errors import EngineError
 from rloom.printable import get_logger
 
 logger = get_logger(__name__)
+
+T = TypeVar("T")
 
 HOW_TO_START = (
     "start it with `rloom vllm-serve MODEL`, or VLLM_SERVER_DEV_MODE=1 vllm serve MODEL --logprobs-mode "
@@ -51,7 +53,11 @@ class LostWeights(EngineError):
 
 
 class BeingSent(LostWeights):
-    """The server is being sent weights at the moment."""
+    """The server is being sent weights at the moment. `names`: what it calls them meanwhile."""
+
+    def __init__(self, address: str, names: frozenset[str]) -> None:
+        self.names = names
+        super().__init__(f"the vLLM server at {address} is being sent weights")
 
 
 class OtherWeights(LostWeights):
@@ -74,13 +80,7 @@ class Client:
 
     def get(self, path: str, timeout: float | None = 30.0) -> Any:
         """The answer to a GET: JSON, or nothing."""
-        try:
-            return self._get(path, timeout)
-        except SilentError:
-            raise
-        except UnreachableError:
-            # One connection that breaks says nothing about the server.
-            return self._get(path, timeout)
+        return self._twice(lambda: self._get(path, timeout))
 
     def _get(self, path: str, timeout: float | None) -> Any:
         with closing(self.connection(timeout)) as connection:
@@ -101,8 +101,20 @@ class Client:
 
     def check_health(self, seconds: float) -> None:
         """Raise what is wrong where the server does not answer within this time that it is well."""
+        self._twice(lambda: self._ask_health(seconds))
+
+    def _ask_health(self, seconds: float) -> None:
         with closing(self.connection(seconds)) as connection:
             self._raw(connection, "GET", "/health")
+
+    def _twice(self, call: Callable[[], T]) -> T:
+        """A call that may be made again where its connection breaks: one that does says nothing about the server."""
+        try:
+            return call()
+        except SilentError:
+            raise
+        except UnreachableError:
+            return call()
 
     @contextmanager
     def reading(self, path: str, answer: Any) -> Iterator[None]:
@@ -180,13 +192,18 @@ class Client:
                 )
             time.sleep(min(1.0, max(0.0, end - time.monotonic()) + 0.01))
 
-    def developer(self, method: str, path: str, content: Any = None) -> Any:
-        """A call that the server knows in developer mode only."""
-        try:
-            if method == "GET":
-                return self.get(path, self.timeout)
-            with closing(self.connection(self.timeout)) as connection:
+    def developer(
+        self, method: str, path: str, content: Any = None, *, seconds: float | None = None, twice: bool = False
+    ) -> Any:
+        """A call that the server knows in developer mode only. It may take `seconds`, or else `timeout`. `twice`: it
+        may be made again, as every GET may."""
+
+        def call() -> Any:
+            with closing(self.connection(seconds or self.timeout)) as connection:
                 return self.ask(connection, method, path, content)
+
+        try:
+            return self._twice(call) if twice or method == "GET" else call()
         except ServerError as error:
             if not error.unknown:
                 raise

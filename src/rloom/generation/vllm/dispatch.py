@@ -10,13 +10,13 @@ import time
 from collections import Counter, deque
 from collections.abc import Callable, Generator, Sequence
 from contextlib import closing, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from http.client import HTTPException
 from typing import Any
 
 from rloom.errors import EngineError
 from rloom.generation.vllm.client import HEALTH_SECONDS, STARTING, Client, LostWeights, OtherWeights, ServerError
-from rloom.generation.vllm.requests import NotFiniteError
+from rloom.generation.vllm.requests import UnusableAnswerError
 from rloom.generation.vllm.watch import Watch
 from rloom.printable import get_logger
 
@@ -49,11 +49,12 @@ class Reply:
     client: Client
     answer: Any = None
     error: Exception | None = None
-    # After an error: what is wrong with the server; None where it is well.
-    wrong: Exception | None = None
+    # After an error: what is wrong with the server; None where it is well. It had so many seconds to say so.
+    server_error: Exception | None = None
+    seconds: float = 0.0
 
 
-def _believe(client: Client) -> None:
+def _believe(client: Client, seconds: float) -> None:
     """Of servers that do not say which weights they have."""
 
 
@@ -79,7 +80,7 @@ class Dispatch:
         *,
         read: Callable[[Client, Any], Any],
         patience: float,
-        confirm: Callable[[Client], None] = _believe,
+        confirm: Callable[[Client, float], None] = _believe,
     ) -> None:
         self.clients = list(clients)  # those that are not lost
         self._path, self._content, self._read, self._count = path, content, read, count
@@ -99,8 +100,8 @@ class Dispatch:
         # Taken before the first thread starts, which would take some too.
         first = itertools.islice(itertools.cycle(clients), requests_per_server(len(clients)) * len(clients))
         asked = [(client, number) for client in first if (number := self._take(client)) is not None]
-        self._watch.start()
         try:
+            self._watch.start()
             for client, number in asked:
                 self._start(client, number)
             while left:
@@ -144,7 +145,9 @@ class Dispatch:
                 answer = self._ask(client, number)
                 self._watch.answered(client)
             except Exception as error:
-                self._replies.put(Reply(number, client, error=error, wrong=self._what_is_wrong(number, client, error)))
+                # Another takes the place of a busy one at once, but nobody that of the last one.
+                seconds = HEALTH_SECONDS if len(self.clients) > 1 else self._patience
+                self._judge(Reply(number, client, error=error), seconds)
                 return
             self._replies.put(Reply(number, client, answer=answer))
             number = self._take(client)
@@ -173,12 +176,14 @@ class Dispatch:
                     self._open.pop(held, None)
         return self._read(client, answer)
 
-    def _what_is_wrong(self, number: int, client: Client, error: Exception) -> Exception | None:
-        """What is wrong with a server at which a request has failed."""
-        if isinstance(error, LostWeights) or self._asked.get(number) is not client:
-            return error
-        # Another takes the place of a busy one at once, but nobody that of the last one.
-        return self._watch.failed(client, HEALTH_SECONDS if len(self.clients) > 1 else self._patience)
+    def _judge(self, reply: Reply, seconds: float) -> None:
+        """Find out what is wrong with the server at which a request has failed, and hand the reply on."""
+        server_error: Exception | None = None
+        if isinstance(reply.error, LostWeights):
+            server_error = reply.error
+        elif self._asked.get(reply.number) is reply.client:
+            server_error = self._watch.failed(reply.client, seconds)
+        self._replies.put(replace(reply, server_error=server_error, seconds=seconds))
 
     # -- servers that are lost
 
@@ -208,28 +213,40 @@ class Dispatch:
 
     def _counts(self, reply: Reply) -> bool:
         """Whether a reply is an answer that can be used. If not, its request is made again."""
-        number, client, error = reply.number, reply.client, reply.error
         # Of a server that is lost: another has been asked.
-        if self._asked.get(number) is not client:
+        if self._asked.get(reply.number) is not reply.client:
             return False
-        if error is None:
+        if reply.error is None:
             with self._lock:
-                del self._asked[number]
+                del self._asked[reply.number]
             return True
-        if not isinstance(error, EngineError) or isinstance(error, NotFiniteError):
-            raise error
-        if reply.wrong is not None:
-            self._lose(client, reply.wrong if isinstance(reply.wrong, LostWeights) else error)
-            return False
-        if isinstance(error, ServerError) and error.status not in STARTING:
-            raise error
+        if isinstance(reply.server_error, LostWeights):
+            self._lose(reply.client, reply.server_error)
+        elif not isinstance(reply.error, EngineError):
+            raise reply.error
+        elif reply.server_error is not None:
+            self._lose_unless_last(reply, reply.error)
+        elif _is_final(reply.error):
+            raise reply.error
+        else:
+            self._try_again(reply.number, reply.client, reply.error)
+        return False
+
+    def _lose_unless_last(self, reply: Reply, error: EngineError) -> None:
+        """Leave a server out that does not say it is well; the last one is given more time to say so."""
+        if len(self.clients) > 1 or reply.seconds >= self._patience:
+            self._lose(reply.client, error)
+            return
+        threading.Thread(target=self._judge, args=(reply, self._patience), name="rloom-vllm", daemon=True).start()
+
+    def _try_again(self, number: int, client: Client, error: EngineError) -> None:
+        """Make a request again at a server that is well, or leave it out if that does not help."""
         self._failures[number, client] += 1
         if self._failures[number, client] == TRIES:
             self._lose(client, error)
         else:
             # What has just failed may be better in a moment.
             self._start(client, number, wait=float(self._failures[number, client] - 1))
-        return False
 
     def _lose(self, client: Client, error: EngineError) -> None:
         """Leave a server out, and ask others for what it has not answered."""
@@ -237,7 +254,7 @@ class Dispatch:
             raise error
         if len(self.clients) == 1:
             raise EngineError(
-                f"{error}. There is no other server: when it is up again, go on with resume_from_checkpoint='auto'"
+                f"{error}. There is no other server: when it is well again, go on with resume_from_checkpoint='auto'"
             ) from error
         with self._lock:
             self.clients.remove(client)
@@ -259,6 +276,11 @@ class Dispatch:
             # It may have ended by itself.
             with suppress(OSError):
                 held.shutdown(socket.SHUT_RDWR)
+
+
+def _is_final(error: EngineError) -> bool:
+    """Whether a server that is well would say the same again, and so would others."""
+    return isinstance(error, UnusableAnswerError) or (isinstance(error, ServerError) and error.status not in STARTING)
 
 
 def _keep_alive(connection: socket.socket) -> None:

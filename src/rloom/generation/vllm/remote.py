@@ -16,6 +16,7 @@ from rloom.errors import EngineError
 from rloom.generation.base import InStep, Sampling
 from rloom.generation.vllm import proof
 from rloom.generation.vllm.client import (
+    HEALTH_SECONDS,
     BeingSent,
     Client,
     LostWeights,
@@ -171,23 +172,15 @@ class RemoteServer:
 
     def refresh(self, model: Any, outgoing: Outgoing) -> bool:
         """Have the server draw from the policy; whether weights had to be sent."""
-        try:
-            sent = self._refresh(model, outgoing)
-        except (UnreachableError, ServerError) as error:
-            began = self.served is not None and self._sent is None
-            if not began or isinstance(error, SilentError) or not self.client.is_up():
-                raise
-            # A connection has broken, or the group in which weights are sent. A new one may do.
-            logger.warning("%s. The server is begun with anew", error)
-            self.end()
-            sent = self._refresh(model, outgoing)
+        sent = self._refresh(model, outgoing)
         self._silent = False
         return sent
 
     def _refresh(self, model: Any, outgoing: Outgoing) -> bool:
         if self.served is not None and self.tells_its_weights:
             try:
-                self.confirm()
+                # One that was silent the last time is not waited for as long again.
+                self.confirm(HEALTH_SECONDS if self._silent else None)
             except LostWeights as error:
                 logger.warning("between two rollouts: %s. It is sent all weights, and proved", error)
                 self.end()
@@ -198,10 +191,18 @@ class RemoteServer:
         if outgoing.fingerprint == self._sent and (self.tells_its_weights or self.still_has(model)):
             return False
         self._sent = None
-        if self._known.adapter_only:
-            self._send_adapter(model, outgoing)
-        else:
-            self._send(self._weights(model), outgoing)
+        try:
+            if self._known.adapter_only:
+                self._send_adapter(model, outgoing)
+            else:
+                self._send(self._weights(model), outgoing)
+        except (UnreachableError, ServerError) as error:
+            if isinstance(error, SilentError) or not self.client.is_up():
+                raise
+            # A connection has broken, or the group in which weights are sent. A new one may do.
+            logger.warning("%s. The server is begun with anew", error)
+            self.begin(model, outgoing)
+            return True
         self._check_probe(model)
         self._sent = outgoing.fingerprint
         return True
@@ -239,14 +240,14 @@ class RemoteServer:
             return False
         return True
 
-    def confirm(self) -> None:
-        """Raise `LostWeights` where the server says that it does not have the weights that it was sent last. One that
-        does not say which it has is believed."""
+    def confirm(self, seconds: float | None = None) -> None:
+        """Raise `LostWeights` where the server says that it does not have the weights that it was sent last. It may
+        take `seconds` to say so, or else the time-out. One that does not say which it has is believed."""
         served = self._known
         if served.adapter_only:
-            has = {name for name in models_of(self.client) if name.startswith(NAME)}
+            has = {name for name in models_of(self.client, seconds) if name.startswith(NAME)}
         elif served.versions:
-            has = {self._served_version()} - {FRESH}
+            has = {self._served_version(seconds)} - {FRESH}
         else:
             return
         # No adapter is in use: requests name the base.
@@ -256,7 +257,7 @@ class RemoteServer:
             raise LostWeights(f"the vLLM server at {self.client.address} was started again")
         # The main process proves one that was started again, while others may still ask it.
         if all(name.startswith(SENDING) or name.endswith(OTHER) for name in has):
-            raise BeingSent(f"the vLLM server at {self.client.address} is being sent weights")
+            raise BeingSent(self.client.address, frozenset(has))
         raise OtherWeights(
             f"the vLLM server at {self.client.address} was given weights by somebody else: use one server for one run"
         )
@@ -292,7 +293,7 @@ class RemoteServer:
     def _tell_version(self, version: str) -> None:
         self.served = replace(self._known, version=version)
         if self._known.versions:
-            self.client.developer("POST", "/update_weight_version", {"new_version": version})
+            self.client.developer("POST", "/update_weight_version", {"new_version": version}, twice=True)
 
     def _reload(self, weights: Iterator[tuple[str, torch.Tensor]], outgoing: Outgoing, other: bool) -> None:
         """Through a folder that both see."""
@@ -327,8 +328,8 @@ class RemoteServer:
         with self.client.reading("/reset_prefix_cache", answer):
             return bool(answer["success"])
 
-    def _served_version(self) -> str:
-        answer = self.client.developer("GET", "/weight_info")
+    def _served_version(self, seconds: float | None) -> str:
+        answer = self.client.developer("GET", "/weight_info", seconds=seconds)
         with self.client.reading("/weight_info", answer):
             return str(answer["weight_version"])
 

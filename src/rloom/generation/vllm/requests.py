@@ -46,8 +46,8 @@ OWNED = {
 """Entries that the trainer must know about, and the option of ours to use instead."""
 
 
-class NotFiniteError(EngineError):
-    """A model has log-probabilities that are no numbers. Asking again does not help."""
+class UnusableAnswerError(EngineError):
+    """Completions that cannot be used. Asking again does not help."""
 
 
 class RequestFormat:
@@ -118,7 +118,7 @@ class RequestFormat:
     def group(self, completions: list[Completion], num_generations: int) -> list[Completion]:
         """All completions of a prompt; none may be lost."""
         if len(completions) != self.count(num_generations):
-            raise EngineError(
+            raise UnusableAnswerError(
                 f"vLLM returned {len(completions)} completions, {self.count(num_generations)} were asked for"
             )
         if len(completions) == num_generations:
@@ -135,9 +135,9 @@ class RequestFormat:
             [math.nan if value is None else float(value) for value in logprobs],
         )
         if len(found) != len(tokens):
-            raise EngineError(f"vLLM returned {len(found)} log-probabilities for {len(tokens)} tokens")
+            raise UnusableAnswerError(f"vLLM returned {len(found)} log-probabilities for {len(tokens)} tokens")
         if any(math.isnan(value) for value in found):
-            raise NotFiniteError(
+            raise UnusableAnswerError(
                 "vLLM's log-probabilities are not finite: the model's weights are broken. Look at the last updates: a "
                 "learning rate that is too high, float16 without loss scaling"
             )
@@ -153,7 +153,7 @@ class RequestFormat:
             return EOS if tokens and tokens[-1] in self.sampling.eos_token_ids else STOP_STRING
         known = {"length": LENGTH, "abort": ABORTED}
         if finish_reason not in known:
-            raise EngineError(f"vLLM ended a completion with {finish_reason!r}; see its messages above")
+            raise UnusableAnswerError(f"vLLM ended a completion with {finish_reason!r}; see its messages above")
         return known[finish_reason]
 
 
@@ -216,8 +216,8 @@ def reader(request_format: RequestFormat, count: int) -> Callable[[Client, Any],
         try:
             with client.reading("/v1/completions", answer):
                 return read_completions(answer, request_format, count)
-        except EngineError as error:
-            raise type(error)(f"{error} (the vLLM server at {client.address})") from error
+        except UnusableAnswerError as error:
+            raise UnusableAnswerError(f"{error} (the vLLM server at {client.address})") from error
 
     return read
 
@@ -226,9 +226,9 @@ def read_completions(answer: dict[str, Any], request_format: RequestFormat, coun
     """The completions of one prompt in a server's answer."""
     choices = sorted(answer["choices"], key=lambda choice: choice["index"])
     if [choice["index"] for choice in choices] != list(range(len(choices))):
-        raise EngineError(f"vLLM has numbered its completions {[choice['index'] for choice in choices]}")
+        raise UnusableAnswerError(f"vLLM has numbered its completions {[choice['index'] for choice in choices]}")
     if any(choice.get("token_ids") is None for choice in choices):
-        raise EngineError(f"the vLLM server returns no token ids; it is older than 0.22: {HOW_TO_START}")
+        raise UnusableAnswerError(f"the vLLM server returns no token ids; it is older than 0.22: {HOW_TO_START}")
     found = [
         request_format.completion(choice["token_ids"], choice["logprobs"]["token_logprobs"], choice["finish_reason"])
         for choice in choices

@@ -69,9 +69,9 @@ def look_at(client: Client, options: VllmOptions, model: Any) -> Served:
     )
 
 
-def models_of(client: Client) -> list[str]:
+def models_of(client: Client, seconds: float | None = None) -> list[str]:
     """The names that requests may ask for: of the model, and of its adapters."""
-    answer = client.get("/v1/models")
+    answer = client.get("/v1/models", seconds or client.timeout)
     with client.reading("/v1/models", answer):
         return [entry["id"] for entry in answer["data"]]
 

@@ -9,14 +9,9 @@ from typing import Any
 
 from rloom.errors import EngineError
 from rloom.generation.base import InStep, Sampling, nothing_asked
-from rloom.generation.vllm.client import (
-    HEALTH_SECONDS,
-    PATIENT_SECONDS,
-    BeingSent,
-    Client,
-    UnreachableError,
-)
+from rloom.generation.vllm.client import PATIENT_SECONDS, Client, UnreachableError
 from rloom.generation.vllm.dispatch import REQUESTS_PER_SERVER, Dispatch, Reply, requests_per_server
+from rloom.generation.vllm.following import Following, said
 from rloom.generation.vllm.options import VllmOptions
 from rloom.generation.vllm.outgoing import Outgoing, version_of
 from rloom.generation.vllm.remote import RemoteServer
@@ -30,11 +25,8 @@ from rloom.types import Group, Prompt
 logger = get_logger(__name__)
 
 
-# Between two looks at whether the main process has sent weights: the first, and the longest pause.
+# Between two looks at whether servers answer.
 POLL_SECONDS = 0.1
-LONGEST_PAUSE_SECONDS = 1.0
-# How long those that have weights wait for the next server to be sent them.
-GRACE_SECONDS = 30.0
 
 
 class VllmServerEngine(VllmBase):
@@ -76,6 +68,7 @@ class VllmServerEngine(VllmBase):
                 "at most %d requests at a time at each vLLM server: this process may not open more files (ulimit -n)",
                 requests_per_server(len(self.servers)),
             )
+        self._following = Following(self.servers, options.timeout)
         self._calls: Generator[Reply, None, None] | None = None  # the requests of the present rollout
         self._lead(self._begin_all)
 
@@ -116,7 +109,7 @@ class VllmServerEngine(VllmBase):
             len(prompts),
             read=reader(request_format, count),
             patience=self.options.timeout,
-            confirm=lambda client: by_client[client].confirm(),
+            confirm=lambda client, seconds: by_client[client].confirm(seconds),
         )
         self._abort_pending()
         self._calls, left = dispatch.replies(), len(prompts)
@@ -134,7 +127,8 @@ class VllmServerEngine(VllmBase):
                 "server generates one at a time"
             )
         for client in answered:
-            _check_unchanged(by_client[client], self.get_model(), is_lost=client not in dispatch.clients)
+            is_lost = client not in dispatch.clients
+            _check_unchanged(by_client[client], self.get_model(), self.options.timeout, is_lost=is_lost)
 
     def _abort_pending(self) -> None:
         """Abort requests that nobody waits for: an error may hold on to a rollout that was never finished."""
@@ -148,7 +142,7 @@ class VllmServerEngine(VllmBase):
         self._abort_pending()
         weights = self._lead(self._send_all)
         if not self.options.sends:
-            self._await_all(version_of(weights))
+            self._following.wait(self.get_model(), version_of(weights))
 
     def _lead(self, work: Callable[[tuple[Any, ...]], None]) -> tuple[Any, ...]:
         """Have the main process do some work with the weights, whose fingerprint is returned in all processes."""
@@ -161,41 +155,6 @@ class VllmServerEngine(VllmBase):
         weights = tuple(self.in_step.gather(fingerprint(model, self.in_step.own_parts())))
         self.in_step.lead(lambda: work(weights))
         return weights
-
-    def _await_all(self, version: str) -> None:
-        """Wait until the main process has sent servers these weights."""
-        waiting = _Waiting(self.options.timeout)
-        having: list[RemoteServer] = []
-        # The main process sends them to one after the other.
-        progress, pause = time.monotonic(), POLL_SECONDS
-        while True:
-            coming = False
-            for server in [server for server in self.servers if server not in having]:
-                try:
-                    if _follows(server, self.get_model(), version):
-                        having.append(server)
-                        progress = time.monotonic()
-                except BeingSent:
-                    progress, coming = time.monotonic(), True
-            rest = [server.client for server in self.servers if server not in having]
-            if having and (not rest or (not coming and time.monotonic() - progress > GRACE_SECONDS)):
-                break
-            # The main process may itself wait for a server for that long, and then has to send.
-            if time.monotonic() - progress > 2 * self.options.timeout:
-                raise EngineError(
-                    f"no vLLM server has the weights of this process after {2 * self.options.timeout:.0f} s (twice "
-                    f"vllm_server_timeout): the main process, which sends them, has not, or has others; {_said(rest)}"
-                )
-            waiting.tell("for weights that the main process sends to", rest)
-            time.sleep(pause)
-            pause = min(2 * pause, LONGEST_PAUSE_SECONDS)
-        for server in self.servers:
-            if server not in having:
-                logger.warning(
-                    "the vLLM server at %s has not the weights of this process: asked for nothing in this rollout",
-                    server.client.address,
-                )
-                server.end()
 
     def _begin_all(self, weights: tuple[Any, ...]) -> None:
         model = self.get_model()
@@ -236,17 +195,20 @@ class VllmServerEngine(VllmBase):
         if len(self.servers) == 1:
             self.servers[0].client.wait(self.options.timeout)
             return self.servers
-        waiting, clients = _Waiting(self.options.timeout), [server.client for server in self.servers]
-        while True:
-            if up := [server for server in self.servers if server.client.is_up()]:
-                return up
-            if waiting.is_over():
+        began, told = time.monotonic(), False
+        clients = [server.client for server in self.servers]
+        while not (up := [server for server in self.servers if server.client.is_up()]):
+            waited = time.monotonic() - began
+            if waited >= self.options.timeout:
                 raise EngineError(
                     f"none of {len(clients)} vLLM servers has answered for {self.options.timeout:g} s "
-                    f"(vllm_server_timeout): {_said(clients)}"
+                    f"(vllm_server_timeout): {said(clients)}"
                 )
-            waiting.tell("for", clients)
+            if not told and waited > PATIENT_SECONDS:
+                told = True
+                logger.warning("waiting, up to %g s (vllm_server_timeout): %s", self.options.timeout, said(clients))
             time.sleep(POLL_SECONDS)
+        return up
 
     def _send(self, server: RemoteServer, model: Any, outgoing: Outgoing) -> bool:
         """Have a server draw from the policy; whether weights had to be sent."""
@@ -262,21 +224,12 @@ class VllmServerEngine(VllmBase):
         server.leave_out()
 
 
-def _follows(server: RemoteServer, model: Any, version: str) -> bool:
-    """Whether a server has these weights; one that does not answer has not."""
-    try:
-        return server.client.is_up() and server.follow(model, version)
-    except UnreachableError:
-        server.end()
-        return False
-
-
-def _check_unchanged(server: RemoteServer, model: Any, *, is_lost: bool) -> None:
+def _check_unchanged(server: RemoteServer, model: Any, patience: float, *, is_lost: bool) -> None:
     """Refuse a rollout for which a server that cannot say which weights it has may have drawn from others."""
     if server.tells_its_weights:
         return
     address = server.client.address
-    if is_lost or not server.client.is_up():
+    if is_lost or not server.client.is_up(patience):
         raise EngineError(
             f"the vLLM server at {address} was lost after it had answered, and is too old (before 0.32) to have said "
             "which weights it had then: go on with resume_from_checkpoint='auto'"
@@ -286,32 +239,3 @@ def _check_unchanged(server: RemoteServer, model: Any, *, is_lost: bool) -> None
             f"the vLLM server at {address} was started again or given other weights while it generated: use one server "
             "for one run"
         )
-
-
-class _Waiting:
-    """A wait for servers, which is told once when it has become long."""
-
-    def __init__(self, seconds: float) -> None:
-        self._began, self._seconds, self._told = time.monotonic(), seconds, False
-
-    def is_over(self) -> bool:
-        """Whether it has taken all of its time."""
-        return time.monotonic() - self._began >= self._seconds
-
-    def tell(self, what: str, clients: Sequence[Client]) -> None:
-        """Say what is waited for."""
-        if not self._told and time.monotonic() - self._began > PATIENT_SECONDS:
-            self._told = True
-            logger.warning("waiting %s %s, up to %g s (vllm_server_timeout)", what, _said(clients), self._seconds)
-
-
-def _said(clients: Sequence[Client]) -> str:
-    """What servers say of themselves now."""
-    found = []
-    for client in clients:
-        try:
-            client.check_health(HEALTH_SECONDS)
-            found.append(f"the vLLM server at {client.address}, which is well")
-        except EngineError as error:
-            found.append(str(error))
-    return "; ".join(found)

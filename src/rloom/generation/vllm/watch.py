@@ -19,20 +19,20 @@ WATCH_SECONDS = 5.0
 class Question:
     """A question for which many threads wait: one that is put after they have come does for all of them."""
 
-    def __init__(self, put: Callable[[], None]) -> None:
+    def __init__(self, put: Callable[[float], None]) -> None:
         self._put = put
         self._lock = threading.Lock()
         self._put_at = 0.0
         self._error: Exception | None = None
 
-    def ask(self) -> None:
-        """Raise what the question raises."""
+    def ask(self, seconds: float) -> None:
+        """Raise what the question raises, which may take so many seconds to be answered."""
         came = time.monotonic()
         with self._lock:
             if self._put_at <= came:
                 self._put_at, self._error = time.monotonic(), None
                 try:
-                    self._put()
+                    self._put(seconds)
                 except Exception as error:
                     # It does for those, too, that have come meanwhile: else each would wait as long again.
                     self._put_at, self._error = time.monotonic(), error
@@ -43,29 +43,28 @@ class Question:
 class _Server:
     """One server, and what was found out about it."""
 
-    def __init__(self, client: Client, confirm: Callable[[Client], None]) -> None:
+    def __init__(self, client: Client, confirm: Callable[[Client, float], None]) -> None:
         self.client, self._confirm = client, confirm
-        self.seconds = HEALTH_SECONDS  # for which the last question about a failure waits
-        self.after_answers = Question(lambda: confirm(client))
-        self.after_failures = Question(lambda: self.look(self.seconds))
+        self.after_answers = Question(lambda seconds: confirm(client, seconds))
+        self.after_failures = Question(self.look)
         self.asked: float | None = None  # when it was first asked what it has not answered
         self.error: Exception | None = None  # what came instead of an answer
         self.lost: LostWeights | None = None  # why it can be used no more, though it answers
 
     def look(self, seconds: float) -> None:
-        """Raise what is wrong with it."""
+        """Raise what is wrong with it. Each of two questions may take so many seconds to be answered."""
         self.client.check_health(seconds)
-        self._confirm(self.client)
+        self._confirm(self.client, seconds)
 
 
 class Watch:
     """Looks at each server in a thread of its own, so that a silent one keeps nobody from the answers of others.
 
     `confirm` raises `LostWeights` where a server does not have the weights that it was sent, and another error where it
-    does not answer.
+    does not answer within some seconds.
     """
 
-    def __init__(self, clients: Sequence[Client], patience: float, confirm: Callable[[Client], None]) -> None:
+    def __init__(self, clients: Sequence[Client], patience: float, confirm: Callable[[Client, float], None]) -> None:
         self._patience = patience
         self._servers = {client: _Server(client, confirm) for client in clients}
         self._over = threading.Event()
@@ -83,16 +82,14 @@ class Watch:
         """Raise what is wrong with an answer that a server has just given: it may have been started again unnoticed,
         as behind an address that leads to another machine from now on."""
         server = self._servers[client]
-        server.after_answers.ask()
+        server.after_answers.ask(self._patience)
         server.asked = None
 
     def failed(self, client: Client, seconds: float) -> Exception | None:
         """What is wrong with a server at which a request has just failed; None where it is well. It may take so many
         seconds to say so."""
-        server = self._servers[client]
-        server.seconds = seconds
         try:
-            server.after_failures.ask()
+            self._servers[client].after_failures.ask(seconds)
         except Exception as error:
             return error
         return None
