@@ -144,6 +144,7 @@ class RLOOTrainer(EvaluatingTrainer):
         launch.check_devices(self)
         self.processes = processes_of(args, self.accelerator)
         check_same_everywhere(self.processes, args, policy, train_dataset, eval_dataset)
+        self._keeps_table = self.processes.from_main(bool(args.log_completions or args.num_sample_generations))
         # The reference is a copy of these weights, so they are made equal before it.
         self.processes.share_weights(self.model)
         asked = args.model_init_kwargs if isinstance(model, str) else None
@@ -171,7 +172,6 @@ class RLOOTrainer(EvaluatingTrainer):
         self.reference = parts.reference
         self.metrics, self.clock, self.journal = parts.metrics, parts.clock, parts.journal
         self.completion_log, self.store = parts.journal.table, parts.journal.store
-        self._keeps_table = self.processes.from_main(bool(args.log_completions or args.num_sample_generations))
         self.finite, self.interrupts = FiniteUpdates(self.metrics), Interrupts(self.processes)
         self.folder = OutputFolder(args.output_dir, main=self.processes.is_main)
         self.schedule = make_schedule(args)

@@ -223,7 +223,8 @@ class RemoteServer:
         adapted = not self._known.adapter_only or is_active(model)
         self.served = replace(self._known, version=version if adapted else "")
         try:
-            self.confirm()
+            # It is looked at again, or another is asked.
+            self.confirm(HEALTH_SECONDS)
         except BeingSent:
             raise
         except LostWeights:
