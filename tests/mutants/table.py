@@ -2109,12 +2109,6 @@ MUTANTS = [
     ),
     Mutant(
         "generation/vllm/dispatch.py",
-        "        if isinstance(reply.server_error, LostWeights):",
-        "        if isinstance(reply.server_error, LostWeights) and not _is_final(reply.error):",
-        "tests/unit/test_vllm_dispatch.py::test_completions_of_lost_weights_say_nothing_of_the_policy",
-    ),
-    Mutant(
-        "generation/vllm/dispatch.py",
         "    return isinstance(error, UnusableAnswerError) or",
         "    return",
         "tests/unit/test_vllm_dispatch.py::test_a_logprob_that_is_no_number_is_an_error",
