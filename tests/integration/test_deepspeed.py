@@ -45,18 +45,31 @@ torch.save(([p.detach().float() for p in model.parameters()], norms), sys.argv[3
 """
 
 
-@pytest.mark.skipif(
+needs_deepspeed = pytest.mark.skipif(
     importlib.util.find_spec("deepspeed") is None, reason="DeepSpeed is not in the development set: it compiles itself"
 )
+
+
+def run_script(*arguments: str, **environment: str) -> subprocess.CompletedProcess:
+    """`SCRIPT` in a process of its own."""
+    line = [sys.executable, "-c", SCRIPT, *arguments]
+    root = Path(__file__).parents[2]
+    return subprocess.run(line, cwd=root, env={**os.environ, **environment}, capture_output=True, text=True)
+
+
+@needs_deepspeed
+def test_without_a_launcher_one_is_asked_for(tmp_path):
+    done = run_script(str(tmp_path / "out"), "with", str(tmp_path / "result.pt"))
+    assert done.returncode == 1
+    assert "ConfigError: DeepSpeed wants a launcher, for one process too" in done.stderr
+
+
+@needs_deepspeed
 def test_several_micro_batches_train_as_without(tmp_path):
     def run(how):
-        environment = {**os.environ, "RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1",
-                       "MASTER_PORT": "29533"}  # fmt: skip
-        line = [sys.executable, "-c", SCRIPT, str(tmp_path / how), how, str(tmp_path / f"{how}.pt")]
-        root = Path(__file__).parents[2]
-        done = subprocess.run(
-            line, cwd=root, env=environment if how == "with" else None, capture_output=True, text=True
-        )
+        place = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29533"}
+        arguments = str(tmp_path / how), how, str(tmp_path / f"{how}.pt")
+        done = run_script(*arguments, **(place if how == "with" else {}))
         assert done.returncode == 0, done.stderr[-2000:]
         return done.stdout.splitlines()[-1], torch.load(tmp_path / f"{how}.pt")
 

@@ -14,7 +14,7 @@ from accelerate.utils.launch import prepare_deepspeed_cmd_env, prepare_multi_gpu
 
 from tests.integration import processes_run
 from tests.integration.test_processes import assert_close, assert_same_log, results
-from tests.launches import assert_done, torchrun
+from tests.launches import assert_done, cause, torchrun
 from tests.standins import ROOT
 
 pytestmark = pytest.mark.skipif(
@@ -59,3 +59,11 @@ def test_two_processes_are_as_one(name, wrapped, stage, tmp_path, monkeypatch):
     assert all(abs(each["parts"] - expected) < 0.05 * total for each in found)
     assert_close(one, found[0], allowed=1e-5)
     assert_same_log(one, found[0])
+
+
+def test_an_environment_for_a_cpu_does_not_leave_deepspeed_out(tmp_path, monkeypatch):
+    """accelerate would train without DeepSpeed."""
+    environment = environment_of("deepspeed_zero3", monkeypatch) | {"ACCELERATE_USE_CPU": "true"}
+    done = torchrun(processes_run.__file__, str(tmp_path), KIND, deepspeed=True, **environment)
+    assert done.returncode != 0
+    assert "accelerate leaves it out" in cause(done.stderr)

@@ -275,6 +275,23 @@ def test_deepspeed_that_cannot_be_had_is_told_in_one_line(monkeypatch, tmp_path)
         make(deepspeed="zero3.json", fsdp=True)
 
 
+@pytest.mark.parametrize("flag", ["true", "1"])
+def test_deepspeed_is_not_left_out_in_silence(flag, monkeypatch, tmp_path):
+    """As accelerate does where the environment tells it to use the CPU."""
+    monkeypatch.setenv("ACCELERATE_USE_CPU", flag)
+    assert make(use_cpu=True).deepspeed is None
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: True)
+    left_out = r"accelerate leaves it out .* ACCELERATE_USE_CPU: unset that, and set RLOOConfig\(use_cpu=True\)"
+    with pytest.raises(ConfigError, match=left_out):
+        make(deepspeed=str(tmp_path / "zero3.json"))
+    monkeypatch.setenv("ACCELERATE_USE_DEEPSPEED", "true")
+    with pytest.raises(ConfigError, match=left_out):
+        make(use_cpu=True)
+    monkeypatch.setenv("ACCELERATE_USE_CPU", "false")
+    with pytest.raises(ConfigError, match=r"there is no file .*zero3\.json"):
+        make(deepspeed=str(tmp_path / "zero3.json"))
+
+
 def test_saved_arguments_are_loaded_by_the_name_they_were_saved_under(tmp_path):
     """Checkpoints hold them as a pickle, which names module and class."""
     assert (RLOOConfig.__module__, RLOOConfig.__qualname__) == ("rloom.config", "RLOOConfig")

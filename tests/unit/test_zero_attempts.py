@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
+from rloom.errors import ConfigError
 from rloom.training import zero_attempts
 from rloom.training.budget import TokenBudget
 from rloom.training.processes import Processes
@@ -112,6 +114,22 @@ def test_the_step_waits_for_the_updates_end():
     assert engine.told == [("boundary", False), ("backward", 2.0, False), ("boundary", True), ("backward", 2.0, False)]
     assert processes.add_up([], torch.tensor(2.0)) == 2.0
     assert engine.told[4:] == ["step"]
+
+
+def test_a_script_without_a_launcher_is_told_of_one():
+    """There DeepSpeed looks for MPI. What else is missing is not our guess."""
+
+    processes = DeepSpeedProcess()
+
+    def prepare_without(module: str) -> None:
+        processes._whole = SimpleNamespace(preparing=nullcontext)
+        with processes.preparing(SimpleNamespace()):
+            raise ModuleNotFoundError(name=module)
+
+    with pytest.raises(ConfigError, match=r"DeepSpeed wants a launcher, .*`torchrun --nproc_per_node 1 script\.py`"):
+        prepare_without("mpi4py")
+    with pytest.raises(ModuleNotFoundError):
+        prepare_without("hjson")
 
 
 def test_nothing_is_left_of_a_failed_update():

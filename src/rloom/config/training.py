@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from accelerate.utils import parse_flag_from_env
 
 from rloom.config.topic import Topic, option
 from rloom.cpu_bfloat16 import make_bfloat16_safe
@@ -81,6 +82,12 @@ class TrainingTopic(Topic):
         launched = os.environ.get("ACCELERATE_USE_DEEPSPEED", "").lower() == "true"
         if (self.deepspeed or launched) and importlib.util.find_spec("deepspeed") is None:
             raise MissingExtraError('DeepSpeed is asked for and is not installed: pip install "deepspeed>=0.19.8"')
+        # accelerate then leaves DeepSpeed out, and says nothing: each process would hold all.
+        if (self.deepspeed or launched) and parse_flag_from_env("ACCELERATE_USE_CPU"):
+            raise ConfigError(
+                "DeepSpeed is asked for, and accelerate leaves it out where the environment has ACCELERATE_USE_CPU: "
+                "unset that, and set RLOOConfig(use_cpu=True), or leave DeepSpeed out"
+            )
         if isinstance(self.deepspeed, str) and self.deepspeed.endswith(".json") and not Path(self.deepspeed).is_file():
             raise ConfigError(f"deepspeed: there is no file {self.deepspeed} (docs/recipes.md shows one)")
 

@@ -9,6 +9,7 @@ from typing import Any
 from accelerate import Accelerator
 from torch import Tensor, nn
 
+from rloom.errors import ConfigError
 from rloom.training.budget import TokenBudget
 from rloom.training.exchange import explaining_lost_peers
 from rloom.training.processes import T
@@ -30,8 +31,17 @@ class UnderDeepSpeed(WholeCheckpoints):
     @contextmanager
     def preparing(self, accelerator: Accelerator) -> Iterator[None]:
         """Let accelerate hand the model to DeepSpeed."""
-        with super().preparing(accelerator):
-            yield
+        try:
+            with super().preparing(accelerator):
+                yield
+        except ModuleNotFoundError as error:
+            # Without a launcher's environment it looks for MPI's.
+            if error.name != "mpi4py":
+                raise
+            raise ConfigError(
+                "DeepSpeed wants a launcher, for one process too: `torchrun --nproc_per_node 1 script.py` (of a "
+                "command: `torchrun --nproc_per_node 1 -m rloom train …`), or leave deepspeed out"
+            ) from error
         self._engine = accelerator.deepspeed_engine_wrapped.engine
         self.can_repeat = can_be_left(self._engine)
 
